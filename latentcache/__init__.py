@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from latentcache.doctor.environment import diagnose
     from latentcache.errors import LatentCacheError
     from latentcache.loading.cache import LatentCache
-    from latentcache.loading.dataset import LatentDataset, LatentDatasets
+    from latentcache.loading.dataset import LatentDataset
     from latentcache.loading.loader import LatentLoader
     from latentcache.loading.loss_parts import masked_errors
     from latentcache.loading.sampler import BucketBatchSampler
@@ -44,7 +44,6 @@ __all__ = [
     "LatentCache",
     "LatentCacheError",
     "LatentDataset",
-    "LatentDatasets",
     "LatentLoader",
     "LoadedModels",
     "MemoryStore",
@@ -78,7 +77,6 @@ _HOMES = {
     "LatentCache": "loading.cache",
     "LatentCacheError": "errors",
     "LatentDataset": "loading.dataset",
-    "LatentDatasets": "loading.dataset",
     "LatentLoader": "loading.loader",
     "LoadedModels": "models.model_loader",
     "MemoryStore": "store.memory",

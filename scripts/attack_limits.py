@@ -184,6 +184,6 @@ def make_outside(folder: Path) -> Path:
     """A folder that no attack may change: what links out of a cache or a dataset lead to. It looks like a cache's."""
     (folder / "folder" / "00").mkdir(parents=True)
     (folder / "file").write_bytes(b"precious")
-    for name in ("file", "00/file", ".half.tmp", "00/.half.tmp", f"00/{'00' * 16}.safetensors", "photos.jsonl"):
+    for name in ("file", "00/file", ".half.tmp", "00/.half.tmp", f"00/{'00' * 16}.safetensors", "photos.safetensors"):
         (folder / "folder" / name).write_bytes(b"of somebody else")
     return folder

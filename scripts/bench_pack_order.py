@@ -23,7 +23,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -204,6 +204,9 @@ class Numbers:
     def bucket(self, index: int) -> Bucket:
         return Bucket(1024, 1024)
 
+    def groups(self) -> np.ndarray:
+        return np.zeros(self.num_items, np.int64)
+
     def identity(self) -> str:
         return ""
 
@@ -237,7 +240,7 @@ def shuffling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     num, per = options.num_shuffled, options.num_per_pack
     found = {}
     for name, in_packs in (("packs", True), ("random", False)):
-        sampler = BucketBatchSampler(Numbers(num, per, in_packs=in_packs), BATCH, window=options.window)
+        sampler = BucketBatchSampler(cast(Any, Numbers(num, per, in_packs=in_packs)), BATCH, window=options.window)
         found[name] = apart(np.array([item for batch in sampler for item in batch]), per)
     for name, per_file, more in (
         (

@@ -75,7 +75,7 @@ def make_manifest(root: Path, num_samples: int) -> dict[str, float]:
     chunks = ([row_of(at, num_samples) for at in range(start, min(start + CHUNK, num_samples))] for start in starts)
     folder = ManifestFolder(root / "manifests")
     folder.write(Manifest(NAME, "train", 1, COMMON, table_of(chunks)))
-    return {"bytes": (folder.path / f"{NAME}.jsonl").stat().st_size}
+    return {"bytes": (folder.path / f"{NAME}.safetensors").stat().st_size}
 
 
 def resident() -> int:
@@ -113,7 +113,7 @@ def plan(root: Path, num_samples: int) -> dict[str, float]:
         raise AssertionError("an entry of the manifest is not in the index")
 
     with DiskStore(root, read_only=True) as store:
-        rows, builder, new = RowTable.of(read(root).rows), PlanBuilder(store, "", Shard()), RowTableBuilder()
+        rows, builder, new = read(root).rows, PlanBuilder(store, "", Shard()), RowTableBuilder()
         for start in range(0, len(rows), CHUNK):
             chunk = rows.rows(start, start + CHUNK)
             present = builder.find(key for row in chunk for key in row.keys())

@@ -25,7 +25,7 @@ import soaking
 from blake3 import blake3
 
 from latentcache import LatentCache
-from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest import read_manifest
 from latentcache.errors import LatentCacheError
 from latentcache.identity import canonical_json, digest
 from latentcache.store.pack import read_records, read_row
@@ -192,10 +192,9 @@ class ManifestTarget:
     def __init__(self, folder: Path):
         cache = folder / "manifests-cache"
         soaking.make_cache(cache, 4, 4, name="fuzzed")
-        self.path = cache / "manifests" / "fuzzed.jsonl"
+        self.path = cache / "manifests" / "fuzzed.safetensors"
         self.seeds = [self.path.read_bytes()]
         self._cache = LatentCache(cache, read_only=True)
-        self._folder = ManifestFolder(cache / "manifests")
         self._known = self._read(self.seeds[0])
         self.use(self.seeds[0], False)  # the first batch imports
 
@@ -204,26 +203,27 @@ class ManifestTarget:
         kind = dice.randrange(6)
         if kind == 0:
             return change_bytes(data, dice), False
-        values = [json.loads(line) for line in data.splitlines()]
-        number = 0 if dice.random() < 0.4 else dice.randrange(len(values))
-        values[number] = change_json(values[number], dice)
-        if kind == 1:
-            values.insert(number, values[dice.randrange(len(values))])
-        lines = [json.dumps(value).encode() + b"\n" for value in values]
-        fits = kind >= 3 and isinstance(values[0], dict)
-        if fits:
-            lines[0] = self._fitting(values[0], lines[1:])
-        return b"".join(lines), fits
+        length = int.from_bytes(data[:8], "little")
+        head, columns = json.loads(data[8 : 8 + length]), data[8 + length :]
+        if kind in (1, 2):
+            head = change_json(head, dice)
+        elif kind == 3:
+            head["__metadata__"]["header"] = json.dumps(change_json(json.loads(head["__metadata__"]["header"]), dice))
+        else:
+            at = dice.randrange(len(columns))
+            columns = columns[:at] + bytes([columns[at] ^ 1 << dice.randrange(8)]) + columns[at + 1 :]
+        fits = kind >= 2 and self._fit(head, columns)
+        text = json.dumps(head).encode()
+        return len(text).to_bytes(8, "little") + text + columns, fits
 
-    def _fitting(self, header: dict[str, Any], lines: list[bytes]) -> bytes:
-        header.pop("digest", None)
+    def _fit(self, head: Any, columns: bytes) -> bool:
+        """Set the digest, if there is a place for it."""
         try:
-            hasher = blake3(canonical_json(header))
-        except (ValueError, TypeError):
-            return json.dumps(header).encode() + b"\n"
-        for line in lines:
-            hasher.update(line)
-        return json.dumps(header | {"digest": hasher.hexdigest()}).encode() + b"\n"
+            head["__metadata__"].pop("digest", None)
+            head["__metadata__"]["digest"] = blake3(canonical_json(head) + columns).hexdigest()
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return False
+        return True
 
     def use(self, data: bytes, fits: bool) -> None:
         found = self._read(data)
@@ -237,8 +237,10 @@ class ManifestTarget:
                 continue
 
     def _read(self, data: bytes) -> Any:
+        """As what comes from elsewhere is read. Only then it is the cache's."""
+        found = read_manifest(data, "fuzzed", self.path, whole_check=True)
         self.path.write_bytes(data)
-        return self._folder.read("fuzzed")
+        return found
 
 
 # Running -------------------------------------------------------------------------------------------------------------

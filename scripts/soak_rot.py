@@ -57,7 +57,7 @@ class Victim:
         self.files = {
             "pack": sorted(self._template.glob("packs/*/*.safetensors")),
             "index": [self._template / "index" / "cache.db"],
-            "manifest": sorted(self._template.glob("manifests/*.jsonl")),
+            "manifest": sorted(self._template.glob("manifests/*.safetensors")),
             "memo": [self._template / "memo" / "cache.db"],
             "CACHE.json": [self._template / "CACHE.json"],
         }

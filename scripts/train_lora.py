@@ -33,7 +33,6 @@ from latentcache import (
     LatentCache,
     LatentCacheError,
     LatentDataset,
-    LatentDatasets,
     LatentLoader,
     Phases,
     ValidationRunner,
@@ -263,21 +262,22 @@ class Training:
         return state.step
 
 
-def training_set(config: Config, cache: LatentCache) -> LatentDatasets:
+def training_set(config: Config, cache: LatentCache) -> LatentDataset:
     """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
     sets = [dataset for dataset in config.datasets if dataset.role == "train"]
     missing = sorted({dataset.name for dataset in sets} - set(cache.dataset_names()))
     if missing:
         raise errors.StoreError(f"{cache.path}: {', '.join(missing)} is not cached: run `latentcache precache CONFIG`")
-    found = LatentDatasets(LatentDataset(config.cache, each.name, flips=each.flip, caption="random") for each in sets)
+    names, flips = [each.name for each in sets], [each.name for each in sets if each.flip]
+    found = LatentDataset(config.cache, names, flips=flips, caption="random")
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found
 
 
-def family_of(dataset: LatentDatasets, cache: LatentCache) -> Family:
+def family_of(dataset: LatentDataset, cache: LatentCache) -> Family:
     """The model family that the training sets were encoded with."""
-    families = {cache.manifest(part.manifest_name).family for part in dataset.datasets}
+    families = {cache.manifest(name).family for name in dataset.names}
     if len(families) > 1:
         raise errors.ConfigError(
             f"the training sets are of {', '.join(sorted(each.name for each in families))}: name one"

@@ -33,7 +33,7 @@ def lose_a_pack(cache: Path) -> None:
 
 
 def leave_half_a_manifest(cache: Path) -> None:
-    manifest = cache / "manifests" / "train.jsonl"
+    manifest = cache / "manifests" / "train.safetensors"
     manifest.write_bytes(manifest.read_bytes().replace(b"caption 2", b"caption 3"))
 
 

@@ -155,7 +155,7 @@ def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
 
 def test_only_training_sets_are_trained_on(whole: Outcome) -> None:
     dataset, sampler = whole.training.dataset, whole.training.loader.sampler
-    assert [part.manifest_name for part in dataset.datasets] == ["first", "second"]
+    assert dataset.names == ["first", "second"]
     items = [item for planned in sampler.plan(0) for item in planned.items]
     assert sorted(items) == list(range(len(dataset)))
     assert {dataset[index]["sample_id"] for index in items} == {"0.png", "1.png", "3.png", "4.png", "6.png"}
@@ -196,7 +196,7 @@ def test_the_lora_can_be_loaded_and_changes_the_unet(script: ModuleType, whole: 
     def predict(unet: Any) -> torch.Tensor:
         torch.manual_seed(0)  # of the random caption
         batch = next(iter(torch.utils.data.DataLoader(whole.training.dataset, batch_size=1)))
-        placed = whole.training.dataset.datasets[0].place(batch, device="cpu", scaled=True)
+        placed = whole.training.dataset.place(batch, device="cpu", scaled=True)
         added = {"text_embeds": placed["pooled_prompt_embeds"], "time_ids": placed["add_time_ids"]}
         with torch.no_grad():
             return unet(placed["latents"], 5, placed["prompt_embeds"], added_cond_kwargs=added).sample

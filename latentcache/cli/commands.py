@@ -145,11 +145,19 @@ def status(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> in
 def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
     """The record of an entry, or those of a sample: what it was made from and by, and its fields.
 
+    Of a manifest all samples, a line of JSON each.
+
     Args:
-        key_or_sample: A key, its first digits (at least 6), or a sample_id.
+        key_or_sample: A key, its first digits (at least 6), a sample_id, or the name of a manifest.
     """
+    from latentcache.loading.cache import LatentCache
     from latentcache.loading.status import show as describe
 
+    with LatentCache(options.cache(target), read_only=True) as cache:
+        if key_or_sample in cache.manifests.names():
+            for row in cache.manifest(key_or_sample).rows.values():
+                print(json.dumps(row.to_json()))
+            return DONE
     found = describe(options.cache(target), key_or_sample)
     print(json.dumps(found) if options.as_json else json.dumps(found, indent=2, ensure_ascii=False))
     return DONE

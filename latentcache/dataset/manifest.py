@@ -1,46 +1,51 @@
 """The named list of a dataset's samples: their keys, their geometry, their captions.
 
-On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. It is replaced as a whole, and the header
-has a digest of everything else: a damaged manifest could give wrong samples silently.
+On disk a manifest is `<name>.safetensors`: the columns of its rows (`row_table`), and in the metadata a header and one
+digest of all that the file holds, for a damaged manifest could give wrong samples silently. It is replaced as a whole.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
+from math import prod
+from mmap import mmap
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.config import MAX_REPEATS, PROMPTS_PREFIX
-from latentcache.dataset.manifest_row import Row, RowLine, parse_line, parse_lines
-from latentcache.dataset.row_checker import RowChecker
-from latentcache.dataset.row_table import RowTable, RowTableBuilder
-from latentcache.errors import DatasetError, StoreError
+from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import RowTable
+from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Rule
 from latentcache.identity import canonical_json, digest
-from latentcache.utils.garbage import collector_paused
 from latentcache.utils.json_document import first_fault
 
-FORMAT, FORMAT_OF_MORE = 2, 3
-"""FORMAT_OF_MORE has a family, further parts or clips: a program that knows FORMAT alone would leave them out, and
-remove their entries."""
-_MORE = frozenset({"family", "scaling", "parts", "frames"})
-"""What `common` has of a manifest with these."""
-_MAX_LINE_BYTES = 1 << 24
-_BLOCK_BYTES = 1 << 20
-"""Of lines that are read together."""
+FORMAT = "4"
+MARK = "latentcache_manifest"
+"""What the metadata of a manifest's file has its format by."""
 REMEDY = "`latentcache precache CONFIG`, or the import that made it, writes it again"
+MAX_HEADER_BYTES = 1 << 24
+"""What the columns of a file are, and its metadata, which does not grow with the samples."""
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "U8": np.dtype("B"),
+    "U32": np.dtype("I"),
+    "I32": np.dtype("i"),
+    "I64": np.dtype("q"),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 8
 Role = Literal["train", "validation", "prompts"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Manifest:
     """All samples of one dataset, by sample_id, and what their keys have in common.
 
@@ -52,13 +57,21 @@ class Manifest:
     role: Role
     repeats: int
     common: Mapping[str, Any]
-    rows: Mapping[str, Row] = field(default_factory=dict)
+    rows: RowTable
+
+    def __init__(
+        self, name: str, role: Role, repeats: int, common: Mapping[str, Any], rows: Mapping[str, Row] | None = None
+    ):
+        self.name, self.role, self.repeats, self.common = name, role, repeats, common
+        self.rows = RowTable.of(rows or {})
+
+    def with_rows(self, rows: Mapping[str, Row]) -> Manifest:
+        """The same with other samples."""
+        return Manifest(self.name, self.role, self.repeats, self.common, rows)
 
     def keys(self) -> set[str]:
         """The keys of all its samples."""
-        if isinstance(self.rows, RowTable):
-            return set(self.rows.entry_keys())
-        return {key for row in self.rows.values() for key in row.keys()}
+        return set(self.rows.entry_keys())
 
     @property
     def family(self) -> Family:
@@ -135,165 +148,133 @@ def prompts_name(common: Mapping[str, Any]) -> str:
     return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
 
 
-def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> Mapping[str, Row]:
+def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> RowTable:
     """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image."""
 
     def chosen() -> Iterator[Row]:
-        for sample_id, before in theirs.items():
-            row = ours.get(sample_id)
+        for before in theirs.values():
+            row = ours.get(before.sample_id)
             if row is None or (row.refusal and not before.refusal and row.source == before.source):
                 row = before
             yield row
-        yield from (row for sample_id, row in ours.items() if sample_id not in theirs)
+        yield from (row for row in ours.values() if row.sample_id not in theirs)
 
     return RowTable.from_rows(chosen())
 
 
-def manifest_lines(manifest: Manifest) -> list[bytes]:
-    """The lines of a manifest's file. StoreError for a sample whose line would be too long to be read again."""
-    hasher, lines = blake3(canonical_json(_header(manifest))), list(_lines_of(manifest))
-    for line in lines:
-        hasher.update(line)
-    return [_header_line(manifest, hasher.hexdigest()), *lines]
-
-
-def write_manifest(manifest: Manifest, file: BinaryIO) -> None:
-    """Write what `manifest_lines` returns to an empty file, line by line: those of a million samples are large."""
-    hasher = blake3(canonical_json(_header(manifest)))
-    file.write(_header_line(manifest, hasher.hexdigest()))  # the digest is known at the end: this keeps its place
-    for line in _lines_of(manifest):
-        hasher.update(line)
-        file.write(line)
-    file.seek(0)
-    file.write(_header_line(manifest, hasher.hexdigest()))
-
-
-def _header(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "format": FORMAT_OF_MORE if isinstance(manifest.common, Mapping) and _MORE & manifest.common.keys() else FORMAT,
+def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:
+    """The bytes of a manifest's file: its head, then each column."""
+    header = {
         "name": manifest.name,
         "role": manifest.role,
         "repeats": manifest.repeats,
         "num_samples": len(manifest.rows),
         "common": manifest.common,
     }
+    document: dict[str, Any] = {"__metadata__": {MARK: FORMAT, "header": json.dumps(header)}}
+    data, end = [], 0
+    # Numbers of eight bytes come first, so that each column is aligned.
+    for name, column in sorted(manifest.rows.columns.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        start, end = end, end + column.nbytes
+        document[name] = {"dtype": _NAMES[column.dtype], "shape": list(column.shape), "data_offsets": [start, end]}
+        data.append(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data)
+    document["__metadata__"]["digest"] = _digest_of(document, data)
+    head = json.dumps(document).encode()
+    head += b" " * (-len(head) % _ALIGNMENT)
+    return [len(head).to_bytes(8, "little") + head, *data]
 
 
-def _header_line(manifest: Manifest, digest_of_rest: str) -> bytes:
-    return json.dumps(_header(manifest) | {"digest": digest_of_rest}).encode() + b"\n"
+def _digest_of(document: Mapping[str, Any], data: Sequence[memoryview]) -> str:
+    """Of all that the file holds, but for the digest itself."""
+    hasher = blake3(canonical_json(document))
+    for part in data:
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
-def _lines_of(manifest: Manifest) -> Iterator[bytes]:
-    return (_line(manifest.name, row) for row in manifest.rows.values())
+@dataclass(frozen=True, slots=True)
+class ManifestHead:
+    """What the head of a manifest's file says, not compared with the digest. `data_start` is where its columns are."""
+
+    role: str
+    num_samples: int
+    digest: str
+    document: dict[str, Any]
+    header: dict[str, Any]
+    data_start: int
 
 
-def _line(name: str, row: Row) -> bytes:
-    # ASCII, so that captions with odd line ends stay one line each.
-    line = json.dumps(row.to_json()).encode() + b"\n"
-    if len(line) > _MAX_LINE_BYTES:
-        raise StoreError(
-            f"manifest {name}: sample {row.sample_id!r:.80} takes {len(line):,} bytes, where {_MAX_LINE_BYTES:,} are "
-            "allowed: shorten its captions or its name"
-        )
-    return line
+def read_head(data: bytes | memoryview, name: str, source: str | Path) -> ManifestHead:
+    """The head of a manifest's file. `data` has at least 8 + MAX_HEADER_BYTES of it, or all. DatasetError."""
+    try:
+        if data[:1] == b"{":  # no length of a head ends so
+            message = "is a manifest of an older version, a list of JSON lines, which this version does not read: run "
+            message += "`latentcache precache CONFIG` again. Keys do not change, so that what it lists is all hits"
+            raise DatasetError(source, message)
+        num_bytes = int.from_bytes(data[:8], "little")
+        if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
+            raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
+        document = json.loads(bytes(data[8 : 8 + num_bytes]))
+        metadata = document["__metadata__"]
+        if metadata[MARK] != FORMAT:
+            raise ValueError(f"manifest format {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
+        stored, header = metadata.pop("digest"), json.loads(metadata["header"])
+        checked = _Header.model_validate(header)
+        if not isinstance(stored, str) or len(stored) != 64 or not stored.isalnum():
+            raise ValueError(f"its digest is {stored!r:.80}, where 64 hexadecimal digits are needed")
+    except ValidationError as error:
+        raise DatasetError(source, f"is no manifest: {first_fault(error)[2]}; {REMEDY}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _no_manifest(source, error) from error
+    if checked.name != name:
+        facts = f"it says that it is the manifest {checked.name!r:.80}, but here it is {name!r}"
+        raise DatasetError(source, f"is no manifest: {facts}; {REMEDY}")
+    return ManifestHead(checked.role, checked.num_samples, stored, document, header, 8 + num_bytes)
 
 
-def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
-    """The manifest `name` in what `manifest_lines` returned. DatasetError names the `source` and the wrong line."""
-    header, rows = _read(opened, name, source, RowTableBuilder())
+def read_manifest(
+    data: bytes | memoryview | mmap, name: str, source: str | Path, *, whole_check: bool = False
+) -> Manifest:
+    """The manifest `name` in the bytes of its file, of which the columns are views. DatasetError names the `source`.
+
+    They are compared with their digest. `whole_check` is for what comes from elsewhere: it also refuses values that no
+    writer here makes, a sample that is listed twice, and one that has neither an image nor a refusal.
+    """
+    memory = memoryview(data)
+    head = read_head(memory, name, source)
+    try:
+        columns_of_file = memory[head.data_start :]
+        if _digest_of(head.document, [columns_of_file]) != head.digest:
+            raise ValueError(f"its digest differs: {head.digest!r:.80}. It is damaged, or was edited")
+        rows = RowTable(dict(_columns(head.document, columns_of_file)))
+        if head.num_samples != len(rows):
+            raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
+        if whole_check:
+            rows.check()
+            lacking = np.flatnonzero(rows.first_sizes("target_size")[:, 0] == 0)
+            if head.role != "prompts" and len(lacking := np.setdiff1d(lacking, rows.columns["refusal/rows"])):
+                sample_id = rows.sample_ids[int(lacking[0])]
+                raise ValueError(f"sample {sample_id!r:.80} has no image, and no refusal that says why")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _no_manifest(source, error) from error
+    header = head.header
     return Manifest(name, header["role"], header["repeats"], header["common"], rows)
 
 
-def check_manifest(opened: BinaryIO, name: str, source: str | Path) -> None:
-    """The errors of `read_manifest`, in little memory; and of a sample that has neither an image nor a refusal."""
-    header, rows = _read(opened, name, source, RowChecker())
-    if header["role"] != "prompts" and rows.without_image is not None:
-        what = "the sample has no image, and no refusal that says why"
-        raise DatasetError(source, f"is no manifest: line {rows.without_image + 2}: {what}; {REMEDY}")
+def _columns(document: Mapping[str, Any], data: memoryview) -> Iterator[tuple[str, np.ndarray]]:
+    end = 0
+    for name, column in document.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = _DTYPES[column["dtype"]], column["shape"]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        if column["data_offsets"] != [start, end]:
+            raise ValueError(f"{name} is at {column['data_offsets']}, where {[start, end]} is needed")
+        yield name, np.frombuffer(data[start:end], dtype).reshape(shape)
+    if end != len(data):
+        raise ValueError(f"it has {len(data):,} bytes after its head, where {end:,} are needed")
 
 
-class _Rows(Protocol):
-    def __len__(self) -> int: ...
-
-    def repeated(self) -> int | None: ...
-
-
-_Found = TypeVar("_Found", bound=_Rows, covariant=True)
-
-
-class _Builder(Protocol[_Found]):
-    def __len__(self) -> int: ...
-
-    def add_lines(self, lines: Sequence[RowLine]) -> None: ...
-
-    def finish(self) -> _Found: ...
-
-
-def _read(opened: BinaryIO, name: str, source: str | Path, builder: _Builder[_Found]) -> tuple[dict[str, Any], _Found]:
-    """The header, and what `builder` makes of the rows. DatasetError."""
-    number = 1
-    try:
-        with collector_paused():
-            header = json.loads(_whole(opened.readline(_MAX_LINE_BYTES)))
-            stored = header.pop("digest", None)
-            if header["format"] not in (FORMAT, FORMAT_OF_MORE):
-                known = f"{FORMAT} and {FORMAT_OF_MORE}"
-                raise ValueError(f"manifest format {header['format']!r:.80}, but this version reads {known}")
-            checked = _Header.model_validate(header)
-            hasher = blake3(canonical_json(header))
-            number = 0  # of the line: it follows from the rows until now
-            for block in _blocks_in(opened):
-                hasher.update(block)
-                _add_block(builder, block)
-        rows, number = builder.finish(), 1
-        if stored != hasher.hexdigest():
-            raise ValueError(f"its digest differs: {stored!r:.80}. It is damaged, or was edited")
-        if checked.name != name or checked.num_samples != len(rows):
-            facts = f"{checked.num_samples:,} samples of {checked.name!r:.80}"
-            raise ValueError(f"it says that there are {facts}, but here are {len(rows):,} of {name!r}")
-        if (repeated := rows.repeated()) is not None:
-            number = repeated + 2
-            opened.seek(0)
-            [line] = islice(opened, number - 1, number)
-            raise ValueError(f"sample {parse_line(line).sample_id!r:.80} was listed before")
-        return header, rows
-    except ValidationError as error:
-        raise DatasetError(source, f"is no manifest: line 1: {first_fault(error)[2]}; {REMEDY}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        at = number or len(builder) + 2
-        raise DatasetError(source, f"is no manifest: line {at}: {what}; {REMEDY}") from error
-
-
-def _blocks_in(opened: BinaryIO) -> Iterator[bytes]:
-    """Whole lines, about as many bytes as a block has. ValueError for one without an end, or with too many bytes."""
-    rest = b""
-    while data := opened.read(_BLOCK_BYTES):
-        end = data.find(b"\n")
-        if len(rest) + (len(data) if end < 0 else end) >= _MAX_LINE_BYTES:
-            break
-        lines, newline, data = data.rpartition(b"\n")
-        if newline:
-            yield rest + lines + newline
-            rest = b""
-        rest += data
-    _whole(rest or b"\n")
-
-
-def _add_block(builder: _Builder[Any], block: bytes) -> None:
-    """Add the rows of whole lines. ValueError: then the rows before the wrong line were added."""
-    try:
-        lines = parse_lines(block)
-        if len(lines) == block.count(b"\n"):
-            builder.add_lines(lines)
-            return
-    except (ValueError, RecursionError):
-        pass  # some line is wrong, or unusual: see below which
-    for line in block.split(b"\n")[:-1]:
-        builder.add_lines([parse_line(line)])
-
-
-def _whole(line: bytes) -> bytes:
-    if not line.endswith(b"\n"):
-        raise ValueError(f"it has no end, or more than {_MAX_LINE_BYTES:,} bytes")
-    return line
+def _no_manifest(source: str | Path, error: Exception) -> DatasetError:
+    what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    return DatasetError(source, f"is no manifest: {what}; {REMEDY}")

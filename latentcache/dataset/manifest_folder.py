@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import mmap
 import os
 import random
 import time
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from latentcache.dataset.manifest import REMEDY, Manifest, read_manifest, write_manifest
+from latentcache.dataset.manifest import REMEDY, Manifest, manifest_parts, read_manifest
 from latentcache.errors import DatasetError, StoreBusyError, StoreError, UnsafeStoreError
 from latentcache.provenance import now
 from latentcache.utils.durable_files import (
@@ -22,6 +22,7 @@ from latentcache.utils.durable_files import (
     sealed_file,
     typed_errors,
     unreadable,
+    write_all,
     write_sealed,
 )
 from latentcache.utils.locks import locked
@@ -32,7 +33,9 @@ UNFINISHED = ".unfinished"
 LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""
 MAX_BYTES = 1 << 36
-"""Of a manifest's file: one of a hundred million samples has about as many. It is read line by line."""
+"""Of a manifest's file: one of two hundred million samples has about as many."""
+SUFFIX, OLD_SUFFIX = ".safetensors", ".jsonl"
+"""Of the file of a manifest, and of one that an older version wrote, which is refused until it is replaced."""
 _MAX_NOTE_BYTES = 100
 _ATTEMPTS = 8
 """To write a manifest that another client replaces in the middle each time."""
@@ -73,19 +76,22 @@ class ManifestMemory:
 
 
 class ManifestFolder:
-    """Manifests as `<name>.jsonl` files in a folder."""
+    """Manifests as `<name>.safetensors` files in a folder."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted. UnsafeStoreError if something else than a folder lies there."""
-        return self._names(".jsonl")
+        return sorted({*self._names(SUFFIX), *self._names(OLD_SUFFIX)})
+
+    def file(self, name: str) -> Path:
+        """Where the manifest of this name is, or would be."""
+        file, old = self.path / f"{name}{SUFFIX}", self.path / f"{name}{OLD_SUFFIX}"
+        return old if not os.path.lexists(file) and os.path.lexists(old) else file
 
     def _names(self, suffix: str) -> list[str]:
         try:
-            if self.path.is_symlink():
-                raise NotADirectoryError(errno.ENOTDIR, "it is a link")
             return sorted(name.removesuffix(suffix) for name in os.listdir(self.path) if name.endswith(suffix))
         except FileNotFoundError:
             return []
@@ -95,14 +101,14 @@ class ManifestFolder:
             raise unreadable(self.path, error) from error
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError names file and line.
+        """The manifest, or None if there is none. DatasetError names the file.
 
         StoreError: it cannot be read now.
         """
-        file = self.path / f"{name}.jsonl"
+        file = self.file(name)
         try:
             with regular_file(file, MAX_BYTES, REMEDY) as opened:
-                return read_manifest(opened, name, file)
+                return read_manifest(_bytes_of(opened), name, file)
         except FileNotFoundError:
             return None
         except UnsafeStoreError as error:
@@ -117,8 +123,10 @@ class ManifestFolder:
         with self.lock():
             if (manifest := make()) is None:
                 return
-            with sealed_file(self.path / f"{manifest.name}.jsonl", 0) as fd, open(fd, "wb", closefd=False) as file:
-                write_manifest(manifest, file)
+            parts = manifest_parts(manifest)
+            with sealed_file(self.path / f"{manifest.name}{SUFFIX}", sum(map(len, parts))) as fd:
+                for part in parts:
+                    write_all(fd, part)
             self.end(manifest.name)
 
     @contextmanager
@@ -134,9 +142,11 @@ class ManifestFolder:
         write_sealed(self.path / f"{name}{UNFINISHED}", now().encode())
 
     def end(self, name: str) -> None:
-        """End what `begin` noted."""
+        """End what `begin` noted; the manifest that an older version wrote goes too."""
         with typed_errors(self.path, 0):
             (self.path / f"{name}{UNFINISHED}").unlink(missing_ok=True)
+            if os.path.lexists(self.path / f"{name}{SUFFIX}"):
+                (self.path / f"{name}{OLD_SUFFIX}").unlink(missing_ok=True)
 
     def unfinished(self) -> dict[str, str]:
         """The names of runs that began and did not finish, with the time of their start.
@@ -161,8 +171,13 @@ class ManifestFolder:
     def _make(self) -> None:
         with typed_errors(self.path, 0):
             make_folder(self.path)
-            if self.path.is_symlink():
-                raise UnsafeStoreError(self.path, f"is a link; remove it, then {REMEDY}")
+
+
+def _bytes_of(opened: BinaryIO) -> bytes | mmap.mmap:
+    """All bytes of a file: mapped, so that processes share them. Windows replaces no file that is mapped."""
+    if os.name == "nt" or os.fstat(opened.fileno()).st_size == 0:
+        return opened.read()
+    return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class Manifests(Protocol):

@@ -1,16 +1,13 @@
-"""One sample of a manifest: the keys, geometries and texts of all its parts, and its line in the manifest's file."""
+"""One sample of a manifest: the keys, geometries and texts of all its parts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
-
-from latentcache.types import MAX_SIDE, Geometry, Refusal
+from latentcache.types import Geometry, Refusal
 
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
@@ -86,7 +83,7 @@ class Row:
         return "unverified" not in map(attrgetter("trust"), (*self.images, *self.captions, *self.parts))
 
     def to_json(self) -> dict[str, Any]:
-        """The row as a line of the manifest. Without further parts it does not speak of them."""
+        """The row as a JSON object. Without further parts it does not speak of them."""
         line = {
             "sample_id": self.sample_id,
             "path": self.path,
@@ -106,65 +103,3 @@ class Row:
 def _trust_json(ref: ImageRef | CaptionRef | PartRef) -> dict[str, str]:
     """Nothing for a verified entry, so that manifests stay small."""
     return {} if ref.trust == "verified" else {"trust": ref.trust}
-
-
-_Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIDE)]
-_Place = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIDE)]
-
-
-class _ImageLine(msgspec.Struct, gc=False):
-    key: str
-    original_size: tuple[_Side, _Side]
-    resized_size: tuple[_Side, _Side]
-    crop_top_left: tuple[_Place, _Place]
-    target_size: tuple[_Side, _Side]
-    flip: bool
-    trust: Trust = "verified"
-    num_frames: _Side | None = None
-
-
-class _CaptionLine(msgspec.Struct, gc=False):
-    key: str
-    text: str
-    trust: Trust = "verified"
-
-
-class _PartLine(_ImageLine, kw_only=True, gc=False):
-    role: PartRole
-    source: str
-
-
-class RowLine(msgspec.Struct):
-    """What a line of a manifest has to say. Values of other types are refused, not converted.
-
-    Keys and the source are texts here: `RowTableBuilder` checks that they are digests.
-    """
-
-    sample_id: str
-    path: str
-    source: str | None
-    images: list[_ImageLine]
-    captions: list[_CaptionLine]
-    refusal: Refusal | None
-    parts: list[_PartLine] = []
-
-
-def check_geometry(geometry: Geometry) -> None:
-    """ValueError for one that no line of a manifest may have: sizes and a crop have their bounds."""
-    msgspec.convert({"key": "", **geometry.to_json()}, _ImageLine)
-
-
-_DECODER = msgspec.json.Decoder(RowLine)
-
-
-def parse_lines(lines: bytes) -> list[RowLine]:
-    """Whole lines. ValueError if one of them is no row, or is one that only `parse_line` reads."""
-    return _DECODER.decode_lines(lines)
-
-
-def parse_line(line: bytes) -> RowLine:
-    """One line. ValueError or RecursionError saying why it is no row.
-
-    It also reads half of a surrogate pair, which is no Unicode text: a name from a broken archive may hold it.
-    """
-    return msgspec.convert(json.loads(line), RowLine)

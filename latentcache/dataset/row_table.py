@@ -1,78 +1,130 @@
-"""The rows of a manifest as columns: a million samples take a quarter of a gigabyte."""
+"""The rows of a manifest as columns: arrays that lie in its file as they are, so that processes can map and share them.
+
+n rows have m images, captions or parts; those of row i are offsets[i] to offsets[i + 1]. Texts are UTF-8 with offsets.
+
+    sample_id/offsets [n + 1]  sample_id/values        source [n, 32]: of the image's bytes; zeros where unknown
+    folder/of [n]  folder/offsets  folder/values       the path: a folder, which rows share, and the sample_id,
+    folder/is_whole [folders]                          or the folder alone if it is the whole path
+    image/offsets [n + 1]    image/keys [m, 32]    image/unverified [m]    image/geometry [m, 10]
+    caption/offsets [n + 1]  caption/keys [m, 32]  caption/unverified [m]  caption/text/offsets  caption/text/values
+    part/offsets [n + 1]     part/keys [m, 32]     part/unverified [m]     part/geometry [m, 10]
+    part/source [m, 32]      part/role [m]
+    refusal/rows [k]         refusal/text/offsets  refusal/text/values     k refused rows, ascending; each as JSON
+
+A geometry is original, resized, crop and target (height or top first), the number of frames (0: an image) and flip.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from array import array
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
-from itertools import islice
-from operator import eq
-from typing import Any, Literal
+from itertools import accumulate, islice, pairwise
+from operator import attrgetter, eq
+from typing import Any, Final, Literal, get_args
 
+import msgspec
 import numpy as np
 import xxhash
 from typing_extensions import override
 
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, RowLine
-from latentcache.dataset.row_columns import (
-    CODEC,
-    ERRORS,
-    FLIP,
-    GEOMETRY,
-    KEY_BYTES,
-    SIZES,
-    TRUSTS,
-    DigestOrder,
-    Entries,
-    EntriesBuilder,
-    Geometries,
-    Parts,
-    PartsBuilder,
-    Texts,
-    TextsBuilder,
-    as_keys,
-    bytes_of,
-    hex_of,
-)
-from latentcache.types import Crop, Geometry, Refusal, Size
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, PartRole, Row, Trust
+from latentcache.identity import is_key
+from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
+KEY_BYTES: Final = 32
+_SCALARS = {
+    "sample_id/offsets": "q", "sample_id/values": "B",
+    "folder/of": "I", "folder/offsets": "q", "folder/values": "B", "folder/is_whole": "B",
+    "image/offsets": "I", "image/unverified": "B",
+    "caption/offsets": "I", "caption/unverified": "B", "caption/text/offsets": "q", "caption/text/values": "B",
+    "part/offsets": "I", "part/unverified": "B", "part/role": "B",
+    "refusal/rows": "I", "refusal/text/offsets": "q", "refusal/text/values": "B",
+}  # fmt: skip
+_DIGESTS = ("source", "image/keys", "caption/keys", "part/keys", "part/source")
+_GEOMETRIES = ("image/geometry", "part/geometry")
+COLUMNS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    **{name: (code, ()) for name, code in _SCALARS.items()},
+    **dict.fromkeys(_DIGESTS, ("B", (KEY_BYTES,))),
+    **dict.fromkeys(_GEOMETRIES, ("i", (10,))),
+}
+"""Each column's type, as `array` and numpy name it, and the shape of one row."""
+_OFFSETS = {
+    "sample_id/offsets": "sample_id/values", "folder/offsets": "folder/values", "image/offsets": "image/keys",
+    "caption/offsets": "caption/keys", "caption/text/offsets": "caption/text/values", "part/offsets": "part/keys",
+    "refusal/text/offsets": "refusal/text/values",
+}  # fmt: skip
+"""What each column of offsets counts."""
+_LENGTHS = {
+    "image/offsets": ("sample_id/offsets", 0), "caption/offsets": ("sample_id/offsets", 0),
+    "part/offsets": ("sample_id/offsets", 0), "source": ("sample_id/offsets", -1), "folder/of": ("source", 0),
+    "folder/is_whole": ("folder/offsets", -1), "image/unverified": ("image/keys", 0),
+    "image/geometry": ("image/keys", 0), "caption/unverified": ("caption/keys", 0),
+    "caption/text/offsets": ("caption/keys", 1), "part/unverified": ("part/keys", 0),
+    "part/geometry": ("part/keys", 0), "part/source": ("part/keys", 0), "part/role": ("part/keys", 0),
+    "refusal/text/offsets": ("refusal/rows", 1),
+}  # fmt: skip
+"""Columns whose length follows from another's, and by how much it differs."""
+_ENTRIES = ("image", "caption", "part")
+_SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8), "extent": slice(6, 9)}
+_FLIP = 9
+"""Where these lie in a geometry."""
+_GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "num_frames", "flip")
+_LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
+_MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
+_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
+_ROLES: tuple[PartRole, ...] = get_args(PartRole)
+_CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
+_NO_SOURCE = "0" * 2 * KEY_BYTES
 _CHUNK = 1024
 """Rows or keys that are made together when all are wanted."""
-_NO_SOURCE = "0" * 2 * KEY_BYTES
+
+
+class Strings:
+    """A column of texts, each decoded when it is read."""
+
+    def __init__(self, values: np.ndarray, offsets: np.ndarray):
+        self._values, self._offsets = values, offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, number: int) -> str:
+        start, end = self._offsets.item(number), self._offsets.item(number + 1)
+        return self._values[start:end].tobytes().decode(_CODEC, _ERRORS)
+
+    def __iter__(self) -> Iterator[str]:
+        data, offsets = self._values.tobytes(), self._offsets.tolist()
+        return (data[start:end].decode(_CODEC, _ERRORS) for start, end in pairwise(offsets))
+
+    def check(self) -> None:
+        """ValueError unless all are UTF-8."""
+        str(self._values.tobytes(), _CODEC, _ERRORS)
+        starts = self._values[self._offsets[:-1][self._offsets[:-1] < len(self._values)]]
+        if ((starts & 0xC0) == 0x80).any():
+            raise ValueError("a text begins in the middle of a character")
 
 
 class RowTable(Mapping[str, Row]):
     """The rows of a manifest by sample_id, in their order. A `Row` is made each time that one is requested.
 
-    A sample with one image takes 195 bytes and its texts, and 105 for each entry of a further part; the folder of its
-    path is there once. Threads share it, forks too, and it can be pickled. Rows also have numbers, from 0.
+    Rows also have numbers, from 0: who goes by these needs no id. Threads share a table, forks too; it can be pickled.
+    `columns` are those of `COLUMNS`. ValueError where they do not fit to each other.
     """
 
-    def __init__(  # noqa: PLR0913 - the columns, which the builder gives by keyword
-        self,
-        *,
-        ids: Texts,
-        hashes: np.ndarray,
-        heads: Texts,
-        head_of: np.ndarray,
-        is_joined: np.ndarray,
-        sources: np.ndarray,
-        has_source: np.ndarray,
-        images: Entries,
-        geometries: np.ndarray,
-        captions: Entries,
-        texts: Texts,
-        parts: Parts,
-        refusals: Mapping[int, Refusal],
-    ):
-        self._ids, self._heads, self._head_of, self._is_joined = ids, heads, head_of, is_joined
-        self._sources, self._has_source = sources, has_source
-        self._images, self._geometries, self._captions, self._texts = images, geometries, captions, texts
-        self._parts = parts
-        self._order = np.argsort(hashes, kind="stable").astype(np.uint32)
-        self._hashes = hashes[self._order]
-        self.refusals = refusals
-        """By its number, each row that is refused."""
+    def __init__(self, columns: Mapping[str, np.ndarray]):
+        _check_structure(columns)
+        self.columns = columns
+        self.sample_ids = self._strings("sample_id")
+        self._folders, self._texts = self._strings("folder"), self._strings("caption/text")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowTable, (dict(self.columns),)
+
+    def _strings(self, name: str) -> Strings:
+        return Strings(self.columns[f"{name}/values"], self.columns[f"{name}/offsets"])
 
     @classmethod
     def of(cls, rows: Mapping[str, Row]) -> RowTable:
@@ -87,13 +139,36 @@ class RowTable(Mapping[str, Row]):
             builder.add(chunk)
         return builder.finish()
 
+    def check(self) -> None:
+        """ValueError for contents that no builder makes: for a table that comes from elsewhere."""
+        columns = self.columns
+        for name in ("sample_id", "folder", "caption/text", "refusal/text"):
+            self._strings(name).check()
+        for name in _GEOMETRIES:
+            wrong = (columns[name] < _LEAST) | (columns[name] > _MOST)
+            if wrong.any():
+                raise ValueError(f"{name} has {columns[name][wrong][0]}: a side has 1 to {MAX_SIDE}, flip is 0 or 1")
+        bounds = {f"{name}/unverified": 2 for name in _ENTRIES} | {"part/role": len(_ROLES), "folder/is_whole": 2}
+        bounds |= {"folder/of": len(self._folders), "refusal/rows": len(self)}
+        for name, bound in bounds.items():
+            if (columns[name] >= bound).any():
+                raise ValueError(f"{name} has {columns[name].max()}, where less than {bound} is needed")
+        if (columns["refusal/rows"][1:] <= columns["refusal/rows"][:-1]).any():
+            raise ValueError("refusal/rows is not ascending")
+        _ = self.refusals
+        alike = self._by_id.alike()
+        names = [self.sample_ids[number] for number in alike]
+        if len(set(names)) < len(names):
+            again = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"sample {again!r:.80} is listed twice")
+
     # As a mapping
 
     def __len__(self) -> int:
-        return len(self._has_source)
+        return len(self.sample_ids)
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.sample_id, range(len(self)))
+        return iter(self.sample_ids)
 
     def __getitem__(self, sample_id: str) -> Row:
         number = self.number(sample_id)
@@ -113,146 +188,191 @@ class RowTable(Mapping[str, Row]):
             return False
         if all(map(eq, self.values(), other.values())):
             return True
-        return all(other.get(sample_id) == row for sample_id, row in self.items())
+        return all(other.get(row.sample_id) == row for row in self.values())
 
     @override
     def values(self) -> ValuesView[Row]:
         return _Values(self)
 
-    @override
-    def items(self) -> ItemsView[str, Row]:
-        return _Items(self)
-
     # By number
 
+    @cached_property
+    def _by_id(self) -> _Order:
+        """Made when somebody asks by id, which a loader does not."""
+        return _Order(np.fromiter(map(_hash_of, self.sample_ids), np.uint64, len(self)))
+
     def number(self, sample_id: str) -> int | None:
-        """The number of a sample's row; of the last one if it has several. None for an unknown one."""
-        encoded = sample_id.encode(CODEC, ERRORS)
-        hashes, found = self._hashes, None
-        wanted = np.uint64(_hash_of(encoded))
-        at = int(hashes.searchsorted(wanted))
-        while at < len(hashes) and hashes[at] == wanted:
-            number = self._order.item(at)
-            if self._ids.data[self._ids.bounds[number] : self._ids.bounds[number + 1]].tobytes() == encoded:
-                found = number
-            at += 1
-        return found
-
-    def repeated(self) -> int | None:
-        """The number of a row whose sample_id is that of a row before; None if no two are equal."""
-        alike = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
-        for number in sorted(self._order[alike].tolist()):
-            if (last := self.number(self.sample_id(number))) != number:
-                return last
-        return None
-
-    def sample_id(self, number: int) -> str:
-        """The sample_id of a row."""
-        return self._ids[number]
+        """The number of a sample's row; None for an unknown one."""
+        found = self._by_id.find(_hash_of(sample_id))
+        return next((number for number in found if self.sample_ids[number] == sample_id), None)
 
     def row(self, number: int) -> Row:
         """One row: it takes some microseconds."""
-        # Written out, so that no function of ours runs for its parts: a trainer waits for its first batches.
-        ids, heads, texts, head = self._ids, self._heads, self._texts, self._head_of.item(number)
-        sample_id = ids.data[ids.bounds.item(number) : ids.bounds.item(number + 1)].tobytes().decode(CODEC, ERRORS)
-        path = heads.data[heads.bounds.item(head) : heads.bounds.item(head + 1)].tobytes().decode(CODEC, ERRORS)
-        images, captions = [], []
-        keys, is_unverified = self._images.keys, self._images.is_unverified
-        for at in range(self._images.bounds.item(number), self._images.bounds.item(number + 1)):
-            height, width, resized_height, resized_width, *others, num_frames, flip = self._geometries[at].tolist()
-            resized, (top, left, *target) = Size(resized_height, resized_width), others
-            whole, crop = Size(height, width), Crop(top, left)
-            geometry = Geometry(whole, resized, crop, Size(*target), bool(flip), num_frames or None)
-            images.append(ImageRef(keys[at].tobytes().hex(), geometry, TRUSTS[is_unverified.item(at)]))
-        keys, is_unverified = self._captions.keys, self._captions.is_unverified
-        for at in range(self._captions.bounds.item(number), self._captions.bounds.item(number + 1)):
-            text = texts.data[texts.bounds.item(at) : texts.bounds.item(at + 1)].tobytes().decode(CODEC, ERRORS)
-            captions.append(CaptionRef(text, keys[at].tobytes().hex(), TRUSTS[is_unverified.item(at)]))
+        columns, folder = self.columns, self.columns["folder/of"].item(number)
+        sample_id, path = self.sample_ids[number], self._folders[folder]
+        source = columns["source"][number].tobytes()
         return Row(
             sample_id,
-            path + sample_id if self._is_joined.item(head) else path,
-            self._sources[number].tobytes().hex() if self._has_source.item(number) else None,
-            tuple(images),
-            tuple(captions),
+            path if columns["folder/is_whole"].item(folder) else path + sample_id,
+            source.hex() if any(source) else None,
+            tuple(ImageRef(key, _geometry(columns["image/geometry"][at]), trust)
+                  for at, key, trust in self._entries("image", number)),
+            tuple(CaptionRef(self._texts[at], key, trust) for at, key, trust in self._entries("caption", number)),
             self.refusals.get(number),
-            self._parts.of(number) if len(self._parts.roles) else (),
-        )
+            tuple(self._part(at, key, trust) for at, key, trust in self._entries("part", number)),
+        )  # fmt: skip
+
+    def _entries(self, name: str, number: int) -> Iterator[tuple[int, str, Trust]]:
+        """Place, key and trust of each entry of a row."""
+        columns, offsets = self.columns, self.columns[f"{name}/offsets"]
+        keys, unverified = columns[f"{name}/keys"], columns[f"{name}/unverified"]
+        for at in range(offsets.item(number), offsets.item(number + 1)):
+            yield at, keys[at].tobytes().hex(), _TRUSTS[unverified.item(at)]
+
+    def _part(self, at: int, key: str, trust: Trust) -> PartRef:
+        columns = self.columns
+        geometry, source = _geometry(columns["part/geometry"][at]), columns["part/source"][at].tobytes().hex()
+        return PartRef(_ROLES[columns["part/role"].item(at)], key, geometry, source, trust)
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
         return list(map(self.row, range(start, min(stop, len(self)))))
 
+    @cached_property
+    def refusals(self) -> Mapping[int, Refusal]:
+        """By its number, each row that is refused. ValueError for a text that is no refusal."""
+        texts = map(json.loads, self._strings("refusal/text"))
+        refusals = (msgspec.convert(text, Refusal) for text in texts)
+        return dict(zip(self.columns["refusal/rows"].tolist(), refusals, strict=True))
+
+    def with_refusals(self, refusals: Mapping[int, Refusal]) -> RowTable:
+        """The same rows, of which these are refused too, by their numbers."""
+        both = sorted({**self.refusals, **refusals}.items())
+        builder = RowTableBuilder()
+        builder.add_refusals(both)
+        new = builder.finish().columns
+        return RowTable({name: new[name] if name.startswith("refusal/") else self.columns[name] for name in COLUMNS})
+
     # As columns
 
-    def entry_keys(self) -> Iterator[str]:
-        """The keys of all images, then of all captions, then of further parts. Equal ones repeat."""
-        for entries in (self._images, self._captions, self._parts.entries):
-            for at in range(0, len(entries.keys), _CHUNK):
-                yield from hex_of(entries.keys[at : at + _CHUNK])
+    def entry_keys(self, *, usable: bool = False) -> Iterator[str]:
+        """The keys of all images, then of all captions, then of further parts. Equal ones repeat.
+
+        `usable`: only those of rows that are not refused.
+        """
+        for name in _ENTRIES:
+            keys = self.columns[f"{name}/keys"]
+            if usable and self.refusals:
+                is_usable = np.ones(len(self), np.bool_)
+                is_usable[self.columns["refusal/rows"]] = False
+                keys = keys[np.repeat(is_usable, np.diff(self.columns[f"{name}/offsets"]))]
+            yield from _hex_of(keys)
 
     def first_sizes(self, name: Literal["original_size", "target_size", "extent"]) -> np.ndarray:
         """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2].
 
         `extent`: (height, width, num_frames) of the target, with 0 frames of an image. int32 [n, 3].
         """
-        numbers = self._geometries[:, SIZES[name]]
-        starts, found = self._images.bounds[:-1], np.zeros((len(self), numbers.shape[1]), np.int32)
-        has_image = starts < self._images.bounds[1:]
-        found[has_image] = numbers[starts[has_image]]
+        numbers, offsets = self.columns["image/geometry"][:, _SIZES[name]], self.columns["image/offsets"]
+        found = np.zeros((len(self), numbers.shape[1]), np.int32)
+        has_image = offsets[:-1] < offsets[1:]
+        found[has_image] = numbers[offsets[:-1][has_image]]
         return found
 
     def image_keys(self, numbers: np.ndarray, *, flip: bool) -> list[str]:
         """For each of these rows, which have images, the key of the mirrored one or the other; else of its first."""
-        starts = self._images.bounds[numbers].astype(np.int64)
-        counts = self._images.bounds[numbers.astype(np.int64) + 1] - starts
+        offsets, numbers = self.columns["image/offsets"], numbers.astype(np.int64)
+        starts = offsets[numbers].astype(np.int64)
+        counts = offsets[numbers + 1] - starts
         chosen, is_open = starts.copy(), np.ones(len(numbers), np.bool_)
         for place in range(int(counts.max(initial=0))):
             here = np.flatnonzero(is_open & (place < counts))
-            here = here[self._geometries[starts[here] + place, FLIP] == flip]
+            here = here[self.columns["image/geometry"][starts[here] + place, _FLIP] == flip]
             chosen[here], is_open[here] = starts[here] + place, False
-        return hex_of(self._images.keys[chosen])
+        return list(_hex_of(self.columns["image/keys"][chosen]))
 
     def has_flip(self) -> np.ndarray:
         """Whether each row has a mirrored image: bool [n]."""
-        before = np.concatenate([[0], np.cumsum(self._geometries[:, FLIP])])
-        found: np.ndarray = before[self._images.bounds[1:]] > before[self._images.bounds[:-1]]
+        offsets = self.columns["image/offsets"]
+        before = np.concatenate([[0], np.cumsum(self.columns["image/geometry"][:, _FLIP])])
+        found: np.ndarray = before[offsets[1:]] > before[offsets[:-1]]
         return found
 
-    def part_sizes(self, number: int) -> tuple[int, ...]:
-        """Heights and widths of a row's further parts, in their order."""
-        return self._parts.target_sizes(number) if len(self._parts.roles) else ()
+    def num_captions(self, number: int) -> int:
+        """How many captions a row has."""
+        offsets = self.columns["caption/offsets"]
+        return int(offsets.item(number + 1) - offsets.item(number))
+
+    def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
+        """Heights and widths of the further parts of these rows, in their order, then zeros: int32 [n, 2 * most]."""
+        offsets, numbers = self.columns["part/offsets"], numbers.astype(np.int64)
+        starts = offsets[numbers].astype(np.int64)
+        counts = offsets[numbers + 1] - starts
+        found = np.zeros((len(numbers), int(counts.max(initial=0)), 2), np.int32)
+        for place in range(found.shape[1]):
+            here = np.flatnonzero(place < counts)
+            found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
+        return found.reshape(len(numbers), -1)
 
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: uint32 [m]."""
-        is_usable = np.ones(len(self), np.bool_)
-        is_usable[np.fromiter(self.refusals, np.int64, len(self.refusals))] = False
-        return np.flatnonzero(is_usable).astype(np.uint32)
+        refused = self.columns["refusal/rows"]
+        return np.setdiff1d(np.arange(len(self), dtype=np.uint32), refused, assume_unique=True)
 
     def unverified(self) -> np.ndarray:
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
-        rows = [entries.unverified_rows() for entries in (self._images, self._captions, self._parts.entries)]
+        found = [np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES]
+        return self._rows_of(found)
+
+    def rows_with(self, keys: Iterable[str]) -> list[int]:
+        """The numbers of the rows with one of these keys, ascending."""
+        wanted = set(map(bytes.fromhex, keys))
+        heads, found = np.array([_head(key) for key in wanted], np.uint64), []
+        for name in _ENTRIES:
+            column = self.columns[f"{name}/keys"]
+            likely = np.flatnonzero(np.isin(_heads_of(column), heads)).tolist()
+            found.append(np.array([at for at in likely if column[at].tobytes() in wanted], np.int64))
+        return [*map(int, self._rows_of(found))]
+
+    def _rows_of(self, entries: Sequence[np.ndarray]) -> np.ndarray:
+        """The numbers of the rows that have these images, captions and parts, ascending."""
+        offsets = (self.columns[f"{name}/offsets"] for name in _ENTRIES)
+        rows = [of.searchsorted(at, side="right") - 1 for of, at in zip(offsets, entries, strict=True)]
         return np.unique(np.concatenate(rows))
 
     def row_of_source(self, source: str) -> Row | None:
         """The last row whose image has this digest, or None."""
-        number = self._source_order.find(bytes.fromhex(source))
-        return None if number is None or not self._has_source.item(number) else self.row(number)
+        wanted, sources = bytes.fromhex(source), self.columns["source"]
+        found = [number for number in self._by_source.find(_head(wanted)) if sources[number].tobytes() == wanted]
+        return self.row(found[-1]) if found and any(wanted) else None
 
     @cached_property
-    def _source_order(self) -> DigestOrder:
-        return DigestOrder(self._sources)
-
-    def rows_with(self, keys: Iterable[str]) -> list[Row]:
-        """The rows with one of these keys, in their order."""
-        wanted = set(map(bytes.fromhex, keys))
-        found = [each.rows_with(wanted) for each in (self._images, self._captions, self._parts.entries)]
-        return list(map(self.row, np.unique(np.concatenate(found)).tolist()))
+    def _by_source(self) -> _Order:
+        return _Order(_heads_of(self.columns["source"]))
 
     def sources(self) -> Iterator[str]:
         """The digests of all images that are known."""
-        known = np.flatnonzero(self._has_source)
-        for at in range(0, len(known), _CHUNK):
-            yield from hex_of(self._sources[known[at : at + _CHUNK]])
+        return (source for source in _hex_of(self.columns["source"]) if source != _NO_SOURCE)
+
+
+class _Order:
+    """Finds rows by a number of eight bytes that each has, in 12 bytes a row."""
+
+    def __init__(self, numbers: np.ndarray):
+        self._order = np.argsort(numbers, kind="stable").astype(np.uint32)
+        self._numbers = numbers[self._order]
+
+    def find(self, number: int) -> list[int]:
+        """The rows that have this number, ascending."""
+        first, end = (int(self._numbers.searchsorted(np.uint64(number), side)) for side in ("left", "right"))
+        found: list[int] = self._order[first:end].tolist()
+        return found
+
+    def alike(self) -> list[int]:
+        """Rows whose number another one has too."""
+        same = np.flatnonzero(self._numbers[1:] == self._numbers[:-1])
+        found: list[int] = self._order[np.union1d(same, same + 1)].tolist()
+        return found
 
 
 class _Values(ValuesView[Row]):
@@ -262,96 +382,130 @@ class _Values(ValuesView[Row]):
         return map(self._mapping.row, range(len(self._mapping)))
 
 
-class _Items(ItemsView[str, Row]):
-    _mapping: RowTable
-
-    def __iter__(self) -> Iterator[tuple[str, Row]]:
-        return ((row.sample_id, row) for row in self._mapping.values())
-
-
-_hash_of: Callable[[bytes], int] = xxhash.xxh3_64_intdigest
-
-
 class RowTableBuilder:
     """Collects rows, some at a time, and makes a table of them. After `finish` it is used up."""
 
     def __init__(self) -> None:
-        self._ids, self._heads, self._texts = TextsBuilder(), TextsBuilder(), TextsBuilder()
-        self._hashes, self._head_of, self._is_joined = array("Q"), array("I"), bytearray()
-        self._last_head: tuple[str, bool] | None = None
-        self._sources, self._has_source = bytearray(), bytearray()
-        self._images, self._captions, self._parts = EntriesBuilder(), EntriesBuilder(), PartsBuilder()
-        self._geometries = Geometries()
-        self._refusals: dict[int, Refusal] = {}
-
-    def __len__(self) -> int:
-        return len(self._has_source)
+        self._columns = {name: array(code, [0] * (name in _OFFSETS)) for name, (code, _) in COLUMNS.items()}
+        self._last_folder: tuple[str, bool] | None = None
+        self._num_rows = 0
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows. ValueError, adding none, for a key or a source that is no digest."""
-        self._add(rows, [GEOMETRY(ref.geometry) for row in rows for ref in row.images])
-
-    def add_lines(self, lines: Sequence[RowLine]) -> None:
-        """Add the rows of these lines. As `add`."""
-        self._add(lines, [GEOMETRY(ref) for line in lines for ref in line.images])
-
-    def _add(self, rows: Sequence[Row | RowLine], geometries: list[tuple[Any, ...]]) -> None:
-        images = [ref for row in rows for ref in row.images]
-        captions = [ref for row in rows for ref in row.captions]
-        image_keys = bytes_of([ref.key for ref in images], "key")
-        caption_keys = bytes_of([ref.key for ref in captions], "key")
-        parts = [ref for row in rows for ref in row.parts]
-        part_keys = bytes_of([ref.key for ref in parts], "key")
-        part_sources = bytes_of([ref.source for ref in parts], "source")
-        sources = [row.source for row in rows]
-        source_bytes = bytes_of([_NO_SOURCE if source is None else source for source in sources], "source")
-        # Nothing raises from here on.
-        first = len(self)
-        self._refusals |= {first + at: row.refusal for at, row in enumerate(rows) if row.refusal is not None}
-        self._sources += source_bytes
-        self._has_source.extend(source is not None for source in sources)
-        self._images.add([len(row.images) for row in rows], image_keys, [ref.trust for ref in images])
-        self._captions.add([len(row.captions) for row in rows], caption_keys, [ref.trust for ref in captions])
-        self._geometries.add(geometries)
-        self._parts.add([len(row.parts) for row in rows], parts, part_keys, part_sources)
-        self._texts.add([_encoded(ref.text) for ref in captions])
-        ids = [_encoded(row.sample_id) for row in rows]
-        self._ids.add(ids)
-        self._hashes.extend(map(_hash_of, ids))
-        self._add_paths(rows)
-
-    def _add_paths(self, rows: Sequence[Row | RowLine]) -> None:
-        """Most paths are one folder and the sample_id: the folder is kept once for rows that follow each other."""
-        last, heads = self._last_head, []
+        refs: dict[str, list[Any]] = {
+            "image": [ref for row in rows for ref in row.images],
+            "caption": [ref for row in rows for ref in row.captions],
+            "part": [ref for row in rows for ref in row.parts],
+        }
+        digests = {f"{name}/keys": _bytes_of([ref.key for ref in refs[name]], "key") for name in _ENTRIES}
+        digests["part/source"] = _bytes_of([ref.source for ref in refs["part"]], "source")
+        digests["source"] = _bytes_of([_NO_SOURCE if row.source is None else row.source for row in rows], "source")
+        for name, data in digests.items():  # nothing is refused from here on
+            self._columns[name].frombytes(data)
+        for name, plural in zip(_ENTRIES, ("images", "captions", "parts"), strict=True):
+            self._add_offsets(f"{name}/offsets", (len(getattr(row, plural)) for row in rows))
+            self._columns[f"{name}/unverified"].extend(ref.trust != "verified" for ref in refs[name])
+        for name in ("image", "part"):
+            column = self._columns[f"{name}/geometry"]
+            for original, resized, crop, target, num_frames, flip in (_GEOMETRY(ref.geometry) for ref in refs[name]):
+                column.extend((*original, *resized, *crop, *target, num_frames or 0, flip))
+        self._columns["part/role"].extend(_ROLES.index(ref.role) for ref in refs["part"])
+        self._add_texts("caption/text", [ref.text for ref in refs["caption"]])
+        self._add_texts("sample_id", [row.sample_id for row in rows])
         for row in rows:
-            is_joined = row.path.endswith(row.sample_id)
-            head = row.path[: len(row.path) - len(row.sample_id)] if is_joined else row.path
-            if (head, is_joined) != last:
-                last = head, is_joined
-                self._heads.add([_encoded(head)])
-                self._is_joined.append(is_joined)
-            heads.append(len(self._is_joined) - 1)
-        self._last_head = last
-        self._head_of.extend(heads)
+            self._add_path(row.path, row.sample_id)
+        first = self._num_rows
+        self.add_refusals((first + at, row.refusal) for at, row in enumerate(rows) if row.refusal is not None)
+        self._num_rows += len(rows)
+
+    def add_refusals(self, refusals: Iterable[tuple[int, Refusal]]) -> None:
+        """Add refusals of rows, by their numbers, which ascend."""
+        for number, refusal in refusals:
+            self._columns["refusal/rows"].append(number)
+            self._add_texts("refusal/text", [json.dumps(refusal.to_json())])
+
+    def _add_path(self, path: str, sample_id: str) -> None:
+        """Most paths are one folder and the sample_id: the folder is kept once for rows that follow each other."""
+        is_whole = not path.endswith(sample_id)
+        folder = path if is_whole else path[: len(path) - len(sample_id)]
+        if (folder, is_whole) != self._last_folder:
+            self._last_folder = folder, is_whole
+            self._add_texts("folder", [folder])
+            self._columns["folder/is_whole"].append(is_whole)
+        self._columns["folder/of"].append(len(self._columns["folder/is_whole"]) - 1)
+
+    def _add_texts(self, name: str, texts: Sequence[str]) -> None:
+        encoded = [text.encode(_CODEC, _ERRORS) for text in texts]
+        self._add_offsets(f"{name}/offsets", map(len, encoded))
+        self._columns[f"{name}/values"].frombytes(b"".join(encoded))
+
+    def _add_offsets(self, name: str, lengths: Iterable[int]) -> None:
+        column = self._columns[name]
+        column.extend(islice(accumulate(lengths, initial=column[-1]), 1, None))
 
     def finish(self) -> RowTable:
         """The table."""
         return RowTable(
-            ids=self._ids.finish(),
-            hashes=np.frombuffer(self._hashes, np.uint64),
-            heads=self._heads.finish(),
-            head_of=np.frombuffer(self._head_of, np.uint32),
-            is_joined=np.frombuffer(self._is_joined, np.bool_),
-            sources=as_keys(self._sources),
-            has_source=np.frombuffer(self._has_source, np.bool_),
-            images=self._images.finish(),
-            geometries=self._geometries.finish(),
-            captions=self._captions.finish(),
-            texts=self._texts.finish(),
-            parts=self._parts.finish(),
-            refusals=self._refusals,
-        )
+            {name: np.frombuffer(self._columns[name], code).reshape(-1, *shape)
+             for name, (code, shape) in COLUMNS.items()}
+        )  # fmt: skip
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode(CODEC, ERRORS)
+def check_geometry(geometry: Geometry) -> None:
+    """ValueError for one that no row of a manifest may have: sizes and a crop have their bounds."""
+    original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
+    numbers = (*original, *resized, *crop, *target, num_frames or 0, flip)
+    wrong = [number for number, least, most in zip(numbers, _LEAST, _MOST, strict=True) if not least <= number <= most]
+    if wrong:
+        raise ValueError(f"a geometry has {wrong[0]}, where a side has 1 to {MAX_SIDE} pixels, and a crop 0 or more")
+
+
+def _check_structure(columns: Mapping[str, np.ndarray]) -> None:
+    """ValueError unless these are the columns of a table: offsets and lengths that fit to each other."""
+    if columns.keys() != COLUMNS.keys():
+        raise ValueError(f"its columns differ from those that are needed: {sorted(columns.keys() ^ COLUMNS.keys())}")
+    for name, (code, shape) in COLUMNS.items():
+        column = columns[name]
+        if column.dtype != np.dtype(code) or column.shape[1:] != shape or column.ndim != 1 + len(shape):
+            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}, not {np.dtype(code)} [n, {shape}]")
+    for name, of in _OFFSETS.items():
+        offsets, num = columns[name], len(columns[of])
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != num or (offsets[1:] < offsets[:-1]).any():
+            raise ValueError(f"{name} does not rise from 0 to the {num:,} of {of}")
+    for name, (other, difference) in _LENGTHS.items():
+        if len(columns[name]) != (expected := len(columns[other]) + difference):
+            raise ValueError(f"{name} has {len(columns[name]):,} rows, where {other} means {expected:,}")
+
+
+def _geometry(numbers: np.ndarray) -> Geometry:
+    height, width, resized_height, resized_width, top, left, *target, num_frames, flip = numbers.tolist()
+    sizes = Size(height, width), Size(resized_height, resized_width)
+    return Geometry(*sizes, Crop(top, left), Size(*target), bool(flip), num_frames or None)
+
+
+def _hash_of(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode(_CODEC, _ERRORS))
+
+
+def _head(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], sys.byteorder)
+
+
+def _heads_of(digests: np.ndarray) -> np.ndarray:
+    """The first eight bytes of each digest, to look it up: uint64 [n]."""
+    return digests[:, :8].copy().view(np.uint64).reshape(-1)
+
+
+def _hex_of(digests: np.ndarray) -> Iterator[str]:
+    """The digests of uint8 [n, 32]."""
+    for first in range(0, len(digests), _CHUNK):
+        digits = digests[first : first + _CHUNK].tobytes().hex()
+        yield from (digits[at : at + 2 * KEY_BYTES] for at in range(0, len(digits), 2 * KEY_BYTES))
+
+
+def _bytes_of(digests: Sequence[str], what: str) -> bytes:
+    """The bytes of digests. ValueError for the first that is none."""
+    wrong = next((digest for digest in digests if not is_key(digest)), None)
+    if wrong is not None:
+        raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
+    return bytes.fromhex("".join(digests))

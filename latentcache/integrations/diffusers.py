@@ -27,9 +27,8 @@ from latentcache.families import family_named
 from latentcache.families.base import Family
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.dataset import LatentDataset, LatentDatasets
+from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.loss_parts import check_controls
-from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.denoiser import check_fits, load_denoiser
 from latentcache.models.family import denoised_share
@@ -37,7 +36,7 @@ from latentcache.models.lora import load_lora, lora_settings, save_lora
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
-from latentcache.types import Batch, Extent, Size
+from latentcache.types import Batch, Size
 from latentcache.utils.signals import stop_on_signals
 from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.sample_images import prompt_embeddings
@@ -87,14 +86,14 @@ class PrecomputedDataset(Dataset[Batch]):
     `original_sizes`, `crop_top_lefts`, `target_sizes`, which is the bucket. Every part of an item is that of its own
     sample, in any order. float32 is the dtype of the script itself; the LoRA script computes in its `weight_dtype`.
 
-    Each visit is a new draw from stored moments. With `data_loader` or `BucketBatchSampler` the draws follow from
-    the seed, the epoch and the position; a plain item number draws with torch's global generator.
+    Each visit is a new draw from stored moments. With `data_loader`, whose sampler is that of `dataset`, the draws
+    follow from the seed, the epoch and the position; a plain item number draws with torch's global generator.
     `proportion_empty_prompts` is the script's argument of that name, but drawn at each visit too.
     """
 
     def __init__(
         self,
-        dataset: LatentDataset | LatentDatasets,
+        dataset: LatentDataset,
         *,
         dtype: torch.dtype = torch.float32,
         proportion_empty_prompts: float = 0.0,
@@ -104,29 +103,12 @@ class PrecomputedDataset(Dataset[Batch]):
         self.dataset, self.dtype, self.proportion_empty_prompts = dataset, dtype, proportion_empty_prompts
         self._empty: Mapping[str, torch.Tensor] = {}
         if proportion_empty_prompts:
-            part = dataset.datasets[0] if isinstance(dataset, LatentDatasets) else dataset
-            cache = part.cache.restricted(part.manifest_name)
+            cache = dataset.cache.restricted(dataset.names[0])
             empty = cache.prompt("", device="cpu", dtype=dtype)
             self._empty = {name: tensor[0] for name, tensor in empty.items()}
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def bucket(self, index: int) -> Extent:
-        """The bucket of an item, without reading it."""
-        return self.dataset.bucket(index)
-
-    def identity(self) -> str:
-        """A digest of the items in their order."""
-        return self.dataset.identity()
-
-    def places(self) -> Places | None:
-        """Where the items' images lie, if their order is that of packs."""
-        return self.dataset.places()
-
-    def prefetch(self, indices: Sequence[int]) -> None:
-        """These items are read soon."""
-        self.dataset.prefetch(indices)
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
@@ -183,7 +165,7 @@ def data_loader(
     equally many whole batches: some come twice at the end of an epoch, or, with `drop_last`, are left out. Batches may
     be smaller than `batch_size` in the middle of an epoch; accelerate before 1.14 then needs `drop_last`.
     """
-    batches = BucketBatchSampler(dataset, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
+    batches = BucketBatchSampler(dataset.dataset, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
     return DataLoader(dataset, batch_sampler=Epochs(batches), collate_fn=collate, num_workers=num_workers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,23 +14,19 @@ from typing_extensions import Unpack
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
-from latentcache.devices.placement import DeviceLike, device_of, dtype_of
+from latentcache.devices.placement import DeviceLike
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import caption_digest, key_of
-from latentcache.loading.batch import CONTROL, IMAGE_FIELDS, copy_into, is_cpu, moved, to_device
-from latentcache.loading.sample import FIELDS, SampleMemory, SampleReader, SampleRef
-from latentcache.loading.sample_facts import SampleFacts, prompt_identity
-from latentcache.loading.sample_index import SampleIndex, unverified_error
-from latentcache.store.base import DTYPES, Closing, Store
+from latentcache.loading.batch import copy_into, is_cpu, moved, to_device
+from latentcache.loading.sample import SampleReader, SampleRef, keep
+from latentcache.loading.sample_index import SampleFacts, SampleIndex, prompt_identity, unverified_error
+from latentcache.store.base import Closing, Store
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry
 from latentcache.utils.locks import ReadersLock
 
 if TYPE_CHECKING:
     from latentcache.remote.fetching_store import FetchingStore
-
-
-_SCALED = (*IMAGE_FIELDS, CONTROL)
 
 
 class LatentCache(SampleIndex, Closing):
@@ -44,7 +40,7 @@ class LatentCache(SampleIndex, Closing):
     `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
     of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model.
 
-    `reader` reads samples from `store`, and `memory` has those that were requested.
+    `reader` reads samples from `store`.
     """
 
     def __init__(
@@ -80,13 +76,12 @@ class LatentCache(SampleIndex, Closing):
                 self._reading = ReadersLock(disk.directory.readers)
         assert store is not None and manifests is not None
         self.store: Store = store
-        self.memory = SampleMemory()
-        self.reader = SampleReader(store, self.memory, location)
+        self.reader = SampleReader(store, location)
         super().__init__(manifests, only=manifest, unverified=unverified, path=location)
 
     def close(self) -> None:
         """Close the store. Batches that were returned stay valid."""
-        self.memory.forget()  # its arrays keep the store's memory
+        self.refresh()  # what is known maps the files of manifests and packs
         self.store.close()
         if self._reading is not None:
             self._reading.close()
@@ -97,8 +92,7 @@ class LatentCache(SampleIndex, Closing):
         Until then `batch` returns a sample as it first found it. Entries need no refresh: the store looks up keys that
         it does not know, and sees at once what it itself removed or found damaged.
         """
-        self._loaded.clear()
-        self.memory.forget()
+        self.known.forget()
 
     def restricted(self, manifest: str) -> LatentCache:
         """The same cache, restricted to the samples of this manifest. It shares the store; do not close it."""
@@ -137,16 +131,15 @@ class LatentCache(SampleIndex, Closing):
         is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders.
         """
         try:
-            ref = self.prompt_ref(text, negative=negative)
-            tensors = self._prompt(ref)
+            manifest, row = self.prompt_row(text, negative=negative)
+            tensors = self._prompt(SampleRef(row.sample_id, (row.captions[0].key,), facts=SampleFacts.of(manifest)))
         except SampleError as missing:
-            ref = self._encoded_prompt(text, negative, missing)
-            tensors = self._prompt(ref)
+            tensors = self._prompt(self._encoded_prompt(text, negative, missing))
         return moved(tensors, device, dtype)
 
     def _prompt(self, ref: SampleRef) -> Mapping[str, torch.Tensor]:
         try:
-            return self.reader.entries([ref])
+            return self.reader.tensors([ref])
         except (EntryMissingError, EntryDamagedError) as error:
             raise self.reader.sample_error(error, [ref]) from error
 
@@ -216,49 +209,26 @@ class LatentCache(SampleIndex, Closing):
         if len(scalings) > 1:
             raise StoreError(f"the batch mixes latents of VAEs that scale differently: {sorted(map(str, scalings))}")
         scaling = next(iter(scalings), None)
-        direct = out
-        if out and refs and (scaled or dtype is not None or not is_cpu(device)):
-            direct = _unconverted(out, refs[0], device, dtype, computed=_SCALED if scaled else ())
-        gathered = self.reader.gather(refs, out=direct)
+        is_stored = not scaled and dtype is None and is_cpu(device)
+        gathered = self.reader.gather(refs, out=out if is_stored else None)
         batch = to_device(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
         return copy_into(out, batch) if out else batch
 
     def _refs(self, sample_ids: Sequence[str], caption: int, flip: bool) -> list[SampleRef]:
-        known = self.memory.table(self.only, caption, flip)
+        known, asked = self.known.refs, (self.only, caption, flip)
         try:
-            return [known[sample_id] for sample_id in sample_ids]
+            return [known[(*asked, sample_id)] for sample_id in sample_ids]
         except KeyError:
             pass
-        known = self.memory.table(self.only, caption, flip, room_for=len(sample_ids))
         datasets, refs = self.datasets(), []
         facts: dict[str, SampleFacts] = {}
         for sample_id in sample_ids:
-            ref = known.get(sample_id)
+            ref = known.get((*asked, sample_id))
             if ref is None:
                 manifest, row = self.row(sample_id, datasets)
                 if manifest.name not in facts:
                     facts[manifest.name] = self.facts(manifest)
                 ref = SampleRef.of(row, facts[manifest.name], caption=caption, flip=flip)
-                known[sample_id] = ref
+                keep(known, (*asked, sample_id), ref)
             refs.append(ref)
         return refs
-
-
-def _unconverted(
-    out: Mapping[str, torch.Tensor],
-    ref: SampleRef,
-    device: DeviceLike,
-    dtype: torch.dtype | None,
-    computed: Iterable[str],
-) -> dict[str, torch.Tensor]:
-    """Those tensors of `out` that the stored bytes can be copied to, because nothing is computed from them.
-
-    None before the sample was read: its dtypes are not known yet.
-    """
-    found = ref.rows[FIELDS]
-    if found is None or device_of(device).type != "cpu":
-        return {}
-    stored = found.description
-    dtype = dtype or dtype_of(device)
-    dtypes = {name: DTYPES[spec[0]] for name, spec in stored.items() if not name.startswith(tuple(computed))}
-    return {name: out[name] for name in out if dtypes.get(name) is out[name].dtype and dtype in (None, dtypes[name])}

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -17,8 +17,8 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import BufferPool, to_device
-from latentcache.loading.dataset import LatentDataset, LatentDatasets
-from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
+from latentcache.loading.sample import SampleReader, SampleRef
+from latentcache.loading.sample_index import PRECACHE
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing, PackedStore
 from latentcache.types import Batch
@@ -159,7 +159,7 @@ class LatentLoader(Closing):
         if scaled and output == "moments":
             raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
         self.sampler = sampler
-        self.dataset = cast("LatentDataset | LatentDatasets", sampler.dataset)
+        self.dataset = sampler.dataset
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
         self.prefetch, self.damaged = prefetch, damaged
         self.skipped: dict[str, str] = {}
@@ -194,9 +194,9 @@ class LatentLoader(Closing):
         """The sampler's state after the last batch that was returned. Prefetched batches do not count."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], *, reshard: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `BucketBatchSampler.load_state_dict`; for iterations that begin afterwards."""
-        self.sampler.load_state_dict(state, reshard=reshard)
+        self.sampler.load_state_dict(state)
 
     def close(self) -> None:
         """End all iterations and release buffers. Batches that were returned stay valid."""

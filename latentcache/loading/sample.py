@@ -1,11 +1,11 @@
-"""Samples of a batch: what a manifest says of them, a memory of those that were requested, and how they are read."""
+"""Samples of a batch: what a manifest says of them, and how they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,26 +17,17 @@ from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.loading.batch import CONTROL, BufferPool
-from latentcache.loading.sample_facts import SampleFacts
-from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
+from latentcache.loading.sample_index import PRECACHE, SampleFacts
+from latentcache.store.base import MANY_KEYS, Description, Store
 from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
 from latentcache.types import Batch, Extent, Geometry, Padding, Size
 
-PRECACHE: Final = "run `latentcache precache CONFIG` again"
-"""The remedy of most errors about a sample."""
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
-"""Samples that a `SampleMemory` keeps, at some 1,000 bytes each. Beyond it all are forgotten, and found again."""
-UNREAD: Final = (-1, None, None, None, None)
-"""`SampleRef.rows` of a sample that was not read. No store has this generation."""
-FIELDS: Final = 4
-"""Where the `Fields` are in `SampleRef.rows`."""
-
+"""Requested samples that are kept, at some 500 bytes each. Beyond it all are forgotten, and found again."""
 _FLOAT32 = np.dtype(np.float32)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
-_MAX_DESCRIPTIONS = 1024
-# No Python function runs for a sample: a small batch is copied in the time of some calls.
-_ROWS, _KEYS, _joined = attrgetter("rows"), attrgetter("keys"), chain.from_iterable
+_KEYS = attrgetter("keys")
 
 Pair = tuple[int, int]
 
@@ -71,26 +62,12 @@ def layout_of(geometry: Geometry, family: Family) -> Layout:
     return Layout(*plain, sizes, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """What samples of one batch have in common: the family, all fields, and which of them are padded.
-
-    `description` has those without the length, which is each sample's own. Equal ones are shared.
-    """
-
-    description: Description
-    family: Family
-    padding: Mapping[str, Padding]
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SampleRef:
     """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
     `parts` are its control images and its mask: the name of each in a batch, and its target size; their keys come last.
-    `facts` are those of its manifest. `rows` belongs to `SampleReader`: the generation of the store in which the
-    entries were read, `sample_id`, `caption`, `layout`, the fields, and an array [1, *shape] of each. They are one
-    tuple because the time of a batch that is not copying is cache misses, one for each object that is met.
+    `facts` are those of its manifest.
     """
 
     sample_id: str
@@ -99,71 +76,41 @@ class SampleRef:
     layout: Layout = _NO_LAYOUT
     facts: SampleFacts = field(default_factory=SampleFacts)
     parts: tuple[tuple[str, Size], ...] = ()
-    rows: tuple[Any, ...] = UNREAD
 
     @classmethod
     def of(cls, row: Row, facts: SampleFacts, *, caption: int = 0, flip: bool = False) -> SampleRef:
         """The sample of a row of the manifest that has these facts. SampleError if it has no such caption or image."""
-        for image in row.images:
-            if image.geometry.flip == flip:
-                break
-        else:
+        image = next((image for image in row.images if image.geometry.flip == flip), None)
+        if image is None:
             remedy = f"set `flip: true` for the dataset and {PRECACHE}"
             raise SampleError(row.sample_id, "has no flipped entry" if flip else "has no image entry", remedy)
         if not 0 <= caption < len(row.captions):
             reason = f"has {len(row.captions)} captions, but number {caption} was requested"
             raise SampleError(row.sample_id, reason, "request a smaller number")
-        text = row.captions[caption]
-        layout = layout_of(image.geometry, facts.family)
-        ref = cls(row.sample_id, (image.key, text.key), text.text, layout, facts)
-        if row.parts:
-            found = list(row.named_parts(flip=flip))
-            ref.keys += tuple(part.key for _, part in found)
-            ref.parts = tuple((part_field(name), part.geometry.target_size) for name, part in found)
-        return ref
+        text, parts = row.captions[caption], list(row.named_parts(flip=flip))
+        return cls(
+            row.sample_id,
+            (image.key, text.key, *(part.key for _, part in parts)),
+            text.text,
+            layout_of(image.geometry, facts.family),
+            facts,
+            tuple((part_field(name), part.geometry.target_size) for name, part in parts),
+        )
 
 
-class SampleMemory:
-    """The samples that were requested, in tables of any names, and with them what was read of them.
-
-    At most MAX_REFS are kept; a sample that is forgotten stays valid where it is in use. Any thread may use it.
-    """
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[Any, ...], dict[Any, SampleRef]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, list(self._tables.values())))
-
-    def table(self, *name: Any, room_for: int = 0) -> dict[Any, SampleRef]:
-        """The table of this name, for reading and for adding at most `room_for` samples."""
-        if room_for and len(self) + room_for > MAX_REFS:
-            self.forget()
-        found = self._tables.get(name)
-        return self._tables.setdefault(name, {}) if found is None else found
-
-    def forget(self) -> None:
-        """Forget all samples. A thread that still fills an old table does no harm."""
-        self._tables = {}
-
-    def release_rows(self) -> None:
-        """Release the arrays of all samples."""
-        for table in list(self._tables.values()):
-            for ref in list(table.values()):
-                ref.rows = UNREAD
+def keep(known: dict[Any, SampleRef], name: Any, ref: SampleRef) -> SampleRef:
+    """Add a sample to those that were requested, of which MAX_REFS are known at most, and return it."""
+    if len(known) >= MAX_REFS:
+        known.clear()
+    known[name] = ref
+    return ref
 
 
 class SampleReader:
-    """Reads samples from `store`, each from its entries when it is first requested, and then from its `SampleRef.rows`.
+    """Reads samples from `store`. `path` of the cache is named in errors. Any thread may use a reader."""
 
-    `memory` has the samples whose arrays are to be released when the store's generation changes, so that packs that
-    were compacted away do not stay mapped. `path` of the cache is named in errors. Any thread may use a reader.
-    """
-
-    def __init__(self, store: Store, memory: SampleMemory, path: Path | str | None = None):
+    def __init__(self, store: Store, path: Path | str | None = None):
         self.store, self.path = store, path
-        self._memory = memory
-        self._generation: int | None = None
 
     def gather(
         self,
@@ -183,57 +130,50 @@ class SampleReader:
         if not refs:
             raise StoreError("no samples were requested: a batch has at least one")
         try:
-            sample_ids, captions, layouts, fields, *columns = self._columns(refs)
+            batch = self.tensors(refs, pool=pool, out=out, pad=pad)
         except (EntryMissingError, EntryDamagedError) as error:
             raise self.sample_error(error, refs) from error
-        metadata = metadata_of(sample_ids, captions, layouts)
-        buckets = metadata["target_size"]
-        if buckets.count(buckets[0]) != len(buckets):
-            raise bucket_error(buckets)
-        batch: Batch = _stacked(sample_ids, fields[0], columns, pool, out, pad)
-        batch.update(metadata)
+        batch.update(metadata_of(refs))
         return batch
 
-    def entries(
-        self, refs: Sequence[SampleRef], *, out: Mapping[str, torch.Tensor] | None = None, pad: bool = True
+    def tensors(
+        self,
+        refs: Sequence[SampleRef],
+        *,
+        pool: BufferPool | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        pad: bool = True,
     ) -> Batch:
         """The tensors of `gather` alone, of at least one sample. EntryMissingError, EntryDamagedError, StoreError."""
-        sample_ids, _, _, fields, *columns = self._columns(refs)
-        return _stacked(sample_ids, fields[0], columns, None, out, pad)
-
-    def _columns(self, refs: Sequence[SampleRef]) -> list[tuple[Any, ...]]:
-        """The columns of these samples' `rows`, without the generation. StoreError unless their fields are equal."""
-        generation = self.store.generation
-        # Rows that were not read are shorter: then there are no columns.
-        generations, *found = zip(*map(_ROWS, refs), strict=False)
-        if generation is None or generations.count(generation) != len(refs):
-            _, *found = zip(*self._read(refs, generation), strict=False)
-        fields = found[FIELDS - 1]
-        if fields.count(fields[0]) != len(refs):
-            _check_alike(found[0], found[2], fields)
-        return found
-
-    def _read(self, refs: Sequence[SampleRef], generation: int | None) -> list[tuple[Any, ...]]:
-        """The rows of these samples. They are remembered unless the store's entries are read each time."""
-        if generation != self._generation:
-            self._generation = generation
-            self._memory.release_rows()
-        rows: dict[SampleRef, tuple[Any, ...]] = {}
-        if generation is not None:
-            rows = {ref: known for ref in refs if (known := ref.rows)[0] == generation}
-        new = [ref for ref in dict.fromkeys(refs) if ref not in rows]
-        found = iter(self.store.rows(list(_joined(map(_KEYS, new)))))
-        for ref in new:
-            own = tuple(islice(found, len(ref.keys) - len(ref.parts)))
-            fields = _fields_of(own, ref.facts, dict(zip(dict(ref.parts), found, strict=False)))
-            rows[ref] = (generation, ref.sample_id, ref.caption, ref.layout, *fields)
-            if generation is not None:
-                ref.rows = rows[ref]
-        return [rows[ref] for ref in refs]
+        _check_alike(refs)
+        sample_ids, first = [ref.sample_id for ref in refs], refs[0]
+        rows = self.store.rows([*chain.from_iterable(map(_KEYS, refs))])
+        num, rules = len(first.keys), dict(first.facts.padding)
+        found: dict[str, tuple[tuple[str, tuple[int, ...]], Sequence[np.ndarray]]] = {}
+        for place in range(num):
+            # The entries of all samples at this place: their images, their texts, their first control images ...
+            entries = rows[place::num]
+            described = entries[0].description
+            if all([entry.description is described for entry in entries]):
+                arrays = zip(*[entry.arrays for entry in entries], strict=True)
+                columns: dict[str, Sequence[np.ndarray]] = dict(zip(described, arrays, strict=True))
+                described = without_lengths(described, rules)
+            else:
+                shapes = [without_lengths(entry.description, rules) for entry in entries]
+                described = common_fields(sample_ids, shapes, None)
+                named = [dict(zip(entry.description, entry.arrays, strict=True)) for entry in entries]
+                columns = {name: [each[name] for each in named] for name in described}
+            part = place - num + len(first.parts)
+            for name, spec in described.items():  # that of a part is known by the part's name
+                found[first.parts[part][0] if part >= 0 else name] = spec, columns[name]
+        names = sorted(found)
+        description = {name: found[name][0] for name in names}
+        padding = {name: rule for name, rule in rules.items() if name in found}
+        return _stacked(sample_ids, description, [found[name][1] for name in names], padding, pool, out, pad)
 
     def prefetch(self, refs: Sequence[SampleRef]) -> None:
         """These samples are read soon: see `Store.prefetch`."""
-        keys = _joined(map(_KEYS, refs))
+        keys = chain.from_iterable(map(_KEYS, refs))
         self.store.prefetch(keys if len(refs) < MANY_KEYS // 2 else list(keys))
 
     def sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
@@ -247,14 +187,15 @@ class SampleReader:
 
 def _stacked(
     sample_ids: Sequence[str],
-    fields: Fields,
+    description: Description,
     columns: Sequence[Sequence[np.ndarray]],
+    padding: Mapping[str, Padding],
     pool: BufferPool | None,
     out: Mapping[str, torch.Tensor] | None,
     pad: bool,
 ) -> Batch:
     """See `SampleReader.gather`."""
-    num_rows, description, padding = len(sample_ids), fields.description, fields.padding
+    num_rows = len(sample_ids)
     if padding and not pad:
         named = dict(zip(description, columns, strict=True))
         plain = {name: spec for name, spec in description.items() if name not in padding}
@@ -280,23 +221,29 @@ def bucket_error(buckets: Iterable[Extent | tuple[int, int]]) -> StoreError:
     )
 
 
-def _check_alike(sample_ids: Sequence[str], layouts: Sequence[Layout], found: Sequence[Fields]) -> None:
-    """StoreError unless these samples can be in one batch."""
-    buckets = {layout.target_size for layout in layouts}
+def _check_alike(refs: Sequence[SampleRef]) -> None:
+    """StoreError unless these samples can be in one batch, as far as their manifests say."""
+    first = refs[0]
+    buckets = {ref.layout.target_size for ref in refs}
     if len(buckets) > 1:
         raise bucket_error(buckets)
-    families = sorted({fields.family.name for fields in found})
+    families = sorted({ref.facts.family.name for ref in refs})
     if len(families) > 1:
         names = ", ".join(families)
         raise StoreError(f"a batch has one family, but these samples were cached for {names}: train them apart")
-    for sample_id, fields in zip(sample_ids, found, strict=True):
-        differing = sorted({name for name, _ in fields.padding.items() ^ found[0].padding.items()})
-        if differing:
+    for ref in refs:
+        if ref.facts is not first.facts and ref.facts.padding != first.facts.padding:
+            differing = ", ".join(sorted({name for name, _ in {*ref.facts.padding} ^ {*first.facts.padding}}))
             raise StoreError(
-                f"samples {sample_ids[0]!r} and {sample_id!r}: {', '.join(differing)} of each is padded otherwise: "
+                f"samples {first.sample_id!r} and {ref.sample_id!r}: {differing} of each is padded otherwise: "
                 "precache both datasets with the same encode.padding and encode.max_length"
             )
-    common_fields(sample_ids, [fields.description for fields in found], None)
+        if ref.parts != first.parts:
+            here, there = (", ".join(f"{name} {size}" for name, size in each.parts) or "none" for each in (first, ref))
+            raise StoreError(
+                f"the parts of samples {first.sample_id!r} ({here}) and {ref.sample_id!r} ({there}) differ: batch them "
+                "with latentcache.BucketBatchSampler"
+            )
 
 
 def part_field(name: str) -> str:
@@ -304,47 +251,16 @@ def part_field(name: str) -> str:
     return name.replace("control ", CONTROL)
 
 
-def _fields_of(entries: Iterable[EntryArrays], facts: SampleFacts, parts: Mapping[str, EntryArrays]) -> tuple[Any, ...]:
-    """The `Fields` of these entries, in the order of their names, and the array of each.
-
-    `parts` have one field each, which is known by the part's name.
-    """
-    found: dict[str, tuple[Any, Any]] = {}
-    for entry in entries:
-        found.update(zip(entry.description, zip(entry.description.values(), entry.arrays, strict=True), strict=True))
-    for name, entry in parts.items():
-        [spec], [array] = entry.description.values(), entry.arrays
-        found[name] = spec, array
-    names = tuple(sorted(found))
-    specs, arrays = zip(*map(found.__getitem__, names), strict=True)
-    padding = facts.padding
-    if padding:
-        described = dict(zip(names, specs, strict=True))
-        padding = tuple((name, rule) for name, rule in padding if name in described)
-        specs = tuple(without_lengths(described, dict(padding)).values())
-    return _shared_fields(names, specs, facts.family, padding), *arrays
-
-
-@lru_cache(_MAX_DESCRIPTIONS)
-def _shared_fields(
-    names: tuple[str, ...],
-    specs: tuple[tuple[str, tuple[int, ...]], ...],
-    family: Family,
-    padding: tuple[tuple[str, Padding], ...],
-) -> Fields:
-    """Equal ones are the same object."""
-    return Fields(dict(zip(names, specs, strict=True)), family, dict(padding))
-
-
-def metadata_of(sample_ids: Iterable[str], captions: Iterable[str], layouts: Iterable[Layout]) -> dict[str, Any]:
+def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
     """What the manifest says of at least one sample: ids, captions, sizes, and time ids where its family has them.
 
     The lists are new ones. All samples are of one family.
     """
+    layouts = [ref.layout for ref in refs]
     original_size, resized_size, crop_top_left, target_size, _, time_ids, _ = zip(*layouts, strict=True)
     metadata: dict[str, Any] = {
-        "sample_id": list(sample_ids),
-        "caption": list(captions),
+        "sample_id": [ref.sample_id for ref in refs],
+        "caption": [ref.caption for ref in refs],
         "original_size": list(original_size),
         "resized_size": list(resized_size),
         "crop_top_left": list(crop_top_left),

@@ -1,19 +1,87 @@
-"""Finds samples and prompts in the manifests of a cache."""
+"""Finds samples and prompts in the manifests of a cache, and says what the samples of one have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.dataset.manifest_row import Row
-from latentcache.errors import SampleError, StoreError
+from latentcache.errors import ModelError, SampleError, StoreError
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family
 from latentcache.families.scaling import Scaling
-from latentcache.loading.sample import PRECACHE, SampleRef
-from latentcache.loading.sample_facts import SampleFacts
-from latentcache.types import prompt_id
+from latentcache.types import Padding, prompt_id
+
+PRECACHE: Final = "run `latentcache precache CONFIG` again"
+"""The remedy of most errors about a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What the samples of a manifest have in common: those of equal facts may be in one batch.
+
+    `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
+    """
+
+    family: Family = field(default_factory=lambda: family_named(DEFAULT))
+    scaling: Scaling | None = None
+    padding: tuple[tuple[str, Padding], ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SampleFacts:
+        """The facts of a manifest. StoreError for one of a family that this version does not know."""
+        common = manifest.common
+        try:
+            family = manifest.family
+        except ModelError as error:
+            raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
+        padding = []
+        for name in family.fields:
+            try:
+                rule = family.padding(name, common["text_encoding"])
+            except (LookupError, TypeError, ValueError) as error:
+                message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
+                raise StoreError(f"manifest {manifest.name}: {message}") from error
+            if rule is not None:
+                padding.append((name, rule))
+        return cls(family, _scaling_of(common), tuple(padding))
+
+
+def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
+    encoding = common.get("image_encoding")
+    if encoding is None:
+        return None
+    if "scaling" in common:
+        return Scaling.from_json(common["scaling"])
+    return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
+
+
+def prompt_identity(common: Mapping[str, Any], *, negative: bool) -> dict[str, Any]:
+    """The identity, but for its source, of a prompt that is encoded as the captions of datasets with this `common`."""
+    encoding = common["text_encoding"]
+    if negative:
+        keeps = "keep" if encoding.get("keeps_padding") else "auto"
+        settings = {"clip_skip": encoding.get("clip_skip", 0), "max_length": encoding.get("max_length")}
+        family = family_named(common.get("family", DEFAULT))
+        encoding = {**encoding, **family.text_recipe(negative=True, **settings, padding=keeps)}
+    return {"encoding": encoding, "salt": common["salt"], "schema": common["schema"], "kind": "text"}
+
+
+class Known:
+    """What was read of manifests, which all views of one cache share: by name, and samples that were requested."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew. What another thread still adds to the old ones is not found any more."""
+        self.manifests: dict[str, Manifest] = {}
+        self.refs: dict[Any, Any] = {}
 
 
 class SampleIndex:
@@ -24,19 +92,20 @@ class SampleIndex:
 
     def __init__(self, manifests: Manifests, *, only: str | None, unverified: bool, path: Path | str | None):
         self.manifests, self.only, self.unverified, self.path = manifests, only, unverified, path
-        self._loaded: dict[str, Manifest] = {}
+        self.known = Known()
         if only is not None:
             self.manifest(only)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of this name. StoreError naming those that there are."""
-        if name not in self._loaded:
+        loaded = self.known.manifests
+        if name not in loaded:
             manifest = self.manifests.read(name)
             if manifest is None:
                 known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
                 raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
-            self._loaded[name] = manifest
-        return self._loaded[name]
+            loaded[name] = manifest
+        return loaded[name]
 
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
@@ -50,7 +119,8 @@ class SampleIndex:
 
     def sample_ids(self) -> list[str]:
         """All samples that may be requested: those that were not refused, in the order of the manifests."""
-        return [row.sample_id for manifest in self.datasets() for row in manifest.rows.values() if row.refusal is None]
+        tables = [manifest.rows for manifest in self.datasets()]
+        return [table.sample_ids[number] for table in tables for number in table.usable().tolist()]
 
     def row(self, sample_id: str, datasets: Sequence[Manifest] | None = None) -> tuple[Manifest, Row]:
         """The sample's manifest, one of `datasets` (default: all), and row.
@@ -93,7 +163,7 @@ class SampleIndex:
         assert scaling is not None
         return scaling
 
-    def prompt_ref(self, text: str, *, negative: bool) -> SampleRef:
+    def prompt_row(self, text: str, *, negative: bool) -> tuple[Manifest, Row]:
         """A cached prompt of these datasets' text encoders. SampleError naming a prompt that is not cached.
 
         StoreError if no dataset is cached, or if their text encoders differ.
@@ -111,13 +181,13 @@ class SampleIndex:
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
         sample_id = prompt_id(text, negative=negative)
         # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
-        there = [name for name in names if name in self._loaded or name in self.manifests.names()]
+        there = [name for name in names if name in self.known.manifests or name in self.manifests.names()]
         prompts = self.manifest(there[0]) if there else None
         row = None if prompts is None else prompts.rows.get(sample_id)
         if prompts is None or row is None:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
             raise SampleError(sample_id, "is not cached", remedy)
-        return SampleRef(sample_id, (row.captions[0].key,), facts=SampleFacts.of(prompts))
+        return prompts, row
 
 
 def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:

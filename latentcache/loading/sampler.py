@@ -5,10 +5,10 @@ Every random choice of the training data follows from what it is for, the seed, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from torch.utils.data import Sampler
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.pack_order import WINDOW, Places, pack_batches, spots_ahead
-from latentcache.types import Extent
+
+if TYPE_CHECKING:  # it needs this module
+    from latentcache.loading.dataset import LatentDataset
 
 STATE_VERSION = 1
 _MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
@@ -59,37 +61,6 @@ def noise_generator(seed: int, epoch: int, position: int) -> torch.Generator:
 def order_generator(seed: int, epoch: int) -> np.random.Generator:
     """The generator that shuffles an epoch. numpy's, because it keeps all 64 bits of its seed."""
     return np.random.default_rng(seed_of("order", seed, epoch))
-
-
-class Bucketed(Protocol):
-    """A dataset whose items lie in buckets."""
-
-    def __len__(self) -> int: ...
-
-    def bucket(self, index: int) -> Extent:
-        """The bucket of an item, without reading it."""
-
-    def identity(self) -> str:
-        """A digest of what the order depends on: which items there are, in which buckets."""
-
-
-@runtime_checkable
-class Grouped(Protocol):
-    """A dataset whose items need more than an equal bucket to be in one batch."""
-
-    def group(self, index: int) -> tuple[int, ...]:
-        """What items of one batch share; the bucket comes first."""
-
-
-@runtime_checkable
-class Placed(Bucketed, Protocol):
-    """A dataset that can be visited in pack order."""
-
-    def places(self) -> Places | None:
-        """Where the items lie, if they are to be visited in pack order; None for random order."""
-
-    def prefetch(self, items: Sequence[int]) -> None:
-        """These items are read soon. It raises nothing."""
 
 
 @lru_cache(_MAX_DRAWS)
@@ -144,8 +115,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     chooses at each visit (a caption) follows from seed, epoch and position too.
 
     With `world_size` ranks every rank gets the same number of batches, and the order does not depend on how many ranks
-    there are. Batches that cannot be shared equally at the end of an epoch are left out (`uneven="drop"`; others are
-    left out in the next epoch), or the first batches of the epoch are repeated (`uneven="repeat"`).
+    there are. Batches that cannot be shared equally at the end of an epoch are left out: others in the next epoch.
 
     A dataset with `order="packs"` is visited in pack order (`pack_order.pack_batches`): the packs that hold the images
     are shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. It then depends on the
@@ -156,9 +126,9 @@ class BucketBatchSampler(Sampler[list[int]]):
     workers takes batches ahead of the loop, so with one the state is too far on: `LatentLoader` counts right.
     """
 
-    def __init__(  # noqa: PLR0913 - what an order depends on, by keyword
+    def __init__(
         self,
-        dataset: Bucketed,
+        dataset: LatentDataset,
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -166,28 +136,22 @@ class BucketBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        uneven: Literal["drop", "repeat"] = "drop",
         window: int = WINDOW,
     ):
         if batch_size < 1:
             raise StoreError(f"batch_size is {batch_size}; it must be at least 1")
         if not 0 <= rank < world_size:
             raise StoreError(f"rank is {rank}; it must be at least 0 and less than world_size {world_size}")
-        if uneven not in ("drop", "repeat"):
-            raise StoreError(f"uneven is {uneven!r}; it must be drop or repeat")
         if window < 1:
             raise StoreError(f"window is {window}; it must be at least 1 pack")
         self.dataset = dataset
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
-        self.seed, self.rank, self.world_size, self.uneven = seed, rank, world_size, uneven
-        buckets: dict[tuple[int, ...], list[int]] = {}
-        group = dataset.group if isinstance(dataset, Grouped) else dataset.bucket
-        for index in range(len(dataset)):
-            buckets.setdefault(group(index), []).append(index)
-        self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        groups = dataset.groups()
+        order = groups.argsort(kind="stable")
+        self._buckets = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else []
         self.window = window
-        self._dealt: tuple[int, int] | None = None  # an epoch whose packs were dealt to another number of ranks
-        self._places = dataset.places() if isinstance(dataset, Placed) else None
+        self._places = dataset.places()
         if self._places is not None:
             _check_ranks(self._places.identity, world_size)
         self._cursor = Cursor(0)
@@ -200,7 +164,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     @property
     def num_batches(self) -> int:
-        """Batches of a whole epoch, of all ranks together, before any is left out or repeated."""
+        """Batches of a whole epoch, of all ranks together, before any is left out."""
         if not self.drop_last:
             return sum(-(-len(items) // self.batch_size) for items in self._buckets)
         return sum(len(items) // self.batch_size for items in self._buckets)
@@ -208,7 +172,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch. The present one keeps its place, so a resumed run may call this as always."""
         if epoch != self._cursor.epoch:
-            self._cursor, self._dealt = Cursor(epoch), None
+            self._cursor = Cursor(epoch)
 
     def begin(self) -> Cursor:
         """Start an iteration: where the state that was loaded says, otherwise with the epoch's first batch.
@@ -216,7 +180,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         `state_dict` follows this cursor from now on.
         """
         if self._cursor.started:
-            self._cursor, self._dealt = Cursor(self._cursor.epoch), None
+            self._cursor = Cursor(self._cursor.epoch)
         self._cursor.started = True
         return self._cursor
 
@@ -225,7 +189,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         order = self._order(epoch)
         firsts = range(position, position + self._num_left(position) * self.world_size, self.world_size)
         planned = (
-            PlannedBatch(epoch, place, order[place % len(order)], first + self.world_size, self.seed)
+            PlannedBatch(epoch, place, order[place], first + self.world_size, self.seed)
             for first, place in ((first, first + self.rank) for first in firsts)
         )
         return planned if self._places is None else _with_ahead(list(planned), self._places)
@@ -240,7 +204,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _drawn(self, cursor: Cursor) -> Iterator[list[int]]:
         for batch in self.plan(cursor.epoch, cursor.position):
             cursor.position = batch.end
-            if batch.ahead and isinstance(self.dataset, Placed):
+            if batch.ahead:
                 self.dataset.prefetch(batch.items_ahead)
             yield [*batch.items]
 
@@ -251,15 +215,13 @@ class BucketBatchSampler(Sampler[list[int]]):
         """
         return self._settings() | {"epoch": self._cursor.epoch, "position": self._cursor.position}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, reshard: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration begin where this state was taken.
 
         Raises StoreError, naming each thing that differs, for a state of another dataset, batch size, seed, shuffle,
-        drop_last, uneven or world size. With `reshard` the world size may differ: what is left of the epoch is dealt
-        to the ranks that there are now, so that no batch comes twice. Captions that were edited and values that were
-        re-encoded do not matter; samples that came, went or changed their bucket do. In pack order an image that lies
-        in another pack now, as after `compact`, or was found damaged, matters too, and ranks finish the epoch with the
-        packs as they were dealt.
+        drop_last or world size. Captions that were edited and values that were re-encoded do not matter; samples that
+        came, went or changed their bucket do. In pack order an image that lies in another pack now, as after `compact`,
+        or was found damaged, matters too.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -268,40 +230,27 @@ class BucketBatchSampler(Sampler[list[int]]):
                 "give what state_dict() returned"
             )
         here = self._settings()
-        num_streams = state.get("num_streams")
-        if "num_streams" in here and type(num_streams) is int and num_streams > 0:
-            here["num_streams"] = num_streams  # as the packs were dealt, maybe to another number of ranks
-        if reshard:
-            here["world_size"] = state.get("world_size")
         differing = [
             f"{name} ({state.get(name)!r} there, {here[name]!r} here)" for name in here if state.get(name) != here[name]
         ]
         if differing:
-            hint = "; load_state_dict(state, reshard=True) goes on with another world_size"
             raise StoreError(
                 f"the sampler's state is not of this run: {', '.join(differing)}. Start with what it was taken from, "
                 f"or start the epoch again with set_epoch({epoch})"
-                + (hint if len(differing) == 1 and "world_size" in differing[0] else "")
             )
-        self._dealt = (epoch, here["num_streams"]) if "num_streams" in here else None
         self._cursor = Cursor(epoch, position)
 
     def _settings(self) -> dict[str, Any]:
         if self._identity is None:
             self._identity = self.dataset.identity()
-        names = ("batch_size", "shuffle", "drop_last", "uneven", "seed", "world_size")
+        names = ("batch_size", "shuffle", "drop_last", "seed", "world_size")
         fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
         if self._places is not None:
             fixed |= {"packs": self._places.identity, "window": self.window}
-            fixed["num_streams"] = self._num_streams(self.epoch)
         return fixed | {name: getattr(self, name) for name in names}
 
-    def _num_streams(self, epoch: int) -> int:
-        return self._dealt[1] if self._dealt is not None and self._dealt[0] == epoch else self.world_size
-
     def _num_left(self, position: int) -> int:
-        left = max(0, self.num_batches - position)
-        return left // self.world_size if self.uneven == "drop" else -(-left // self.world_size)
+        return max(0, self.num_batches - position) // self.world_size
 
     def _order(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch, of all ranks."""
@@ -312,7 +261,7 @@ class BucketBatchSampler(Sampler[list[int]]):
                 self._buckets,
                 self.batch_size,
                 window=self.window,
-                num_streams=self._num_streams(epoch),
+                num_streams=self.world_size,
                 generator=generator if self.shuffle else None,
             )
             return [batch for batch in batches if self._is_kept(batch)]

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from latentcache.cache_config import CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
-from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
 from latentcache.store import upkeep
@@ -88,20 +89,20 @@ def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> St
     unused = set(present)
     counted = []
     for name in manifests.names():
-        count = _Count(present, unused)
         manifest = manifests.read(name)
         if manifest is None:
             continue  # it is gone since it was listed
-        for row in manifest.rows.values():
-            count.add(row)
+        rows, usable = manifest.rows, manifest.rows.usable()
+        unused.difference_update(rows.entry_keys())
+        lacking = rows.rows_with(set(rows.entry_keys(usable=True)) - present)
         counted.append(
             ManifestStatus(
                 name=name,
                 role=manifest.role,
-                num_samples=count.num_samples,
-                num_refused=count.num_refused,
-                num_lost=count.num_lost,
-                num_unverified=count.num_unverified,
+                num_samples=len(rows),
+                num_refused=len(rows.refusals),
+                num_lost=len(np.intersect1d(lacking, usable)),
+                num_unverified=len(np.intersect1d(rows.unverified(), usable)),
                 imported_from=manifest.imported_from,
             )
         )
@@ -115,25 +116,6 @@ def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> St
         num_refused=sum(manifest.num_refused for manifest in counted),
         manifests=tuple(counted),
     )
-
-
-class _Count:
-    """Counts the samples of a manifest, and takes the keys that it refers to from `unused`."""
-
-    def __init__(self, present: set[str], unused: set[str]):
-        self._present, self._unused = present, unused
-        self.num_samples = self.num_refused = self.num_lost = self.num_unverified = 0
-
-    def add(self, row: Row) -> None:
-        """Count a sample."""
-        keys = list(row.keys())
-        self._unused.difference_update(keys)
-        self.num_samples += 1
-        if row.refusal is not None:
-            self.num_refused += 1
-            return
-        self.num_lost += not self._present.issuperset(keys)
-        self.num_unverified += not row.is_verified
 
 
 def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import Row
-from latentcache.dataset.row_table import RowTable
 from latentcache.precache.plan import Shard
 from latentcache.precache.report import Failure
 from latentcache.precache.workspace import Memo, Workspace
@@ -44,10 +43,11 @@ class Failures:
             detail = f"the same image at {failure.path}: {detail}"
         return Refusal(row.sample_id, path, failure.reason, detail)
 
-    def refusals(self, manifest: Manifest) -> dict[str, Refusal]:
-        """The refusals of a manifest's samples, by sample_id."""
-        rows = RowTable.of(manifest.rows).rows_with(self._by_key) if self._by_key else ()
-        return {row.sample_id: refusal for row in rows if (refusal := self.refusal(row)) is not None}
+    def refusals(self, manifest: Manifest) -> dict[int, Refusal]:
+        """The refusals of a manifest's samples, by the numbers of their rows."""
+        numbers = manifest.rows.rows_with(self._by_key) if self._by_key else ()
+        found = ((number, self.refusal(manifest.rows.row(number))) for number in numbers)
+        return {number: refusal for number, refusal in found if refusal is not None}
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove what earlier runs noted of these keys: this rank is about to try them again."""

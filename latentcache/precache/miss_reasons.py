@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
-from latentcache.dataset.row_table import RowTable
 from latentcache.identity import PartIdentity
 
 NEW = "new"
@@ -45,11 +43,7 @@ class History:
     @property
     def sources(self) -> set[str]:
         """Digests of all images that the last manifest lists."""
-        return set() if self._manifest is None else set(self._table.sources())
-
-    @cached_property
-    def _table(self) -> RowTable:
-        return RowTable.of({} if self._manifest is None else self._manifest.rows)
+        return set() if self._manifest is None else set(self._manifest.rows.sources())
 
     def row(self, sample_id: str, source: str | None) -> Row | None:
         """The sample's last row, or that of a sample with the same image; None for a new one."""
@@ -57,7 +51,7 @@ class History:
             return None
         row = self._manifest.rows.get(sample_id)
         if row is None and source is not None:
-            row = self._table.row_of_source(source)
+            row = self._manifest.rows.row_of_source(source)
         return row
 
     def why_image(self, row: Row | None, source: str, now: ImageRef, common: Mapping[str, Any]) -> str:

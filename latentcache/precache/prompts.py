@@ -85,7 +85,7 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
         # Read only now: another process may have cached other prompts meanwhile.
         others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
         is_new = always or any(others.get(name) != row for name, row in manifest.rows.items())
-        return replace(manifest, rows={**others, **manifest.rows}) if is_new else None
+        return manifest.with_rows({**others, **manifest.rows}) if is_new else None
 
     update_manifest(workspace.manifests, whole)
 

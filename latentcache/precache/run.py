@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Protocol
 
@@ -21,8 +21,6 @@ from pydantic import Field, TypeAdapter
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import update_manifest
-from latentcache.dataset.manifest_row import Row
-from latentcache.dataset.row_table import RowTable
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
@@ -345,11 +343,11 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
     for manifest in manifests:
         absent: set[str] = set()
         if failures.shared is not None:
-            needed = _needed(manifest.rows.values())
+            needed = set(manifest.rows.entry_keys(usable=True))
             absent = needed - workspace.store.find(needed)
             failures.read_others(absent)
         whole = partial(_whole, workspace, manifest, failures)
-        if absent and (absent := absent & _needed(whole().rows.values())):
+        if absent and (absent := absent & set(whole().rows.entry_keys(usable=True))):
             waiting.append(manifest.name)
             logger.info(
                 "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
@@ -365,19 +363,6 @@ def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Mani
     """The manifest with what failed, and with prompts that a service cached since the plan was made."""
     is_prompts = manifest.role == "prompts"
     others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
-    refusals = failures.refusals(manifest)
-    if not others and not refusals:
-        return manifest
-
-    def rows() -> Iterator[Row]:  # never all at once: as objects they take a kilobyte each
-        yield from (row for name, row in others.items() if name not in manifest.rows)
-        for row in manifest.rows.values():
-            refusal = refusals.get(row.sample_id)
-            yield row if refusal is None else replace(row, refusal=refusal)
-
-    return replace(manifest, rows=RowTable.from_rows(rows()))
-
-
-def _needed(rows: Iterable[Row]) -> set[str]:
-    """The keys of the samples that are not refused."""
-    return {key for row in rows if row.refusal is None for key in row.keys()}
+    if refusals := failures.refusals(manifest):
+        manifest = manifest.with_rows(manifest.rows.with_refusals(refusals))
+    return manifest.with_rows({**others, **manifest.rows}) if others else manifest

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from io import BytesIO
 
-from latentcache.dataset.manifest import Manifest, manifest_lines, merged_rows, read_manifest
-from latentcache.dataset.manifest_folder import UNFINISHED
+from latentcache.dataset.manifest import Manifest, manifest_parts, merged_rows, read_manifest
+from latentcache.dataset.manifest_folder import OLD_SUFFIX, SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.identity import digest
 from latentcache.provenance import now
@@ -25,16 +24,16 @@ ATTEMPTS = 20
 """To read what others replace all the time."""
 logger = logging.getLogger("latentcache")
 
-_OBJECT = re.compile(rf"{FOLDER}/([^/]+?)(\+[0-9a-f]{{32}})?\.jsonl")
+_OBJECT = re.compile(rf"{FOLDER}/([^/]+?)(\+[0-9a-f]{{32}})?({re.escape(SUFFIX)}|{re.escape(OLD_SUFFIX)})")
 _NOTE = re.compile(rf"{FOLDER}/([^/]+?)(\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
 
 
 class BucketManifests:
     """Manifests in a bucket: nothing that another writer wrote meanwhile is lost.
 
-    A store that compares (`Bucket.can_replace`) has one object for each, `manifests/<name>.jsonl`, which is replaced
-    only if it is the one that was read. In another store each writer puts an object of its own,
-    `manifests/<name>+<unique>.jsonl`, and removes those that it had read; readers merge those that are there.
+    A store that compares (`Bucket.can_replace`) has one object for each, `manifests/<name>.safetensors`, which is
+    replaced only if it is the one that was read. In another store each writer puts an object of its own,
+    `manifests/<name>+<unique>.safetensors`, and removes those that it had read; readers merge those that are there.
     RemoteError; ReadOnlyError if it was opened for reading.
     """
 
@@ -71,7 +70,7 @@ class BucketManifests:
     def _parsed(self, name: str, objects: dict[str, StoredObject]) -> Iterable[Manifest]:
         """The manifests in these objects, the newest first."""
         for each, part in sorted(objects.items(), key=lambda pair: (pair[1].modified, pair[0]), reverse=True):
-            yield read_manifest(BytesIO(part.data), name, f"{self._bucket.url}/{each}")
+            yield read_manifest(part.data, name, f"{self._bucket.url}/{each}", whole_check=True)
 
     def write(self, manifest: Manifest) -> None:
         """Replace what this object read of the manifest, or all that is there now; end what `begin` noted.
@@ -93,12 +92,12 @@ class BucketManifests:
 
     def _written(self, manifest: Manifest, seen: dict[str, Version | None]) -> str | None:
         """The name of the object that was written, or None if another writer came between."""
-        data = b"".join(manifest_lines(manifest))
+        data = b"".join(manifest_parts(manifest))
         if self._bucket.can_replace:
-            name = f"{FOLDER}/{manifest.name}.jsonl"
+            name = f"{FOLDER}/{manifest.name}{SUFFIX}"
             return name if self._bucket.replace(name, data, seen.get(name)) else None
         # In the order of time, for those that a store calls equally old.
-        name = f"{FOLDER}/{manifest.name}+{time.time_ns():016x}{uuid.uuid4().hex[:16]}.jsonl"
+        name = f"{FOLDER}/{manifest.name}+{time.time_ns():016x}{uuid.uuid4().hex[:16]}{SUFFIX}"
         self._bucket.put(name, data)
         return name
 

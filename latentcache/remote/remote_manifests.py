@@ -6,10 +6,9 @@ import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from io import BytesIO
 from urllib.parse import quote
 
-from latentcache.dataset.manifest import Manifest, manifest_lines, read_manifest
+from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN
 from latentcache.errors import DatasetError, StoreBusyError
 from latentcache.remote.http import UPLOAD_ANSWER_S, ServiceConnection, understood
@@ -49,7 +48,7 @@ class RemoteManifests:
                 return None
             self._etags[name] = answer.headers.get("ETag")
             try:
-                return read_manifest(BytesIO(answer.data), name, answer.url)
+                return read_manifest(answer.data, name, answer.url, whole_check=True)
             except DatasetError as error:
                 if is_last:
                     raise
@@ -58,18 +57,18 @@ class RemoteManifests:
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest as a whole. StoreBusyError if another client replaced it by another one meanwhile."""
-        name, lines = manifest.name, manifest_lines(manifest)
+        name, parts = manifest.name, [bytes(part) for part in manifest_parts(manifest)]
         if name not in self._etags:
             with suppress(DatasetError):  # a damaged one is replaced
                 self.read(name)
         etag = self._etags.get(name, "*")
         condition = {"If-None-Match": "*"} if etag is None else {"If-Match": etag}
-        headers = {"Content-Type": "application/jsonl", "Content-Length": str(sum(map(len, lines))), **condition}
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(sum(map(len, parts))), **condition}
         answer = self._http.request(
-            "PUT", _route(name), body=lambda: lines, headers=headers, also=[_CHANGED], answer_s=UPLOAD_ANSWER_S
+            "PUT", _route(name), body=lambda: parts, headers=headers, also=[_CHANGED], answer_s=UPLOAD_ANSWER_S
         )
         # Also where a first attempt arrived, and its answer was lost: then what is there is what was sent.
-        if answer.status == _CHANGED and not self._has(name, lines):
+        if answer.status == _CHANGED and not self._has(name, parts):
             raise StoreBusyError(
                 self._http.url,
                 f"another client replaced the manifest {name} since this one read it. What was encoded is stored: run "
@@ -82,9 +81,9 @@ class RemoteManifests:
         if (manifest := make()) is not None:
             self.write(manifest)
 
-    def _has(self, name: str, lines: list[bytes]) -> bool:
+    def _has(self, name: str, parts: list[bytes]) -> bool:
         manifest = self.read(name)
-        return manifest is not None and manifest_lines(manifest) == lines
+        return manifest is not None and manifest_parts(manifest) == parts
 
     def begin(self, name: str) -> None:
         """Note that a run began to work on the manifest. `write` ends it."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, SampleError
-from latentcache.service.manifest_views import FileState, ManifestHead, ManifestView, ManifestViews
+from latentcache.service.manifest_views import FileState, ManifestView, ManifestViews
 from latentcache.store.base import Store
 from latentcache.types import Size
 
@@ -106,20 +106,11 @@ class Gallery:
         if filters.state == "stale" and not self._sees_photos:
             raise ConfigError("which photos changed is known where they are shown: start the server with --photos")
         names = [filters.dataset] if filters.dataset else self.views.dataset_names()
-        if filters.is_empty and start == 0 and not all(map(self.views.known, names)):
-            return self._first_page(names)
         views = [self.views.view(name) for name in names]
         shown = list(islice(self._found(views, filters, start), PAGE_SIZE + 1))
         next_start = shown.pop()[0] if len(shown) > PAGE_SIZE else None
         tiles = self._tiles([(view, row) for _, view, row in shown])
         return GalleryPage(tiles, next_start, self._count(views, filters, start))
-
-    def _first_page(self, names: Iterable[str]) -> GalleryPage:
-        """The first samples, without reading whole manifests: their heads have as many as a page, or all."""
-        heads = [self.views.head(name) for name in names]
-        shown = [(head, row) for head in heads for row in head.rows][:PAGE_SIZE]
-        num_samples = sum(head.num_samples for head in heads)
-        return GalleryPage(self._tiles(shown), PAGE_SIZE if num_samples > PAGE_SIZE else None, num_samples)
 
     def _count(self, views: Sequence[ManifestView], filters: Filters, start: int) -> int | None:
         if filters.is_empty:
@@ -174,7 +165,7 @@ class Gallery:
             for row, is_whole in zip(rows, whole, strict=True)
         ]
 
-    def _tiles(self, shown: Sequence[tuple[ManifestHead | ManifestView, Row]]) -> tuple[Tile, ...]:
+    def _tiles(self, shown: Sequence[tuple[ManifestView, Row]]) -> tuple[Tile, ...]:
         lacking = self._lacking([row for _, row in shown])
         return tuple(
             _tile(source.name, row, self._state(row, state, source.state))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latentcache.dataset.manifest import REMEDY, check_manifest
-from latentcache.dataset.manifest_folder import NAME_PATTERN, UNFINISHED, ManifestFolder
+from latentcache.dataset.manifest import MAX_HEADER_BYTES, REMEDY, read_head, read_manifest
+from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
     make_folder,
@@ -22,12 +22,10 @@ from latentcache.utils.durable_files import (
     write_all,
 )
 
-_MAX_HEADER_BYTES = 1 << 24
-
 
 @dataclass(frozen=True, slots=True)
 class ManifestFacts:
-    """What the first line of a manifest says. `etag` has the digest of all that it holds."""
+    """What the head of a manifest says. `etag` has the digest of all that it holds."""
 
     name: str
     role: str
@@ -54,7 +52,7 @@ class ManifestFiles:
             raise RequestRefused(
                 f"{name!r:.120} is no name of a manifest", status=422, met=name[:120], allowed=NAME_PATTERN
             )
-        return self.folder.path / f"{name}.jsonl"
+        return self.folder.file(name)
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
@@ -69,14 +67,14 @@ class ManifestFiles:
             known = ", ".join(self.names()) or "none yet"
             raise RequestRefused(f"there is no manifest {name!r}", status=404, met=name, allowed=known) from None
         try:
-            with os.fdopen(os.dup(fd), "rb") as file:
-                return fd, _facts(file.readline(_MAX_HEADER_BYTES), name, path)
+            num_bytes = min(int.from_bytes(os.pread(fd, 8, 0), "little"), MAX_HEADER_BYTES)
+            return fd, _facts(os.pread(fd, 8 + num_bytes, 0), name, path)
         except BaseException:
             os.close(fd)
             raise
 
     def facts(self, name: str) -> ManifestFacts:
-        """What the first line of a manifest says."""
+        """What the head of a manifest says."""
         fd, facts = self.open(name)
         os.close(fd)
         return facts
@@ -90,27 +88,24 @@ class ManifestFiles:
         is called with the ETag of the manifest that is there, or None, just before, and raises if it may not be
         replaced.
         """
-        path = self.path(name)
+        self.path(name)  # it may be no name
+        path = self.folder.path / f"{name}{SUFFIX}"
         with typed_errors(path, 0):
             make_folder(path.parent)
         with ExitStack() as held:
             with sealed_file(path, num_bytes) as fd:
                 for chunk in chunks:
                     write_all(fd, chunk)
-                with os.fdopen(os.dup(fd), "rb") as file:
-                    file.seek(0)
-                    try:
-                        check_manifest(file, name, name)
-                    except DatasetError as error:
-                        raise RequestRefused(str(error), status=422) from error
-                    file.seek(0)
-                    facts = _facts(file.readline(_MAX_HEADER_BYTES), name, path)
+                try:
+                    data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if os.fstat(fd).st_size else b""
+                    read_manifest(data, name, name, whole_check=True)
+                except DatasetError as error:
+                    raise RequestRefused(str(error), status=422) from error
+                facts = _facts(data[: 8 + MAX_HEADER_BYTES], name, path)
                 # Two that replace the same version, also by other processes: only the first may.
                 held.enter_context(self.folder.lock())
                 allow(self._etag(name))
-            note = path.with_name(f"{name}{UNFINISHED}")
-            with typed_errors(note, 0):
-                note.unlink(missing_ok=True)
+            self.folder.end(name)
         return facts
 
     def _etag(self, name: str) -> str | None:
@@ -127,12 +122,6 @@ class ManifestFiles:
         self.folder.begin(name)
 
 
-def _facts(line: bytes, name: str, path: Path) -> ManifestFacts:
-    try:
-        header = json.loads(line)
-        digest, role, num_samples = header["digest"], header["role"], header["num_samples"]
-        if not re.fullmatch("[0-9a-f]{64}", digest) or type(role) is not str or type(num_samples) is not int:
-            raise ValueError("its first line is not a manifest's")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DatasetError(path, f"is no manifest: line 1: {error!r:.200}; {REMEDY}") from error
-    return ManifestFacts(name, role, num_samples, f'"{digest}"')
+def _facts(data: bytes, name: str, path: Path) -> ManifestFacts:
+    head = read_head(data, name, path)
+    return ManifestFacts(name, head.role, head.num_samples, f'"{head.digest}"')

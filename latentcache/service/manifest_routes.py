@@ -18,7 +18,6 @@ from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS, file_answer
 from latentcache.service.uploads import body_chunks, length_of
 
-LINES = "application/jsonl"
 MAX_PAGE_SAMPLES = 1000
 Name = Annotated[str, Path(pattern=NAME_PATTERN, description="The manifest's name.", examples=["photos"])]
 
@@ -41,7 +40,7 @@ class ManifestList(BaseModel):
 
 
 class SamplePage(BaseModel):
-    """Some samples, of `total`. Each is a line of the manifest's file."""
+    """Some samples, of `total`. Each is an object, as `latentcache show MANIFEST` prints it."""
 
     total: int
     offset: int
@@ -66,14 +65,12 @@ def _add_reading(router: APIRouter, context: ServiceContext, files: ManifestFile
     @router.get(
         "/manifests/{name}",
         response_class=Response,
-        responses={200: {"description": "Its file.", "content": {LINES: {}}}, **problems(304, 409, 416)},
+        responses={200: {"description": "Its file.", "content": {OCTETS: {}}}, **problems(304, 409, 416)},
     )
     async def manifest(name: Name, request: Request) -> Response:
-        """The file of a manifest: a header line, then one line per sample."""
+        """The file of a manifest: safetensors, with the columns of its samples."""
         fd, facts = await context.call(files.open, name, discard=lambda opened: os.close(opened[0]))
-        answer = file_answer(context, name, fd, {"ETag": facts.etag, "Cache-Control": "no-cache"}, request.headers)
-        answer.headers["Content-Type"] = LINES
-        return answer
+        return file_answer(context, name, fd, {"ETag": facts.etag, "Cache-Control": "no-cache"}, request.headers)
 
     @router.get("/manifests/{name}/samples", responses=problems(409))
     async def samples(

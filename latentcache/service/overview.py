@@ -13,28 +13,30 @@ from typing import Any
 from latentcache.errors import LatentCacheError, PackError
 from latentcache.identity import PartIdentity
 from latentcache.service.charts import Curve, curve_of
-from latentcache.service.manifest_views import ManifestHead, ManifestViews
+from latentcache.service.manifest_views import ManifestView, ManifestViews
 from latentcache.store.base import StoreStats
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import read_records
 
 GROWTH_POINTS = 40
 """Packs of which the time is read, at most: one of each so many that follow each other."""
+LOOKED_AT = 64
+"""Samples of a dataset that are asked where the models came from."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSummary:
-    """One dataset: its head, and what it was encoded with. `problem` says why its manifest cannot be read."""
+    """One dataset, and what it was encoded with. `problem` says why its manifest cannot be read."""
 
     name: str
-    head: ManifestHead | None
+    view: ManifestView | None
     problem: str = ""
 
     @property
     def parts(self) -> dict[str, str]:
         """Part of the model -> class and the six digits that name it. Imported datasets name none."""
         found: dict[str, str] = {}
-        common = {} if self.head is None else self.head.common
+        common = {} if self.view is None else self.view.manifest.common
         for encoding in ("image_encoding", "text_encoding"):
             for part, value in (common.get(encoding) or {}).items():
                 if isinstance(value, Mapping):
@@ -44,7 +46,8 @@ class DatasetSummary:
     @property
     def origins_key(self) -> tuple[str | None, str | None]:
         """The keys of one image and one caption of it: their records name where the models came from."""
-        rows = [row for row in self.head.rows if row.refusal is None] if self.head is not None else []
+        first = [] if self.view is None else self.view.rows.rows(0, LOOKED_AT)
+        rows = [row for row in first if row.refusal is None]
         image = next((row.images[0].key for row in rows if row.images), None)
         return image, next((row.captions[0].key for row in rows if row.captions), None)
 
@@ -58,7 +61,7 @@ def _short_name(part: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The figures of the first view. They need no manifest as a whole, and no pack."""
+    """The figures of the first view. They need no pack."""
 
     stats: StoreStats
     datasets: tuple[DatasetSummary, ...]
@@ -66,14 +69,14 @@ class Overview:
 
 
 def overview(store: DiskStore, views: ManifestViews) -> Overview:
-    """Count what the index and the heads of the manifests say. A manifest that is damaged does not hide the others."""
+    """Count what the index and the manifests say. A manifest that is damaged does not hide the others."""
     datasets = []
     for name in views.dataset_names():
         try:
-            datasets.append(DatasetSummary(name, views.head(name)))
+            datasets.append(DatasetSummary(name, views.view(name)))
         except LatentCacheError as error:
             datasets.append(DatasetSummary(name, None, str(error)))
-    num_samples = sum(found.head.num_samples for found in datasets if found.head is not None)
+    num_samples = sum(len(found.view.rows) for found in datasets if found.view is not None)
     return Overview(store.stats(), tuple(datasets), num_samples)
 
 

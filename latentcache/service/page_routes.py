@@ -218,7 +218,7 @@ def _filters(query: Fields) -> tuple[Filters, int]:
 
 def _overview(source: PageSource, query: Fields) -> Response:
     found = overview(source.store, source.views)
-    readable = [dataset.name for dataset in found.datasets if dataset.head is not None]
+    readable = [dataset.name for dataset in found.datasets if dataset.view is not None]
     strip: tuple[Any, ...] = ()
     for name in readable:
         if len(strip) == STRIP:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from latentcache.dataset.manifest import Manifest, manifest_lines
+from latentcache.dataset.manifest import Manifest, manifest_parts
 from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
@@ -140,13 +140,25 @@ def test_a_race_ends_as_one_push_after_the_other(bucket: Bucket) -> None:
 
 
 def test_a_damaged_manifest_is_named_and_replaced(bucket: Bucket) -> None:
-    data = b"".join(manifest_lines(make(1)))
-    bucket.put("manifests/photos.jsonl", data.replace(b"1.png", b"2.png"))
+    data = b"".join(manifest_parts(make(1)))
+    bucket.put("manifests/photos.safetensors", data.replace(b"1.png", b"2.png"))
     manifests = BucketManifests(bucket)
-    with pytest.raises(DatasetError, match=r"cache.*/manifests/photos\.jsonl.*its digest differs"):
+    with pytest.raises(DatasetError, match=r"cache.*/manifests/photos\.safetensors.*its digest differs"):
         manifests.read("photos")
     manifests.write(make(3))
     assert manifests.read("photos") == make(3)
+
+
+def test_an_old_manifest_is_named_and_replaced(bucket: Bucket) -> None:
+    """It counts: `prune` must not remove what it lists as if nothing needed it."""
+    bucket.put("manifests/photos.jsonl", b'{"format": 2, "name": "photos"}\n')
+    manifests = BucketManifests(bucket)
+    assert manifests.names() == ["photos"]
+    with pytest.raises(DatasetError, match=r"manifests/photos\.jsonl.*older version.*latentcache precache CONFIG"):
+        manifests.read("photos")
+    manifests.write(make(3))
+    assert manifests.names() == ["photos"] and manifests.read("photos") == make(3)
+    assert not [name for name in bucket.names("manifests") if name.endswith(".jsonl")]
 
 
 def test_a_reader_writes_nothing(bucket: Bucket) -> None:

@@ -57,7 +57,7 @@ def test_push_and_pull(url: str, tmp_path: Path) -> None:
     assert transfer(url, back).num_packs == 2
     assert manifest_of(back) == manifest_of(here)
     check(back, range(16))
-    assert list(Bucket.open(url).names("manifests")) == ["manifests/photos.jsonl"]
+    assert list(Bucket.open(url).names("manifests")) == ["manifests/photos.safetensors"]
 
 
 def test_a_pack_of_the_same_id_and_another_size_is_named(url: str, tmp_path: Path) -> None:

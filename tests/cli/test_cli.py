@@ -164,6 +164,16 @@ def test_unknown_samples_and_keys(config_file: Path, run: Any) -> None:
     assert run("show", "0" * 64, config_file)[0] == 2
 
 
+def test_a_manifest_is_shown_as_lines(config_file: Path, run: Any, photos: Path) -> None:
+    (photos / "bad.png").write_bytes(b"")
+    run("precache", config_file)
+    code, out, _ = run("show", "photos", config_file)
+    rows = {row["sample_id"]: row for row in map(json.loads, out.splitlines())}
+    assert code == 0 and "a.png" in rows and rows["bad.png"]["refusal"]["reason"] == "empty"
+    shown = json.loads(run("show", "a.png", config_file)[1])["datasets"][0]
+    assert rows["a.png"] == {name: shown[name] for name in rows["a.png"]}
+
+
 def test_refusals_make_the_exit_code_1(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
     (photos / "bad.png").write_bytes(b"")
     code, report = run_json("precache", config_file)

@@ -16,6 +16,7 @@ from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from peft import LoraConfig
 
 from latentcache.config import Config
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.integrations.diffusers import save_lora
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
@@ -85,8 +86,8 @@ def test_import_takes_name_role_and_repeats_from_the_config(
     ]:
         code, _ = run_json("import", foreign, "--from", "kohya", "--config", file, *flags)
         assert code == 0
-        header = json.loads((tmp_path / "imported" / "manifests" / f"{expected[0]}.jsonl").read_text().splitlines()[0])
-        assert (header["name"], header["role"], header["repeats"]) == expected
+        found = ManifestFolder(tmp_path / "imported" / "manifests").read(expected[0])
+        assert found is not None and (found.name, found.role, found.repeats) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import resource
 import signal
 import stat
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
-from latentcache.dataset import manifest as manifest_module
-from latentcache.dataset.manifest import Manifest, check_manifest, manifest_lines, prompts_name, read_manifest
-from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
+from latentcache.dataset.manifest import MARK, Manifest, manifest_parts, prompts_name, read_manifest
+from latentcache.dataset.manifest_folder import LOCK, ManifestFolder, keys_in_use
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import COLUMNS
 from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
-from latentcache.types import Crop, Geometry, Refusal, Size
+from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {}}
 GEOMETRY = Geometry(Size(100, 200), Size(64, 128), Crop(0, 3), Size(64, 120), True)
@@ -51,23 +50,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert folder.names() == ["photos"] and folder.read("photos") == manifest("one", "two")
     folder.write(manifest("three"))
     assert folder.read("photos") == manifest("three")
-    assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "photos.jsonl"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "photos.safetensors"]
     assert manifest("one").keys() == {"a" * 64, "b" * 64}
     assert manifest("one", "two").keys() == {"a" * 64, "b" * 64, "c" * 64}
     assert "parts" not in manifest("one").rows["one"].to_json(), "old manifests and new ones are equal without parts"
-
-
-@pytest.mark.parametrize(("more", "number"), [({}, 2), ({"family": "wan"}, 3), ({"parts": {}}, 3), ({"frames": {}}, 3)])
-def test_a_program_that_knows_no_parts_refuses_their_manifests(
-    tmp_path: Path, more: dict[str, Any], number: int
-) -> None:
-    """It would leave them out, and remove their entries."""
-    written = manifest("a")
-    written = replace(written, common={**written.common, **more})
-    folder = ManifestFolder(tmp_path)
-    folder.write(written)
-    assert folder.read("photos") == written
-    assert json.loads((tmp_path / "photos.jsonl").read_bytes().splitlines()[0])["format"] == number
 
 
 def test_no_update_undoes_another(tmp_path: Path) -> None:
@@ -114,18 +100,52 @@ def test_others_may_read_it(tmp_path: Path) -> None:
         folder.write(manifest("one"))
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "photos.jsonl").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "photos.safetensors").stat().st_mode) == 0o644
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}\n", b"nonsense", b"[" * 100_000, b'{"format": 1}\n', b'{"format": 3}\n', b"\xff\xfe"],
-    ids=["empty", "no-header", "no-json", "nested", "older", "newer", "no-text"],
+    [b"", b"nonsense", b"\x08" + b"[" * 100_000, b"\x10\0\0\0\0\0\0\0[]              ", b"\xff\xfe" * 20],
+    ids=["empty", "no-head", "nested", "no-object", "no-text"],
 )
 def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "photos.jsonl").write_bytes(content)
-    with pytest.raises(DatasetError, match=r"photos\.jsonl"):
+    (tmp_path / "photos.safetensors").write_bytes(content)
+    with pytest.raises(DatasetError, match=r"photos\.safetensors: is no manifest"):
         ManifestFolder(tmp_path).read("photos")
+
+
+def test_a_newer_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    ManifestFolder(tmp_path).write(manifest("one"))
+    file = tmp_path / "photos.safetensors"
+    file.write_bytes(file.read_bytes().replace(f'"{MARK}": "4"'.encode(), f'"{MARK}": "5"'.encode()))
+    with pytest.raises(DatasetError, match="manifest format '5', but this version reads 4"):
+        ManifestFolder(tmp_path).read("photos")
+
+
+def test_one_of_json_lines_is_refused_until_it_is_replaced(tmp_path: Path) -> None:
+    """It counts as a manifest: `prune` must not remove what it lists as if nothing needed it."""
+    folder = ManifestFolder(tmp_path)
+    (tmp_path / "photos.jsonl").write_bytes(b'{"format": 2, "name": "photos"}\n')
+    assert folder.names() == ["photos"]
+    with pytest.raises(
+        DatasetError, match=r"photos\.jsonl: .*older version.*`latentcache precache CONFIG` again.*hits"
+    ):
+        folder.read("photos")
+    with pytest.raises(DatasetError, match=r"photos\.jsonl"):
+        keys_in_use(folder)
+    folder.write(manifest("one"))
+    assert folder.names() == ["photos"] and folder.read("photos") == manifest("one")
+    assert not (tmp_path / "photos.jsonl").exists()
+
+
+def test_safetensors_reads_the_file_and_its_columns_are_aligned(tmp_path: Path) -> None:
+    ManifestFolder(tmp_path).write(manifest("one", "two"))
+    with safe_open(tmp_path / "photos.safetensors", "numpy") as file:
+        assert file.metadata()[MARK] == "4"
+        assert bytes(file.get_tensor("sample_id/values")) == b"onetwobad"
+        assert file.get_tensor("image/keys").tolist() == [[0xAA] * 32] * 2
+    found = ManifestFolder(tmp_path).read("photos")
+    assert found is not None and all(column.flags.aligned for column in found.rows.columns.values())
 
 
 def _planted(path: Path, what: str) -> None:
@@ -147,10 +167,10 @@ def _planted(path: Path, what: str) -> None:
 @pytest.mark.parametrize("what", ["folder", "pipe", "link", "loop", "sparse", "zeros"])
 def test_what_is_no_file_of_ours_is_refused_at_once(tmp_path: Path, what: str) -> None:
     folder = ManifestFolder(tmp_path)
-    _planted(tmp_path / "photos.jsonl", what)
+    _planted(tmp_path / "photos.safetensors", what)
     assert folder.names() == ["photos"]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DatasetError, match=r"photos\.jsonl.*latentcache precache CONFIG"):
+    with pytest.raises(DatasetError, match=r"photos\.safetensors.*latentcache precache CONFIG"):
         folder.read("photos")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
     if what != "folder":  # which may be somebody's
@@ -165,78 +185,17 @@ def test_a_note_of_a_run_that_is_none_is_refused_at_once(tmp_path: Path, what: s
         ManifestFolder(tmp_path).unfinished()
 
 
-@pytest.mark.parametrize("what", ["file", "pipe", "link", "loop"])
+@pytest.mark.parametrize("what", ["file", "pipe", "loop"])
 def test_a_folder_of_manifests_that_is_none_is_not_an_empty_one(tmp_path: Path, what: str) -> None:
     path = tmp_path / "manifests"
     if what == "file":
         path.write_text("{}")
-    elif what == "link":
-        (tmp_path / "other").mkdir()
-        path.symlink_to(tmp_path / "other")
     else:
         _planted(path, what)
     folder = ManifestFolder(path)
     for call in (folder.names, folder.unfinished, lambda: folder.read("photos")):
         with pytest.raises(LatentCacheError, match=r"manifests.*remove it"):
             call()
-
-
-class _Line(Row):
-    """A row whose line is any value."""
-
-    def to_json(self) -> Any:
-        return self.path
-
-
-def line(change: Callable[[dict[str, Any]], Any]) -> Manifest:
-    """A manifest with one changed line; its digest is made to fit."""
-    value = manifest("one").rows["one"].to_json()
-    changed = change(value)
-    return replace(manifest("one"), rows={"one": _Line("one", value if changed is None else changed, None, (), ())})
-
-
-def put(*places: Any) -> Callable[[dict[str, Any]], Any]:
-    """Replace a value: the last of `places` is the new one."""
-
-    def change(value: Any) -> None:
-        for place in places[:-2]:
-            value = value[place]
-        value[places[-2]] = places[-1]
-
-    return change
-
-
-SIDES = [64.0, "64", None, True, 0, -1, 2**31, 2**63, 10**30, float("nan"), [1], {}]
-LINES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    **{f"a {name} that is {json.dumps(value)}": put(name, value)
-       for name in ("sample_id", "path", "images", "captions") for value in (None, 7, True, {"a": 1}, [7], [None])},
-    **{f"a source that is {value}": put("source", value) for value in (7, [], {})},
-    **{f"a refusal that is {value}": put("refusal", value) for value in (7, "x", [], [1], {"reason": "x"}, {"x": "y"})},
-    "a refusal of numbers": put("refusal", {"sample_id": 1, "path": 2, "reason": 3, "detail": 4}),
-    **{f"a caption that is {value}": put("captions", 0, "text", value) for value in (7, None, ["x"], {})},
-    **{f"a key of {kind}s that is {value!r:.10}": put(kind, 0, "key", value)
-       for kind in ("images", "captions") for value in (7, ["a" * 64], None, "", "a" * 63, "A" * 64, "../" + "a" * 61)},
-    **{f"a {name} with {value}": put("images", 0, name, [value, 64])
-       for name in ("original_size", "resized_size", "target_size") for value in SIDES},
-    **{f"a crop at {value}": put("images", 0, "crop_top_left", [0, value]) for value in SIDES if value != 0},
-    **{f"a size that is {value}": put("images", 0, "target_size", value)
-       for value in ([64], [64, 64, 64], [], "64", None, {"0": 1, "1": 2}, 64)},
-    **{f"a flip that is {value}": put("images", 0, "flip", value) for value in (1, 0, "false", None, [])},
-    **{f"a trust that is {value}": put("images", 0, "trust", value) for value in (1, "x", None, [])},
-    **{f"no {name}": (lambda value, name=name: value.pop(name) and None)
-       for name in ("sample_id", "path", "images", "captions")},
-    **{f"{value} in place of a line": (lambda _, value=value: value) for value in ([], [1], 7, "text", {}, True)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", LINES.values(), ids=LINES)
-def test_a_line_with_other_values_is_refused_though_its_digest_fits(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
-) -> None:
-    folder = ManifestFolder(tmp_path)
-    folder.write(line(change))
-    with pytest.raises(DatasetError, match=r"photos\.jsonl: is no manifest: line 2: .*latentcache precache CONFIG"):
-        folder.read("photos")
 
 
 def common(**changes: Any) -> dict[str, Any]:
@@ -260,108 +219,147 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("changes", HEADERS.values(), ids=HEADERS)
-def test_a_header_with_other_values_is_refused_though_its_digest_fits(
-    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_with_other_values_is_refused_though_its_digest_fits(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = ManifestFolder(tmp_path)
-    with monkeypatch.context() as patch:  # NaN is written too
-        patch.setattr(manifest_module, "canonical_json", lambda value: json.dumps(value, sort_keys=True).encode())
-        folder.write(replace(manifest("one"), **changes))
-        with pytest.raises(DatasetError, match=r"photos\.jsonl: is no manifest: line 1: .*latentcache precache CONFIG"):
-            folder.read("photos")
+    folder.write(replace(manifest("one"), **changes))
+    with pytest.raises(DatasetError, match=r"photos\.safetensors: is no manifest: .*latentcache precache CONFIG"):
+        folder.read("photos")
 
 
 def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path)
     folder.write(manifest("one"))
-    (tmp_path / "photos.jsonl").rename(tmp_path / "other.jsonl")
-    with pytest.raises(DatasetError, match=r"samples of 'photos'.*of 'other'"):
+    (tmp_path / "photos.safetensors").rename(tmp_path / "other.safetensors")
+    with pytest.raises(DatasetError, match=r"manifest 'photos'.*is 'other'"):
         folder.read("other")
 
 
-def test_a_sample_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def _checked(written: Manifest) -> Manifest:
+    """What comes from elsewhere, with a digest that fits."""
+    return read_manifest(b"".join(manifest_parts(written)), "photos", "it", whole_check=True)
+
+
+def test_what_comes_from_elsewhere_lists_no_sample_twice() -> None:
     row = manifest("one").rows["one"]
-    twice = replace(manifest("one"), rows={"one": row, "two": row})
-    ManifestFolder(tmp_path).write(twice)
-    with pytest.raises(DatasetError, match="line 3: sample 'one' was listed before"):
-        ManifestFolder(tmp_path).read("photos")
+    with pytest.raises(DatasetError, match="sample 'one' is listed twice"):
+        _checked(replace(manifest(), rows={"one": row, "two": row}))
 
 
-def _error_of(read: Callable[..., object], data: bytes) -> str | None:
-    try:
-        read(io.BytesIO(data), "photos", "it")
-    except DatasetError as error:
-        return str(error)
-    return None
+def test_what_comes_from_elsewhere_has_an_image_or_a_refusal_for_each_sample() -> None:
+    bare = {"one": replace(manifest("one").rows["one"], images=())}
+    with pytest.raises(DatasetError, match="sample 'one' has no image, and no refusal"):
+        _checked(replace(manifest(), rows=bare))
+    assert _checked(replace(manifest(), rows=bare, role="prompts")).rows == bare
+    assert _checked(manifest("one", "two", "\udcff")) == manifest("one", "two", "\udcff")
 
 
-def test_a_check_refuses_what_a_reader_refuses() -> None:
-    row = manifest("one").rows["one"]
-    wrong = [
-        {"one": row, "two": row, "three": replace(row, sample_id="\udcff")},
-        {"one": replace(row, source="D" * 64)},
-        {"one": replace(row, images=(ImageRef("a" * 63, GEOMETRY),))},
-        {"one": row, "two": replace(row, sample_id="two", captions=(CaptionRef("of two", "b" * 63 + " "),))},
-        {"one": replace(row, parts=(PartRef("mask", "a" * 63, GEOMETRY, "b" * 64),))},
-        {"one": replace(row, parts=(PartRef("mask", "a" * 64, GEOMETRY, "B" * 64),))},
-        {"one": replace(row, parts=(PartRef("depth", "a" * 64, GEOMETRY, "b" * 64),))},  # type: ignore[arg-type]
-        {"one": replace(row, images=(ImageRef("a" * 64, replace(GEOMETRY, target_size=Size(0, 1))),))},
-    ]
-    good = b"".join(manifest_lines(manifest("one", "two", "\udcff")))
-    assert _error_of(check_manifest, good) is None is _error_of(read_manifest, good)
-    files = [b"".join(manifest_lines(replace(manifest(), rows=rows))) for rows in wrong]
-    for data in (*files, b"", good[:-1], good.replace(b'"two"', b'"too"'), good[: good.rindex(b"\n", 0, -1) + 1]):
-        found = _error_of(check_manifest, data)
-        assert found is not None and found == _error_of(read_manifest, data)
-    assert "line 3: sample 'one' was listed before" in str(_error_of(check_manifest, files[0]))
+def _put(name: str, at: Any, value: Any) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(columns: dict[str, np.ndarray]) -> None:
+        columns[name][at] = value
+
+    return change
 
 
-def test_a_check_takes_little_memory_whatever_the_rows_are() -> None:
-    peaks = []
-    for num_rows in (4000, 12000):
-        rows = {}
-        for number in range(num_rows):
-            name = f"photo {number:06}.jpg"
-            images = (ImageRef("a" * 64, replace(GEOMETRY, original_size=Size(number + 1, 200))),)
-            rows[name] = Row(name, f"/x/{name}", "d" * 64, images, (CaptionRef("of a house " * 20, "b" * 64),))
-        data = b"".join(manifest_lines(Manifest("photos", "train", 1, COMMON, rows)))
-        tracemalloc.start()
-        check_manifest(io.BytesIO(data), "photos", "it")
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 100 * 8000
+def _drop(name: str, at: Any = slice(0, -1)) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(columns: dict[str, np.ndarray]) -> None:
+        columns[name] = np.ascontiguousarray(columns[name][at])
+
+    return change
 
 
-def test_a_line_that_never_ends_is_not_read_to_its_end(tmp_path: Path) -> None:
+def _cast(name: str, dtype: str) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(columns: dict[str, np.ndarray]) -> None:
+        columns[name] = columns[name].astype(dtype)
+
+    return change
+
+
+ODD_COLUMNS = {
+    **{f"{name} without its last": _drop(name) for name in COLUMNS if len(manifest("one", "two").rows.columns[name])},
+    **{f"{name} that {what}": _put(f"{name}/offsets", at, value)
+       for name in ("sample_id", "folder", "image", "caption", "caption/text", "part", "refusal/text")
+       for what, at, value in (("starts late", 0, 1), ("ends late", -1, 2**30), ("ends early", -1, 0))},
+    "offsets that fall": _put("sample_id/offsets", 1, 8),
+    "negative offsets": _put("sample_id/offsets", 1, -5),
+    "narrow keys": _drop("image/keys", np.s_[:, :16]),
+    "keys of another type": _cast("image/keys", "i4"),
+    "a missing column": lambda columns: columns.pop("part/role"),
+}  # fmt: skip
+ODD_VALUES = {
+    **{f"{name} with {value} at {at}": _put(name, (0, at), value)
+       for name in ("image/geometry", "part/geometry")
+       for at, value in ((0, 0), (3, -1), (4, -1), (7, 0), (8, -1), (9, 2), (1, MAX_SIDE + 1), (5, MAX_SIDE + 1))},
+    **{f"{name} with {value}": _put(name, 0, value) for name, value in (
+        ("image/unverified", 2), ("caption/unverified", 9), ("part/unverified", 2), ("part/role", 2),
+        ("folder/of", 99), ("folder/is_whole", 2), ("refusal/rows", 3), ("refusal/text/values", ord("7")))},
+    "an id that is no text": _put("sample_id/values", 0, 0xFF),
+    "a caption that is no text": _put("caption/text/values", 2, 0xC3),
+    "an id that begins within a character": _put("sample_id/values", slice(2, 4), [0xC3, 0xA4]),
+}  # fmt: skip
+
+
+class _Columns:
+    """Rows that nobody checked."""
+
+    def __init__(self, columns: dict[str, np.ndarray]):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return 3
+
+
+def _changed(change: Callable[[dict[str, np.ndarray]], object]) -> bytes:
+    """The file with changed columns, and a digest that fits."""
+    written = manifest("one", "two")
+    columns = {name: column.copy() for name, column in written.rows.columns.items()}
+    change(columns)
+    written.rows = _Columns(columns)  # type: ignore[assignment]
+    return b"".join(manifest_parts(written))
+
+
+@pytest.mark.parametrize("change", ODD_COLUMNS.values(), ids=ODD_COLUMNS)
+def test_columns_that_do_not_fit_are_refused_though_the_digest_fits(
+    change: Callable[[dict[str, np.ndarray]], object],
+) -> None:
+    with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):
+        read_manifest(_changed(change), "photos", "it")
+
+
+@pytest.mark.parametrize("change", ODD_VALUES.values(), ids=ODD_VALUES)
+def test_odd_values_from_elsewhere_are_refused_though_the_digest_fits(
+    change: Callable[[dict[str, np.ndarray]], object],
+) -> None:
+    with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):
+        read_manifest(_changed(change), "photos", "it", whole_check=True)
+
+
+def test_a_head_that_claims_more_than_the_file_has_is_not_believed(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path)
     folder.write(manifest("one"))
-    with (tmp_path / "photos.jsonl").open("r+b") as file:
-        file.truncate(8 << 30)
-    with pytest.raises(DatasetError, match=r"line 4: it has no end"):
+    file = tmp_path / "photos.safetensors"
+    file.write_bytes((1 << 40).to_bytes(8, "little") + file.read_bytes()[8:])
+    with pytest.raises(DatasetError, match="its head has 1,099,511,627,776 bytes"):
         folder.read("photos")
 
 
 def test_a_manifest_that_was_cut_is_refused(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path)
     folder.write(manifest("one", "two"))
-    whole = (tmp_path / "photos.jsonl").read_bytes()
-    for end in (len(whole) - 1, len(whole) // 2, whole.rindex(b"\n", 0, -1) + 1):
-        (tmp_path / "photos.jsonl").write_bytes(whole[:end])
+    whole = (tmp_path / "photos.safetensors").read_bytes()
+    for end in (len(whole) - 1, len(whole) // 2, 100, 7):
+        (tmp_path / "photos.safetensors").write_bytes(whole[:end])
         with pytest.raises(DatasetError, match="is no manifest"):
             folder.read("photos")
 
 
-def test_a_flipped_bit_gives_no_other_samples(tmp_path: Path) -> None:
-    folder, file = ManifestFolder(tmp_path), tmp_path / "photos.jsonl"
-    folder.write(manifest("one"))
-    whole = file.read_bytes()
+def test_a_flipped_bit_gives_no_other_samples() -> None:
+    whole = b"".join(manifest_parts(manifest("one")))
     for place in range(len(whole)):
-        for bit in range(8):
-            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            try:
-                assert folder.read("photos") == manifest("one")
-            except DatasetError as error:
-                assert "photos.jsonl" in str(error)
+        data = whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        try:
+            assert read_manifest(data, "photos", "it") == manifest("one")
+        except DatasetError as error:
+            assert str(error).startswith("it: ")
 
 
 def test_runs_that_began_are_listed_until_they_are_done(tmp_path: Path) -> None:
@@ -387,7 +385,7 @@ def test_a_full_disk_leaves_the_old_manifest(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert folder.read("photos") == manifest("one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "photos.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "photos.safetensors"]
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 TEXTS = st.text(st.characters(), max_size=8)
-KEYS = st.binary(min_size=32, max_size=32).map(bytes.hex)
+KEYS = st.binary(min_size=32, max_size=32).filter(any).map(bytes.hex)  # no digest is all zeros
 SIDES = st.integers(1, 1 << 24)
 SIZES = st.builds(Size, SIDES, SIDES)
 GEOMETRIES = st.builds(Geometry, SIZES, SIZES, st.builds(Crop, SIDES, SIDES), SIZES, st.booleans())
@@ -49,7 +49,7 @@ def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str)
         assert [found.row(number) for number in range(len(rows))] == list(found.values()) == list(rows.values())
         assert [found.number(sample_id) for sample_id in rows] == list(range(len(rows)))
         assert found.get(other) == rows.get(other) and (other in found) == (other in rows)
-    assert {**table, other: None} == {**rows, other: None} and table.repeated() is None
+    assert {**table, other: None} == {**rows, other: None}
     assert table.rows(1, 99) == list(rows.values())[1:] and table.rows(99, 100) == []
     assert set(table.entry_keys()) == {key for row in rows.values() for key in row.keys()}
     assert set(table.sources()) == {row.source for row in rows.values()} - {None}
@@ -158,4 +158,32 @@ def test_what_is_no_digest_is_refused_and_nothing_is_added(where: str, key: str)
 def test_a_sample_that_comes_twice_is_found() -> None:
     builder = RowTableBuilder()
     builder.add([make_row(0), make_row(1), make_row(2), make_row(1)])
-    assert builder.finish().repeated() == 3
+    with pytest.raises(ValueError, match=r"sample '0000/1\.png' is listed twice"):
+        builder.finish().check()
+
+
+def test_rows_are_found_by_the_keys_of_any_entry() -> None:
+    table = RowTable.from_rows([make_row(0), make_pair(1), make_row(2), make_pair(3)])
+    pair = make_pair(3)
+    for key in (pair.images[0].key, pair.captions[0].key, pair.parts[0].key):
+        assert table.rows_with([key, "e" * 64]) == [3]
+    assert table.rows_with([make_row(2).captions[0].key, make_row(0).images[0].key]) == [0, 2]
+    assert table.rows_with([]) == [] == table.rows_with(["e" * 64])
+
+
+def test_the_last_row_of_an_image_is_found_by_its_digest() -> None:
+    rows = [make_row(0), replace(make_row(1), source="a" * 64), replace(make_row(2), source="a" * 64)]
+    rows.append(replace(make_row(3), source=None))
+    table = RowTable.from_rows(rows)
+    assert table.row_of_source("a" * 64) == rows[2] and table.row_of_source("b" * 64) is None
+    assert table.row_of_source("0" * 64) is None, "an unknown source is no image's"
+
+
+def test_rows_are_refused_afterwards() -> None:
+    first, second = (Refusal(f"{number}", "/x", "encode", "NaN") for number in (0, 3))
+    rows = [replace(make_row(4), refusal=first), *map(make_pair, (1, 2, 3))]
+    before = RowTable.from_rows(rows)
+    after = before.with_refusals({3: second})
+    assert dict(after) == {row.sample_id: row for row in (*rows[:3], replace(rows[3], refusal=second))}
+    assert set(after.entry_keys(usable=True)) == {key for row in rows[1:3] for key in row.keys()}
+    assert set(before.entry_keys(usable=True)) == {key for row in rows[1:] for key in row.keys()}

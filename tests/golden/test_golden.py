@@ -71,9 +71,11 @@ def test_a_newer_cache_is_refused(golden: Path) -> None:
 
 
 def test_a_newer_manifest_is_refused(golden: Path) -> None:
-    path = golden / "manifests" / "golden.jsonl"
-    path.write_text(path.read_text().replace('{"format": 2,', '{"format": 4,', 1))
-    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format 4.*reads 2 and 3"):
+    path = golden / "manifests" / "golden.safetensors"
+    data = path.read_bytes()
+    assert b'"latentcache_manifest": "4"' in data
+    path.write_bytes(data.replace(b'"latentcache_manifest": "4"', b'"latentcache_manifest": "5"', 1))
+    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format '5'.*reads 4"):
         cache.sample_ids()
 
 

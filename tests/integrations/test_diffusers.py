@@ -29,7 +29,6 @@ from latentcache.integrations.diffusers import (
     prompt_kwargs,
     time_ids,
 )
-from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
@@ -119,7 +118,7 @@ def test_an_item_holds_what_the_scripts_name_in_their_types(make_cache: Callable
 
 def test_items_come_in_the_order_that_was_asked_for(make_cache: Callable[..., Path]) -> None:
     dataset = PrecomputedDataset(LatentDataset(make_cache()))
-    wide = [index for index in range(len(dataset)) if dataset.bucket(index) == dataset.bucket(0)]
+    wide = [index for index in range(len(dataset)) if dataset.dataset.bucket(index) == dataset.dataset.bucket(0)]
     order = [wide[-1], wide[0], wide[-1]]
     names = [sample_of(item["original_sizes"]) for item in dataset.__getitems__(order)]
     assert names == [sample_of(dataset[index]["original_sizes"]) for index in order]
@@ -182,7 +181,7 @@ def test_a_mixed_batch_is_an_error_that_names_the_sampler(make_cache: Callable[.
     mixed = DataLoader(dataset, batch_size=len(dataset), collate_fn=collate)
     with pytest.raises(StoreError, match=r"lie in 128x64, 64x128, 96x96: .*BucketBatchSampler"):
         next(iter(mixed))
-    assert len(list(DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, 3), collate_fn=collate))) == 3
+    assert len(list(DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset.dataset, 3), collate_fn=collate))) == 3
 
 
 @forks
@@ -236,9 +235,9 @@ def test_a_proportion_is_from_0_to_1(make_cache: Callable[..., Path]) -> None:
 
 
 def test_several_manifests_are_one_dataset(make_cache: Callable[..., Path]) -> None:
-    part = LatentDataset(make_cache("mean"))
-    dataset = PrecomputedDataset(LatentDatasets([part, part]), proportion_empty_prompts=0.0)
-    assert len(dataset) == 10 and dataset.bucket(7) == dataset.bucket(2)
+    path = make_cache("mean")
+    dataset = PrecomputedDataset(LatentDataset(path, LatentDataset(path).names * 2), proportion_empty_prompts=0.0)
+    assert len(dataset) == 10
     sizes = [row["original_sizes"] for row in rows_of(list(data_loader(dataset, 4)))]
     assert sorted(sizes) == sorted([*SIZES.values(), *SIZES.values()])
 
@@ -260,7 +259,7 @@ def test_processes_of_accelerate_share_whole_batches(make_cache: Callable[..., P
         expected, dealt = list(whole), [list(shard) for shard in shards]
         in_order = [batch for pair in zip(*dealt, strict=True) for batch in pair]
         assert in_order == (expected if len(expected) % 2 == 0 else expected[:-1])
-        assert all(len({dataset.bucket(item) for item in batch}) == 1 for batch in in_order)
+        assert all(len({dataset.dataset.bucket(item) for item in batch}) == 1 for batch in in_order)
         orders.append(str(in_order))
     assert len(set(orders)) == (1 if drop_last else 3)  # one batch cannot be shared
     whole.set_epoch(7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from foreign_samples import FACTOR, STD, Foreign, image, pairs, text
 from helpers.photo_files import write_photo
 
 from latentcache.config import Config
+from latentcache.dataset.manifest import read_head
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import Row, parse_line
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
 from latentcache.identity import caption_digest, digest, key_of
 from latentcache.interop.importing import import_cache
@@ -271,15 +271,16 @@ def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
     with open_workspace(cache_config(tmp_path)) as workspace:
         imported(workspace, *pairs("a"))
         rows = rows_of(workspace)
-    file = tmp_path / "cache" / "manifests" / "foreign.jsonl"
-    header, line = file.read_text().splitlines()
-    assert json.loads(header)["common"]["imported"]["format"] == "test"
-    assert json.loads(line)["images"][0]["trust"] == "unverified"
+    file = tmp_path / "cache" / "manifests" / "foreign.safetensors"
+    found = ManifestFolder(file.parent).read("foreign")
+    assert found is not None and found.imported_from == "test"
+    assert found.rows["a"].to_json()["images"][0]["trust"] == "unverified"
     verified = replace(rows["a"].images[0], trust="verified")
     assert "trust" not in replace(rows["a"], images=(verified,)).to_json()["images"][0]
-    with pytest.raises(ValueError, match=r"'trusted'.*trust"):
-        parse_line(line.replace("unverified", "trusted").encode())
-    file.write_text(f"{header}\n{line.replace('unverified', 'verified')}\n")
+    data = file.read_bytes()
+    head = read_head(data, "foreign", file)
+    start, end = (head.data_start + at for at in head.document["image/unverified"]["data_offsets"])
+    file.write_bytes(data[:start] + bytes(end - start) + data[end:])
     with pytest.raises(DatasetError, match="its digest differs"):
         ManifestFolder(file.parent).read("foreign")
     with open_workspace(cache_config(tmp_path)) as workspace:

@@ -17,7 +17,7 @@ from latentcache import LatentCache
 from latentcache.config import PROMPTS_PREFIX, Config
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families import family_named
-from latentcache.loading.sample import layout_of, metadata_of
+from latentcache.loading.sample import SampleRef, layout_of, metadata_of
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Geometry, Size
 
@@ -55,7 +55,7 @@ def test_sizes_are_integers_and_time_ids_float32(cache: LatentCache) -> None:
 
 def test_time_ids_hold_what_bfloat16_cannot() -> None:
     geometry = Geometry(Size(4097, 3001), Size(1371, 1024), Crop(171, 1), Size(1024, 1024))
-    ids = metadata_of(["a"], [""], [layout_of(geometry, family_named("sdxl"))])["add_time_ids"]
+    ids = metadata_of([SampleRef("a", (), layout=layout_of(geometry, family_named("sdxl")))])["add_time_ids"]
     assert ids.dtype == torch.float32 and ids.tolist() == [[4097, 3001, 171, 1, 1024, 1024]]
 
 

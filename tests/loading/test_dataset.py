@@ -11,7 +11,7 @@ import torch
 from helpers.photo_files import write_photo
 from torch.utils.data import DataLoader
 
-from latentcache import LatentCache, LatentDataset, LatentDatasets
+from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.sampler import BucketBatchSampler
@@ -65,21 +65,23 @@ def test_flips_are_items_of_their_own(config: Config) -> None:
     assert not torch.equal(flipped[5]["moments"], plain[0]["moments"]) and flipped[5]["sample_id"] == "a.png"
 
 
-def test_joined_datasets_of_one_manifest_keep_to_their_own_images(
-    make_config: Callable[..., Config], photos: Path
-) -> None:
+def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Config], photos: Path) -> None:
     config = make_config(**{"datasets.0.flip": True, "datasets.0.repeats": 2})
     run_precache(config)
-    parts = [LatentDataset(config.cache.path), LatentDataset(config.cache.path, flips=True)]
-    write_photo(photos / "0.png", 9, (80, 144))  # from here on the manifest has another first sample
-    run_precache(config)
-    parts += [LatentDataset(config.cache.path), LatentDataset(config.cache.path, caption="random")]
-    alone = [part[index] for part in parts for index in range(len(part))]
-    joined = LatentDatasets(parts)
-    for _ in range(2):
-        for index, expected in enumerate(alone):
-            found = joined[index]
-            assert found["sample_id"] == expected["sample_id"] and torch.equal(found["moments"], expected["moments"])
+    write_photo(photos / "0.png", 9, (80, 144))  # the other manifest has another first sample
+    run_precache(make_config(**{"datasets.0.flip": True, "datasets.0.name": "other"}))
+    names, path = ["photos", "other", "photos"], config.cache.path
+    for flips in (True, False, ["other"], ["photos"], "photos"):
+        mirrored = set(names) if flips is True else {flips} if isinstance(flips, str) else set(flips or ())
+        parts = [LatentDataset(path, name, flips=name in mirrored) for name in names]
+        alone = [part[index] for part in parts for index in range(len(part))]
+        joined = LatentDataset(path, names, flips=flips)
+        assert len(joined) == len(alone) and joined.image_keys() == [key for part in parts for key in part.image_keys()]
+        for _ in range(2):
+            for index, expected in enumerate(alone):
+                found = joined[index]
+                assert found["sample_id"] == expected["sample_id"], index
+                assert torch.equal(found["moments"], expected["moments"]), index
 
 
 def test_flips_that_are_not_cached(make_config: Callable[..., Config]) -> None:
@@ -148,7 +150,7 @@ def test_ranks_share_the_batches_evenly(config: Config) -> None:
 def test_a_plain_shuffled_dataloader_is_told_what_to_use(config: Config) -> None:
     """torch itself says that it cannot stack tensors of unequal sizes."""
     path = config.cache.path
-    for dataset in (LatentDataset(path), LatentDatasets([LatentDataset(path)])):
+    for dataset in (LatentDataset(path), LatentDataset(path, ["photos"])):
         with pytest.raises(StoreError, match=r"lie in .*, .*: batch them with latentcache.BucketBatchSampler"):
             list(DataLoader(dataset, batch_size=10, shuffle=True))
 

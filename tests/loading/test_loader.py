@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from latentcache import LatentDataset
 from latentcache.config import Config
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
@@ -261,7 +260,7 @@ def test_several_iterations_at_once_and_close(dataset: LatentDataset) -> None:
 def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[..., Config], tmp_path: Path) -> None:
     run_precache(make_config(**{"datasets.0.name": "other", "cache.path": path}))
     parts = [LatentDataset(path, name, flips=name == "photos", caption="random") for name in ("photos", "other")]
-    dataset = LatentDatasets(parts)
+    dataset = LatentDataset(path, ["photos", "other"], flips=["photos"], caption="random")
     assert len(dataset) == 25 and dataset.bucket(24) == parts[1].bucket(4)
     assert dataset.identity() not in {part.identity() for part in parts}
     expected = by_hand(BucketBatchSampler(dataset, 3, seed=5))
@@ -279,25 +278,23 @@ def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[...,
     for beyond in (25, -26):
         with pytest.raises(IndexError, match="of 25"):
             dataset.bucket(beyond)
-    with pytest.raises(StoreError, match="at least one LatentDataset"):
-        LatentDatasets([])
-    elsewhere = shutil.copytree(path, tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match="lie in 2 caches"):
-        LatentDatasets([parts[0], LatentDataset(elsewhere, "photos")])
+    with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
+        LatentDataset(path, [])
+    with pytest.raises(StoreError, match="flips names photo; the manifests are photos, other"):
+        LatentDataset(path, ["photos", "other"], flips="photo")
 
 
-def test_items_of_manifests_that_hold_moments_and_latents_are_read_together(
+def test_items_of_manifests_that_hold_moments_and_latents_are_refused_by_name(
     path: Path, make_config: Callable[..., Config]
 ) -> None:
     changes = {"datasets.0.name": "other", "cache.path": path, "encode.image_output": "mean"}
     run_precache(make_config(**changes))
-    parts = [LatentDataset(path, name) for name in ("photos", "other")]
-    dataset = LatentDatasets(parts)
-    numbers = [0, len(parts[0]), 1, len(parts[0]) + 1]
-    items = dataset.__getitems__(numbers)
-    assert [item["sample_id"] for item in items] == [dataset[number]["sample_id"] for number in numbers]
-    assert ["moments" in item for item in items] == [True, False] * 2
-    assert all(torch.equal(item["latents"], item["moments"].chunk(2)[0]) for item in [items[1] | items[0]])
+    dataset = LatentDataset(path, ["photos", "other"])
+    other = len(LatentDataset(path, "photos"))
+    assert "moments" in dataset[0] and "latents" in dataset[other]
+    assert torch.equal(dataset[other]["latents"], dataset[0]["moments"].chunk(2)[0])
+    with pytest.raises(StoreError, match="must have the same fields"):
+        dataset.__getitems__([0, other])
 
 
 def test_threads_that_consume_share_nothing(dataset: LatentDataset) -> None:

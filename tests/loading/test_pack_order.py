@@ -7,7 +7,6 @@ import os
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
-from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.pack_order import Places, spots_ahead
 from latentcache.loading.sampler import Visit
 from latentcache.store import MemoryStore, upkeep
@@ -47,6 +45,9 @@ class InPacks:
 
     def bucket(self, index: int) -> Bucket:
         return Bucket(64 * (1 + self.buckets[index]), 64)
+
+    def groups(self) -> np.ndarray:
+        return np.array(self.buckets, np.int64)
 
     def identity(self) -> str:
         return f"{self.buckets}"
@@ -74,18 +75,18 @@ def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
 def test_an_epoch_has_each_sample_once_and_no_rank_those_of_another(  # type: ignore[no-untyped-def]
     dataset, batch_size, shuffle, drop_last, seed, world_size, window
 ) -> None:
-    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "window": window, "uneven": "repeat"}
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "window": window}
     whole = list(BucketBatchSampler(dataset, batch_size, **options))
     items = [item for batch in whole for item in batch]
     assert len(set(items)) == len(items) and (drop_last or len(items) == len(dataset))
     ranks = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
     samplers = [BucketBatchSampler(dataset, batch_size, **rank, **options) for rank in ranks]
     shares = [list(sampler) for sampler in samplers]
-    dealt = [batch for step in zip(*shares, strict=True) for batch in step][: samplers[0].num_batches]
-    assert len(dealt) == len(whole) == samplers[0].num_batches
+    dealt = [batch for step in zip(*shares, strict=True) for batch in step]
+    assert len(dealt) == samplers[0].num_batches // world_size * world_size and len(whole) == samplers[0].num_batches
     assert all(len({dataset.bucket(item) for item in batch}) == 1 and len(batch) <= batch_size for batch in dealt)
     dealt_items = [item for batch in dealt for item in batch]
-    assert len(set(dealt_items)) == len(dealt_items) and (drop_last or len(dealt_items) == len(dataset))
+    assert len(set(dealt_items)) == len(dealt_items)
     assert drawn(samplers[0]) == drawn(samplers[0])
     plan = list(samplers[0].plan(0))
     for place in range(len(plan)):
@@ -96,52 +97,22 @@ def test_an_epoch_has_each_sample_once_and_no_rank_those_of_another(  # type: ig
 
 
 @settings(max_examples=40, deadline=None)
-@given(DATASETS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 12))
-def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, before, after, stop) -> None:  # type: ignore[no-untyped-def]
-    def share(rank: int, world_size: int, state: dict | None = None) -> BucketBatchSampler:
+@given(DATASETS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 12))
+def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size, stop) -> None:  # type: ignore[no-untyped-def]
+    def share(rank: int, state: dict | None = None) -> BucketBatchSampler:
         sampler = BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size, window=2)
         sampler.set_epoch(4)
         if state is not None:
-            sampler.load_state_dict(json.loads(json.dumps(state)), reshard=world_size != before)
+            sampler.load_state_dict(json.loads(json.dumps(state)))
         return sampler
 
-    expected = [drawn(share(rank, before)) for rank in range(before)]
-    first = [share(rank, before) for rank in range(before)]
+    expected = [drawn(share(rank)) for rank in range(world_size)]
+    first = [share(rank) for rank in range(world_size)]
     done = [[batch for _, batch in zip(range(stop), sampler, strict=False)] for sampler in first]
     states = [sampler.state_dict() for sampler in first]
     assert all(state == states[0] for state in states), "any rank's state is that of all"
-    for rank in range(before):
-        assert drawn(share(rank, before, states[0])) == expected[rank][len(done[rank]) :]
-    rest = [batch for rank in range(after) for batch in share(rank, after, states[0])]
-    items = [item for batch in [*chain.from_iterable(done), *rest] for item in batch]
-    assert len(items) == len(set(items))
-    again = share(0, after, states[0]).state_dict()
-    assert share(0, after, again).state_dict() == again, "a state that was dealt to other ranks is one of this run"
-
-
-def test_what_was_dealt_to_other_ranks_is_so_for_the_rest_of_its_epoch_alone() -> None:
-    dataset = InPacks([0] * 48, [number // 4 for number in range(48)])
-    before = BucketBatchSampler(dataset, 2, window=1)
-    before.set_epoch(3)
-    expected = drawn(before)
-    for _ in zip(range(6), before, strict=False):
-        state = before.state_dict()
-    new, resumed = (BucketBatchSampler(dataset, 2, window=1, rank=1, world_size=3) for _ in range(2))
-    whole = {}
-    for epoch in (3, 4):
-        new.set_epoch(epoch)
-        whole[epoch] = drawn(new)
-    for again in (True, False):
-        resumed.load_state_dict(state, reshard=True)
-        resumed.set_epoch(3)
-        assert drawn(resumed) == expected[6:][1::3]
-        resumed.load_state_dict(resumed.state_dict())
-        assert drawn(resumed) == [], "at the end of the epoch"
-        if again:
-            assert drawn(resumed) == whole[3], "the epoch from its start is dealt to these ranks"
-        assert [batch.numbers for batch in resumed.plan(4)] == [batch.numbers for batch in new.plan(4)]
-        resumed.set_epoch(4)
-        assert drawn(resumed) == whole[4] and resumed.state_dict() == new.state_dict()
+    for rank in range(world_size):
+        assert drawn(share(rank, states[0])) == expected[rank][len(done[rank]) :]
 
 
 def test_packs_are_shuffled_and_few_are_open() -> None:
@@ -249,10 +220,8 @@ def test_the_loader_and_workers_give_the_same_batches(path: Path) -> None:
         assert [plain({name: batch[name] for name in TENSORS}) for batch in loaded] == [
             {name: batch[name] for name in TENSORS} for batch in batches
         ]
-    both = LatentDatasets([dataset, LatentDataset(path, order="packs")])
-    assert len(both.places().packs) == 4 * 72
-    with pytest.raises(StoreError, match="have the orders packs, random: give all the same"):
-        LatentDatasets([dataset, LatentDataset(path)])
+    both = LatentDataset(path, dataset.names * 2, order="packs")
+    assert len(both.places().packs) == len(both) == 4 * 72
     with pytest.raises(StoreError, match="order is 'pack'; it must be one of random, packs"):
         LatentDataset(path, order="pack")  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import json
 import pickle
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,12 @@ class Numbers:
     def bucket(self, index: int) -> Bucket:
         return Bucket(64 * (1 + self.buckets[index]), 64)
 
+    def groups(self) -> np.ndarray:
+        return np.array(self.buckets, np.int64)
+
+    def places(self) -> None:
+        """They have no packs."""
+
     def identity(self) -> str:
         return f"{self.name} {self.buckets}"
 
@@ -48,9 +55,8 @@ def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
     st.booleans(),
     st.integers(-(2**70), 2**70),
     st.integers(1, 4),
-    st.sampled_from(["drop", "repeat"]),
 )
-def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, uneven) -> None:  # type: ignore[no-untyped-def]
+def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size) -> None:  # type: ignore[no-untyped-def]
     options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed}
     whole = list(BucketBatchSampler(dataset, batch_size, **options))
     items = [item for batch in whole for item in batch]
@@ -58,26 +64,22 @@ def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, une
     assert all(len({dataset.bucket(item) for item in batch}) == 1 and len(batch) <= batch_size for batch in whole)
     assert not drop_last or all(len(batch) == batch_size for batch in whole)
     samplers = [
-        BucketBatchSampler(dataset, batch_size, rank=rank, world_size=world_size, uneven=uneven, **options)
+        BucketBatchSampler(dataset, batch_size, rank=rank, world_size=world_size, **options)
         for rank in range(world_size)
     ]
     shares = [list(sampler) for sampler in samplers]
     assert len({len(share) for share in shares}) == 1 and len(shares[0]) == len(samplers[0])
     dealt = [batch for step in zip(*shares, strict=True) for batch in step]
-    if uneven == "drop":
-        assert dealt == whole[: len(whole) // world_size * world_size]
-    elif whole:
-        assert dealt[: len(whole)] == whole and len(dealt) - len(whole) < world_size
-        assert dealt == [whole[place % len(whole)] for place in range(len(dealt))]
+    assert dealt == whole[: len(whole) // world_size * world_size]
 
 
 @settings(max_examples=40, deadline=None)
-@given(DATASETS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 12), st.sampled_from(["drop", "repeat"]))
-def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size, stop, uneven) -> None:  # type: ignore[no-untyped-def]
+@given(DATASETS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 12))
+def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size, stop) -> None:  # type: ignore[no-untyped-def]
     for rank in range(world_size):
 
         def make(rank: int = rank) -> BucketBatchSampler:
-            return BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size, uneven=uneven)
+            return BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size)
 
         sampler = make()
         sampler.set_epoch(4)
@@ -93,29 +95,6 @@ def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size,
         assert drawn(other) == expected, "the next iteration is a whole epoch again"
 
 
-@settings(max_examples=40, deadline=None)
-@given(DATASETS, st.integers(1, 4), st.integers(1, 4), st.integers(0, 12))
-def test_a_resume_with_other_ranks_gives_no_batch_twice(dataset, before, after, stop) -> None:  # type: ignore[no-untyped-def]
-    def share(rank: int, world_size: int, state: dict | None = None) -> BucketBatchSampler:
-        sampler = BucketBatchSampler(dataset, 2, rank=rank, world_size=world_size)
-        if state is not None:
-            sampler.load_state_dict(state, reshard=True)
-        return sampler
-
-    first = [share(rank, before) for rank in range(before)]
-    done, states = [], []
-    for sampler in first:
-        batches = iter(sampler)
-        done += [batch for _, batch in zip(range(stop), batches, strict=False)]
-        states.append(sampler.state_dict())
-    assert all(state == states[0] for state in states), "any rank's state is that of all"
-    rest = [batch for rank in range(after) for batch in share(rank, after, states[0])]
-    items = [item for batch in done + rest for item in batch]
-    assert len(items) == len(set(items))
-    num_batches = first[0].num_batches
-    assert num_batches - len(done) - len(rest) < after
-
-
 def test_what_does_not_fit_is_refused_by_name() -> None:
     dataset = Numbers([0, 0, 0, 1, 1])
     sampler = BucketBatchSampler(dataset, 2, seed=1)
@@ -125,10 +104,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (BucketBatchSampler(dataset, 2, seed=2), r"seed \(1 there, 2 here\)"),
         (BucketBatchSampler(dataset, 2, seed=1, shuffle=False), r"shuffle \(True there, False here\)"),
         (BucketBatchSampler(dataset, 2, seed=1, drop_last=True), r"drop_last"),
-        (BucketBatchSampler(dataset, 2, seed=1, uneven="repeat"), r"uneven \('drop' there, 'repeat' here\)"),
         (BucketBatchSampler(Numbers([0, 0, 0, 1, 0]), 2, seed=1), r"dataset \('numbers"),
         (BucketBatchSampler(dataset, 4, seed=5), r"batch_size .*, seed "),
-        (BucketBatchSampler(dataset, 2, seed=1, world_size=2), r"world_size \(1 there, 2 here\).*reshard=True"),
+        (BucketBatchSampler(dataset, 2, seed=1, world_size=2), r"world_size \(1 there, 2 here\).*set_epoch\(0\)"),
     ):
         before = other.state_dict()
         with pytest.raises(StoreError, match=message):
@@ -139,10 +117,6 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             sampler.load_state_dict(broken)
     with pytest.raises(StoreError, match=r"version \(0 there, 1 here\)"):
         sampler.load_state_dict(state | {"version": 0})
-    with pytest.raises(StoreError, match="seed"):
-        BucketBatchSampler(dataset, 2, seed=2, world_size=2).load_state_dict(state, reshard=True)
-    with pytest.raises(StoreError, match="uneven is 'stop'"):
-        BucketBatchSampler(dataset, 2, uneven="stop")
 
 
 def test_seeds_do_not_collide() -> None:

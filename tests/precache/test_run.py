@@ -508,7 +508,7 @@ def test_a_model_that_is_not_there(make_config: Callable[..., Config], tmp_path:
 def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Config]) -> None:
     config = make_config()
     run_precache(config)
-    manifest = config.cache.path / "manifests" / "photos.jsonl"
+    manifest = config.cache.path / "manifests" / "photos.safetensors"
     manifest.write_bytes(manifest.read_bytes()[:-50])
     with pytest.raises(DatasetError, match="is no manifest"), LatentCache(config.cache.path) as cache:
         cache.batch(["a.png"], device="cpu")
@@ -529,7 +529,7 @@ def test_manifests_are_left_alone_until_the_last_rank_is_done(
     run_precache(config)
     write_photo(photos / "b.png", 77)
     write_photo(photos / "c.png", 78)
-    manifest = config.cache.path / "manifests" / "photos.jsonl"
+    manifest = config.cache.path / "manifests" / "photos.safetensors"
     before = manifest.read_bytes()
     first = run_precache(config, shard=Shard(0, 2))
     assert first.num_encoded == 1 and first.manifests_waiting == ["photos"] and manifest.read_bytes() == before
@@ -675,7 +675,7 @@ def test_a_cache_that_cannot_be_written(make_config: Callable[..., Config]) -> N
     run_precache(config)
     with open_workspace(config.cache, read_only=True) as workspace, pytest.raises(ReadOnlyError):
         run_precache(make_config(**{"cache.salt": "x"}), workspace=workspace)
-    (config.cache.path / "manifests" / "photos.jsonl").unlink()
+    (config.cache.path / "manifests" / "photos.safetensors").unlink()
     shutil.rmtree(config.cache.path / "manifests")
     (config.cache.path / "manifests").write_text("not a folder")
     with pytest.raises(StoreError, match="manifests"):

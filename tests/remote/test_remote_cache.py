@@ -31,7 +31,6 @@ from latentcache import (
     DiskStore,
     LatentCache,
     LatentDataset,
-    LatentDatasets,
     LatentLoader,
     ValidationRunner,
 )
@@ -93,7 +92,7 @@ def test_batches_are_those_of_the_local_cache(
             )
         with pytest.raises(SampleError, match="is in no manifest"):
             far.batch(["absent.png"], device="cpu")
-    datasets = LatentDatasets([LatentDataset(section, "served")])
+    datasets = LatentDataset(section, ["served"])
     assert datasets.bucket(0) == LatentDataset(served_cache).bucket(0)
 
 

@@ -12,9 +12,9 @@ from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
 from helpers.serving import RunningServer
 
-from latentcache.dataset.manifest import manifest_lines
+from latentcache.dataset.manifest import manifest_parts
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
+from latentcache.errors import DatasetError, LatentCacheError, ReadOnlyError, RemoteError, StoreBusyError
 from latentcache.remote.http import ServiceAnswer, ServiceConnection
 from latentcache.remote.remote_manifests import RemoteManifests
 from latentcache.remote.transfers import transfer
@@ -25,7 +25,7 @@ def folder(served_cache: Path) -> Iterator[ManifestFolder]:
     """The manifests on the server's disk; what a test adds goes again."""
     yield ManifestFolder(served_cache / "manifests")
     for name in ("other", "odd"):
-        for suffix in (".jsonl", ".unfinished"):
+        for suffix in (".safetensors", ".unfinished"):
             (served_cache / "manifests" / (name + suffix)).unlink(missing_ok=True)
 
 
@@ -51,12 +51,12 @@ def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pyt
     }
 
     def answer(self: ServiceConnection, method: str, route: str, **_: object) -> ServiceAnswer:
-        return ServiceAnswer(self.url, 200, {}, answers.get(route) or b"".join(manifest_lines(manifest)))
+        return ServiceAnswer(self.url, 200, {}, answers.get(route) or b"".join(manifest_parts(manifest)))
 
     monkeypatch.setattr(ServiceConnection, "request", answer)
     with pytest.raises(RemoteError, match="is no name of a manifest"):
         transfer("http://127.0.0.1:9", tmp_path / "a" / "cache")
-    assert not list(tmp_path.rglob("*.jsonl"))
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_manifest_is_noted_and_replaced(server: RunningServer, folder: ManifestFolder) -> None:
@@ -110,13 +110,26 @@ def test_a_damaged_manifest_of_the_server_is_an_error_and_is_replaced(
     server: RunningServer, folder: ManifestFolder
 ) -> None:
     folder.write(make_manifest("odd", 2))
-    path = folder.path / "odd.jsonl"
+    path = folder.path / "odd.safetensors"
     path.write_bytes(path.read_bytes().replace(b"caption 0", b"caption 9"))
     manifests = connected(server.url, server.write_token)
     with pytest.raises(DatasetError):
         manifests.read("odd")
     manifests.write(replace(make_manifest("odd", 4)))
     assert folder.read("odd") == make_manifest("odd", 4)
+
+
+def test_an_old_manifest_of_the_server_is_an_error_and_is_replaced(
+    server: RunningServer, folder: ManifestFolder
+) -> None:
+    old = folder.path / "odd.jsonl"
+    old.write_bytes(b'{"format": 2, "name": "odd"}\n')
+    manifests = connected(server.url, server.write_token)
+    assert "odd" in manifests.names()
+    with pytest.raises(LatentCacheError, match="older version"):
+        manifests.read("odd")
+    manifests.write(make_manifest("odd", 4))
+    assert folder.read("odd") == make_manifest("odd", 4) and not old.exists()
 
 
 def test_names_are_no_paths(server: RunningServer) -> None:

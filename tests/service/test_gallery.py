@@ -142,7 +142,7 @@ def test_unverified_samples_are_found(gallery: Gallery, cache: Path) -> None:
     common = {**COMMON, "imported": {"format": "kohya"}}
     folder.write(Manifest("photos", "train", 1, common, {**manifest.rows, "02.png": imported}))
     assert ids(gallery, state="unverified") == ["02.png"]
-    assert gallery.views.head("photos").imported_from == "kohya"
+    assert gallery.views.view("photos").manifest.imported_from == "kohya"
     assert health(gallery.store, gallery.views).num_unverified == 1  # type: ignore[arg-type]
 
 
@@ -152,18 +152,18 @@ def test_a_manifest_that_is_replaced_is_read_again(gallery: Gallery, cache: Path
     folder = ManifestFolder(cache / "manifests")
     folder.write(Manifest("held-out", "validation", 1, COMMON, {"00.png": before.rows.row(0)}))
     assert ids(gallery, dataset="held-out") == ["00.png"]
-    (cache / "manifests" / "held-out.jsonl").unlink()
+    (cache / "manifests" / "held-out.safetensors").unlink()
     assert gallery.views.dataset_names() == ["photos"]
 
 
 def test_a_damaged_manifest_hides_no_other(gallery: Gallery, cache: Path) -> None:
-    (cache / "manifests" / "held-out.jsonl").write_bytes(b'{"format": 2}\n')
+    (cache / "manifests" / "held-out.safetensors").write_bytes(b"no manifest")
     store = gallery.store
     assert isinstance(store, DiskStore)
     summary = {found.name: found for found in overview(store, gallery.views).datasets}
-    assert summary["held-out"].head is None
-    assert "held-out.jsonl" in summary["held-out"].problem
-    assert summary["photos"].head is not None
+    assert summary["held-out"].view is None
+    assert "held-out.safetensors" in summary["held-out"].problem
+    assert summary["photos"].view is not None
     assert ids(gallery, dataset="photos")
     with pytest.raises(DatasetError):
         gallery.page(Filters())

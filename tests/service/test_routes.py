@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from latentcache.dataset.manifest import manifest_lines
+from latentcache.dataset.manifest import manifest_parts, read_head
 from latentcache.loading.status import status
 from latentcache.store import DiskStore
 from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
@@ -141,18 +141,18 @@ def test_packs_are_files(served):
 
 
 def test_manifests_are_files(served):
-    lines = manifest_lines(served.manifest)
+    data = b"".join(manifest_parts(served.manifest))
     [listed] = served.server.get("/v1/manifests").json()["manifests"]
     answer = served.server.get("/v1/manifests/photos")
-    assert answer.body == b"".join(lines) and answer.headers["content-type"] == "application/jsonl"
-    assert answer.headers["etag"] == listed["etag"] == f'"{json.loads(lines[0])["digest"]}"'
+    assert answer.body == data and answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["etag"] == listed["etag"] == f'"{read_head(data, "photos", "it").digest}"'
     assert (listed["name"], listed["role"], listed["num_samples"]) == ("photos", "train", 12)
     assert served.server.get("/v1/manifests/photos", headers={"If-None-Match": listed["etag"]}).status == 304
     assert "photos" in problem(served.server.get("/v1/manifests/none"), 404, "RequestRefused")["allowed"]
 
 
 def test_samples_come_in_pages_and_can_be_searched(served):
-    rows = [json.loads(line) for line in manifest_lines(served.manifest)[1:]]
+    rows = [row.to_json() for row in served.manifest.rows.values()]
 
     def page(query):
         answer = served.server.get(f"/v1/manifests/photos/samples?{query}")

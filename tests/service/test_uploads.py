@@ -14,13 +14,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blake3 import blake3
 from helpers.serving import serving, serving_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_samples import entry, fill, manifest
 
-from latentcache.dataset.manifest import manifest_lines
+from latentcache.dataset.manifest import manifest_parts
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import canonical_json
 from latentcache.service import manifest_views
@@ -199,7 +198,7 @@ def test_a_full_disk_is_a_507(tmp_path, monkeypatch):
     with serving_here(cache.path, Limits()) as server:
         for path, body in (
             (f"/v1/packs/{name}", data),
-            ("/v1/manifests/new", b"".join(manifest_lines(cache.manifest))),
+            ("/v1/manifests/new", b"".join(manifest_parts(cache.manifest))),
         ):
             answer = server.put(path, body)
             assert answer.status == 507 and answer.json()["kind"] == "StorageFullError", path
@@ -234,7 +233,7 @@ def test_entries_are_removed(cache, server):
 
 def test_manifests_are_replaced_whole_and_guarded(cache, server):
     def lines(num):
-        return b"".join(manifest_lines(manifest("uploaded", cache.entries[:num])))
+        return b"".join(manifest_parts(manifest("uploaded", cache.entries[:num])))
 
     path = "/v1/manifests/uploaded"
     first = server.put(path, lines(2), headers={"If-None-Match": "*"})
@@ -247,19 +246,16 @@ def test_manifests_are_replaced_whole_and_guarded(cache, server):
     assert server.get(f"{path}/samples").json()["total"] == 3
     stale = server.put(path, lines(4), headers={"If-Match": first.headers["etag"]})
     assert stale.status == 412 and stale.json()["met"] == second.headers["etag"]
-    twice = replace(cache.manifest, name="uploaded", rows=dict(list(cache.manifest.rows.items())[:1]))
-    head, row = manifest_lines(twice)
-    header = json.loads(head) | {"num_samples": 2}
-    del header["digest"]
-    header["digest"] = blake3(canonical_json(header) + row + row).hexdigest()
-    doubled = json.dumps(header).encode() + b"\n" + row + row  # its digest fits, and a sample is there twice
+    row = next(iter(cache.manifest.rows.values()))
+    twice = replace(cache.manifest, name="uploaded", rows={"one": row, "two": row})
+    doubled = b"".join(manifest_parts(twice))  # its digest fits, and a sample is there twice
     for wrong in (doubled, b"", b"{}", lines(3)[:-1], lines(3).replace(b"number 1", b"number 7"), lines(2) + lines(2)):
         answer = server.put(path, wrong)
         assert answer.status == 422 and "uploaded" in answer.json()["detail"], wrong[:50]
     first = next(iter(cache.manifest.rows.values()))
     bare = replace(cache.manifest, name="uploaded", rows={"bare": replace(first, sample_id="bare", images=())})
-    answer = server.put(path, b"".join(manifest_lines(bare)))
-    assert answer.status == 422 and "line 2: the sample has no image, and no refusal" in answer.json()["detail"]
+    answer = server.put(path, b"".join(manifest_parts(bare)))
+    assert answer.status == 422 and "sample 'bare' has no image, and no refusal" in answer.json()["detail"]
     assert server.put("/v1/manifests/other-name", lines(3)).status == 422
     assert server.get(path).body == lines(3)
     assert ManifestFolder(cache.path / "manifests").read("uploaded") == manifest("uploaded", cache.entries[:3])
@@ -270,7 +266,7 @@ def test_unfinished_runs_are_noted(cache, server):
     for _ in range(2):
         assert server.put(path, b"").status == 204
     assert list(server.get("/v1/manifests").json()["unfinished"]) == ["running"]
-    done = server.put("/v1/manifests/running", b"".join(manifest_lines(manifest("running", cache.entries[:1]))))
+    done = server.put("/v1/manifests/running", b"".join(manifest_parts(manifest("running", cache.entries[:1]))))
     assert done.status == 201 and server.get("/v1/manifests").json()["unfinished"] == {}
 
 
@@ -342,15 +338,13 @@ def test_views_of_manifests_have_a_bound(cache, monkeypatch):
         folder.write(manifest(name, [entry(number)]))
     num_bytes = views.state(names[0]).num_bytes
     monkeypatch.setattr(manifest_views, "MAX_VIEWED_BYTES", 3 * num_bytes)
-    for name in (*names[:3], names[0], names[3]):
-        assert views.view(name).name == name
-    assert [name for name in names if views.known(name)] == [names[0], *names[2:]]
+    before = {name: weakref.ref(views.view(name)) for name in (*names[:3], names[0], names[3])}
+    assert [name for name, view in before.items() if view() is not None] == [names[0], *names[2:]]
+    assert all(views.view(name) is before[name]() for name in (names[0], *names[2:]))
     monkeypatch.setattr(manifest_views, "MAX_VIEWED_BYTES", num_bytes // 2)
-    whole = views.view(names[1])  # one stays, however large it is
-    assert views.known(names[1]) is whole and not any(map(views.known, (names[0], *names[2:])))
-    gone = weakref.ref(whole)
-    del whole
-    (folder.path / f"{names[1]}.jsonl").unlink()
+    gone = weakref.ref(views.view(names[1]))  # one stays, however large it is
+    assert gone() is not None and not any(before[name]() for name in (names[0], *names[2:]))
+    (folder.path / f"{names[1]}.safetensors").unlink()
     assert views.view(names[0]) and gone() is None
     for name in (names[0], *names[2:]):
-        (folder.path / f"{name}.jsonl").unlink()
+        (folder.path / f"{name}.safetensors").unlink()

@@ -189,10 +189,10 @@ def test_a_pack_of_another_user_is_reported_and_not_marked(root):
 def test_an_opening_sweeps_the_manifests_too(root):
     DiskStore(root).close()
     (root / "manifests").mkdir()
-    (root / "manifests" / ".train.jsonl.0.tmp").write_text("half")
-    (root / "manifests" / "train.jsonl").write_text("whole")
+    (root / "manifests" / ".train.safetensors.0.tmp").write_text("half")
+    (root / "manifests" / "train.safetensors").write_text("whole")
     DiskStore(root).close()
-    assert os.listdir(root / "manifests") == ["train.jsonl"]
+    assert os.listdir(root / "manifests") == ["train.safetensors"]
 
 
 def test_a_pack_that_was_cut_short_and_is_gone_now_is_damaged_where_it_was_cut(root):

@@ -147,7 +147,7 @@ def test_a_sample_in_both_manifests(tmp_path: Path) -> None:
     both = merged(replace(theirs, rows={**theirs.rows, "1.png": changed}), mine)
     assert both.rows["1.png"] == ours.rows["1.png"] and both.rows["2.png"] == theirs.rows["2.png"]
     assert set(both.rows) == {f"{n}.png" for n in range(4)}
-    other_image = replace(mine.rows["2.png"], source="0" * 64)
+    other_image = replace(mine.rows["2.png"], source="f" * 64)
     assert merged(theirs, replace(mine, rows={"2.png": other_image})).rows["2.png"] == other_image
     with pytest.raises(DatasetError, match=r"another role.*--replace"):
         merged(theirs, replace(ours, role="validation"))

@@ -238,7 +238,7 @@ def test_without_a_validation_set_there_are_only_images(warm: LatentCache, confi
     config = config.model_copy(update={"datasets": config.datasets[:1]})
     training = Training(CPU)
     run_precache(config)
-    (config.cache.path / "manifests" / "held-out.jsonl").unlink()
+    (config.cache.path / "manifests" / "held-out.safetensors").unlink()
     warm.refresh()
     report = ValidationRunner(without_encoders(training), warm, config).run(1)
     assert report is not None and report.loss is None and len(report.images) == 1

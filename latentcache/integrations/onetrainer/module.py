@@ -40,7 +40,7 @@ from latentcache.integrations.onetrainer.values import (
     own_random_streams,
     values_of,
 )
-from latentcache.loading.sample import SampleMemory, SampleReader, SampleRef
+from latentcache.loading.sample import SampleReader, SampleRef
 from latentcache.precache.workspace import Memo
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, Record
@@ -126,7 +126,6 @@ class CacheModule:
         self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
         self._thread: int | None = None
         self.num_encoded_again = 0
-        self._samples = SampleMemory()
 
     # The interface of mgds' modules
 
@@ -223,7 +222,7 @@ class CacheModule:
 
     @cached_property
     def _reader(self) -> SampleReader:
-        return SampleReader(self._store, self._samples)
+        return SampleReader(self._store)
 
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
@@ -342,10 +341,7 @@ class CacheModule:
         return Entry(record, fields_of(values))
 
     def _read(self, key: str, *, tensors_only: bool) -> dict[str, Any]:
-        ref = self._samples.table("items").get(key)
-        if ref is None:
-            ref = self._samples.table("items", room_for=1)[key] = SampleRef(key, (key,))
-        tensors = {name: rows[0] for name, rows in self._reader.entries([ref]).items()}
+        tensors = {name: rows[0] for name, rows in self._reader.tensors([SampleRef(key, (key,))]).items()}
         if tensors_only:
             tensors.pop(PLAIN_FIELD, None)
         device = torch.device(self.pipeline.device)
