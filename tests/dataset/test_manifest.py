@@ -185,7 +185,7 @@ def test_a_note_of_a_run_that_is_none_is_refused_at_once(tmp_path: Path, what: s
         ManifestFolder(tmp_path).unfinished()
 
 
-@pytest.mark.parametrize("what", ["file", "pipe", "loop"])
+@pytest.mark.parametrize("what", ["file", "pipe"])
 def test_a_folder_of_manifests_that_is_none_is_not_an_empty_one(tmp_path: Path, what: str) -> None:
     path = tmp_path / "manifests"
     if what == "file":
