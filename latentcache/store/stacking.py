@@ -35,8 +35,7 @@ def read_batch(
     tensors cannot be resized. No keys give no tensors. EntryMissingError, EntryDamagedError; StoreError if the entries'
     fields, shapes or dtypes differ. After an error nothing was written.
     """
-    rows = store.rows(keys)
-    return stack(keys, rows, fields, out) if not padding else stack_padded(keys, rows, fields, out, padding)
+    return stack(keys, store.rows(keys), fields, out, padding)
 
 
 def stack(
@@ -44,38 +43,22 @@ def stack(
     rows: Sequence[EntryArrays],
     fields: Sequence[str] | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
+    padding: Mapping[str, Padding] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The same of rows that were read. `keys` name the entries in errors."""
-    if not rows:
-        return {}
-    first = rows[0].description
-    if fields is None and all([row.description is first for row in rows]):
-        return stack_columns(first, zip(*[row.arrays for row in rows], strict=True), len(rows), out)
-    chosen = common_fields(keys, [row.description for row in rows], fields)
-    named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
-    return stack_columns(chosen, ([arrays[name] for arrays in named] for name in chosen), len(rows), out)
+    """One CPU tensor per field of rows that were read, as `read_batch` gives them. `keys` name the entries in errors.
 
-
-def stack_padded(
-    keys: Sequence[str],
-    rows: Sequence[EntryArrays],
-    fields: Sequence[str] | None,
-    out: Mapping[str, torch.Tensor] | None,
-    padding: Mapping[str, Padding],
-) -> dict[str, torch.Tensor]:
-    """As `stack`, with the fields of `padding` padded: [n, length, *rest], and `<field>_lengths` [n] (int64).
-
-    StoreError if an entry is longer than the rule's length, and for a value that the field's dtype cannot have.
+    StoreError if an entry is longer than its rule's length, and for padding that the field's dtype cannot have.
     """
     if not rows:
         return {}
-    chosen = common_fields(keys, [without_lengths(row.description, padding) for row in rows], fields)
-    for name in chosen.keys() & padding.keys():
+    rules = padding or {}
+    chosen = common_fields(keys, [without_lengths(row.description, rules) for row in rows], fields)
+    for name in chosen.keys() & rules.keys():
         if f"{name}_lengths" in chosen:
             raise StoreError(f"field {name!r} cannot be padded: the entries have a field {name}_lengths too")
     named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
     columns = [[arrays[name] for arrays in named] for name in chosen]
-    padded = Padded.of(keys, chosen, columns, padding)
+    padded = Padded.of(keys, chosen, columns, rules)
     tensors = stack_columns(padded.fields, columns, len(rows), out, padded=padded)
     lengths = {f"{name}_lengths": torch.tensor(each, device=CPU) for name, each in padded.lengths.items()}
     return tensors | lengths
