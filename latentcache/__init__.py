@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from latentcache.loading.cache import LatentCache
     from latentcache.loading.dataset import LatentDataset
     from latentcache.loading.loader import LatentLoader
-    from latentcache.loading.loss_parts import masked_errors
     from latentcache.loading.sampler import BucketBatchSampler
     from latentcache.models.model_loader import LoadedModels
     from latentcache.phases.phases import Phase, Phases
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from latentcache.store.memory import MemoryStore
     from latentcache.types import Size
     from latentcache.validation.checkpoint_validation import validate
+    from latentcache.validation.loss_parts import masked_errors
     from latentcache.validation.runner import ValidationRunner
 
 __version__ = "0.1.0"
@@ -94,7 +94,7 @@ _HOMES = {
     "load_checkpoint": "checkpoints.checkpoint",
     "load_config": "config",
     "load_optimizer_state": "devices.optimizer",
-    "masked_errors": "loading.loss_parts",
+    "masked_errors": "validation.loss_parts",
     "repair_optimizer": "devices.optimizer",
     "run_precache": "precache.run",
     "save_checkpoint": "checkpoints.checkpoint",

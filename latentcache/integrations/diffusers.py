@@ -28,7 +28,6 @@ from latentcache.families.base import Family
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
-from latentcache.loading.loss_parts import check_controls
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.denoiser import check_fits, load_denoiser
 from latentcache.models.family import denoised_share
@@ -38,6 +37,7 @@ from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Size
 from latentcache.utils.signals import stop_on_signals
+from latentcache.validation.loss_parts import check_controls
 from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.sample_images import prompt_embeddings
 

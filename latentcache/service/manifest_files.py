@@ -101,7 +101,7 @@ class ManifestFiles:
                     read_manifest(data, name, name, whole_check=True)
                 except DatasetError as error:
                     raise RequestRefused(str(error), status=422) from error
-                facts = _facts(data[: 8 + MAX_HEADER_BYTES], name, path)
+                facts = _facts(memoryview(data), name, path)
                 # Two that replace the same version, also by other processes: only the first may.
                 held.enter_context(self.folder.lock())
                 allow(self._etag(name))
@@ -122,6 +122,6 @@ class ManifestFiles:
         self.folder.begin(name)
 
 
-def _facts(data: bytes, name: str, path: Path) -> ManifestFacts:
+def _facts(data: bytes | memoryview, name: str, path: Path) -> ManifestFacts:
     head = read_head(data, name, path)
     return ManifestFacts(name, head.role, head.num_samples, f'"{head.digest}"')

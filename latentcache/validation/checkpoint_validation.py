@@ -13,7 +13,6 @@ from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import denoised_share, family_of
 from latentcache.models.lora import load_lora, saved_step
@@ -22,6 +21,7 @@ from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.precache.encodings import load_models
 from latentcache.utils.progress import Progress
+from latentcache.validation.loss_parts import check_controls
 from latentcache.validation.metrics import Estimate, LossReport, Metrics, paired_difference
 from latentcache.validation.results import ResultPaths, ValidationReport
 from latentcache.validation.runner import ValidationRunner, validation_sets

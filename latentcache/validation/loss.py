@@ -16,12 +16,12 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.loss_parts import check_controls, masked_errors
 from latentcache.loading.sample import SampleRef
 from latentcache.loading.sample_index import SampleFacts
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress
+from latentcache.validation.loss_parts import check_controls, masked_errors
 from latentcache.validation.metrics import (
     Estimate,
     LossReport,

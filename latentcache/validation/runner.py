@@ -17,7 +17,6 @@ from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import check_fits
 from latentcache.models.family import family_of, pipeline_settings
 from latentcache.models.model_loader import LoadedModels, check_frozen
@@ -31,6 +30,7 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss import check_loss_settings, validation_loss
+from latentcache.validation.loss_parts import check_controls
 from latentcache.validation.metrics import LossReport
 from latentcache.validation.noise_schedule import WHOLE, NoiseSchedule, Share
 from latentcache.validation.results import (

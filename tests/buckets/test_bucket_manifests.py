@@ -10,18 +10,19 @@ import pytest
 
 from latentcache.dataset.manifest import Manifest, manifest_parts
 from latentcache.dataset.manifest_folder import update_manifest
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests, merged_manifests
 from latentcache.remote.transfers import merged
-from latentcache.types import Refusal
+from latentcache.types import Crop, Geometry, Refusal, Size
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "a"}}
+IMAGES = (ImageRef("b" * 64, Geometry(Size(64, 64), Size(64, 64), Crop(0, 0), Size(64, 64))),)
 
 
 def make(*numbers: int, path: str = "", common: dict[str, object] | None = None, name: str = "photos") -> Manifest:
-    rows = {f"{number}.png": Row(f"{number}.png", f"{path}{number}.png", None, (), ()) for number in numbers}
+    rows = {f"{number}.png": Row(f"{number}.png", f"{path}{number}.png", None, IMAGES, ()) for number in numbers}
     return Manifest(name, "train", 1, common or COMMON, rows)
 
 
@@ -121,7 +122,7 @@ def test_samples_of_another_encoding_are_not_merged(bucket: Bucket, caplog: pyte
 
 def test_a_race_ends_as_one_push_after_the_other(bucket: Bucket) -> None:
     """A sample that one encoded stays so, where the other refused it; what one removed does not come back."""
-    whole, encoded = make(1), Row("1.png", "1.png", "a" * 64, (), ())
+    whole, encoded = make(1), Row("1.png", "1.png", "a" * 64, IMAGES, ())
     refused = replace(encoded, refusal=Refusal("1.png", "1.png", "image", "out of memory"))
     first, second = BucketManifests(bucket), BucketManifests(bucket)
     for writer in (first, second):
