@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
 from helpers.serving import RunningServer
 
-from latentcache.dataset.manifest import manifest_lines
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
-from latentcache.remote.http import ServiceAnswer, ServiceConnection
-from latentcache.remote.remote_manifests import RemoteManifests
-from latentcache.remote.transfers import transfer
+from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.service import ServiceTransport
+from latentcache.remote.transfer import transfer
+from latentcache.remote.transport import Listed
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def folder(served_cache: Path) -> Iterator[ManifestFolder]:
 
 
 def connected(url: str, token: str | None) -> RemoteManifests:
-    return RemoteManifests(ServiceConnection(url, token=token, retry_s=5))
+    return RemoteManifests(ServiceTransport(url, token=token, retry_s=5))
 
 
 def test_manifests_are_those_of_the_server(server: RunningServer, folder: ManifestFolder) -> None:
@@ -43,17 +42,8 @@ def test_manifests_are_those_of_the_server(server: RunningServer, folder: Manife
 @pytest.mark.parametrize("name", ["../../odd", "/tmp/odd", "", "..", "a\\..\\odd", "odd\n", "a" * 101])
 def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A pull from a service that somebody else runs would write outside of the cache."""
-    manifest = replace(make_manifest(name), rows={})
-    answers = {
-        "manifests": json.dumps({"manifests": [{"name": name}]}).encode(),
-        "packs": b'{"packs": []}',
-        "entries:find": b'{"found": []}',
-    }
-
-    def answer(self: ServiceConnection, method: str, route: str, **_: object) -> ServiceAnswer:
-        return ServiceAnswer(self.url, 200, {}, answers.get(route) or b"".join(manifest_lines(manifest)))
-
-    monkeypatch.setattr(ServiceConnection, "request", answer)
+    files = {f"manifests/{name}.jsonl": Listed(0)}
+    monkeypatch.setattr(ServiceTransport, "list", lambda self, folder: files if folder == "manifests" else {})
     with pytest.raises(RemoteError, match="is no name of a manifest"):
         transfer("http://127.0.0.1:9", tmp_path / "a" / "cache")
     assert not list(tmp_path.rglob("*.jsonl"))
