@@ -21,14 +21,20 @@ UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 SERVICE_SCHEMES = ("http", "https")
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 """Of object stores, as obstore takes them."""
+HUB = "hf://datasets/"
+"""Before USER/NAME, and @REVISION if another one than the newest is meant: a dataset of the Hugging Face hub."""
+RETRY_S = 30.0
+"""For so long a request is tried again that is not answered."""
 ALLOWED = (
     "a directory (also file:///PATH), a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
-    "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX), or a service at http://HOST:PORT or https://HOST"
+    "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX), a service at http://HOST:PORT or https://HOST, or a "
+    "dataset of the Hugging Face hub (hf://datasets/USER/NAME), for reading"
 )
 """What a location may be, for messages."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRETS = re.compile(r"(?<=[:/]).*@|(?<=[?#]).*", re.DOTALL)
-_SCHEMES = "|".join(("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES))
+_SCHEMES = "|".join(("file", "hf", *SERVICE_SCHEMES, *BUCKET_SCHEMES))
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _MISTYPED = re.compile(rf"(?:{_SCHEMES})(?::|//)|[^/:]+:\d+/?$|$", re.IGNORECASE)
 """A URL that lacks a colon or a slash, HOST:PORT, and nothing: as paths these are directories that nobody means."""
 
@@ -51,11 +57,15 @@ def cache_location(value: object) -> Path | str:
             )
         return Path(value).expanduser()
     name = "" if scheme is None else scheme[1].lower()
-    if scheme is None or name not in ("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
+    if scheme is None or name not in ("file", "hf", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
         raise ValueError(f"{_shown(value)}: a cache is {ALLOWED}")
     url = name + scheme.string[len(name) :]
     if name in SERVICE_SCHEMES:
         return url.rstrip("/")
+    if name == "hf":
+        if not url.startswith(HUB) or _HUB_NAME.fullmatch(url.removeprefix(HUB)) is None:
+            raise ValueError(f"{_shown(url)}: a dataset of the hub is hf://datasets/USER/NAME or .../NAME@REVISION")
+        return url
     return _of_file(url) if name == "file" else _of_bucket(url)
 
 
@@ -114,12 +124,13 @@ class CacheConfig(BaseModel):
     unverified: bool = False
     """Train and validate on imported entries too that were not verified."""
     local: UserPath | None = None
-    """Where the cache is a bucket or a service: a directory of this machine that keeps what was read. Processes may
-    share it. Without one nothing is kept."""
+    """Where the cache is elsewhere: a folder of this machine for the packs that are read. Processes may share it.
+    Default: one in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`), of this cache alone."""
     local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
     """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
-    Give it the room of a whole epoch: of half an epoch's entries less than a fifth is found again in the next one."""
-    retry_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    Random order needs the room of all packs that are read: with less, packs are fetched again and again. Pack order
+    (`LatentLoader`) does not."""
+    retry_s: float = Field(RETRY_S, gt=0, allow_inf_nan=False)
     """Where the cache is a bucket or a service: for so long a request is tried again that is not answered."""
 
     def remote_options(self) -> RemoteOptions:

@@ -4,11 +4,10 @@
     python scripts/bench_pack_order_s3.py --json     # one document
     python scripts/bench_pack_order_s3.py --tiny     # for correctness only
 
-The object store is a real S3 server (Swift) on this machine, which shares its cores. The methods take turns, and each
+The object store is a small S3 server in this process, which shares its cores. The methods take turns, and each
 reads a whole epoch: samples of 1024x1024 with their captions, 438.5 KiB. The GETs have as many packs on their way at
-once as the store of a bucket, and keep nothing. Pack order compares digests and makes batches. It keeps nothing either,
-or writes the packs to a new local directory, from which the next epoch comes. Ratios are those of bytes a second; the
-goal is 0.85.
+once as the store of a bucket, and keep nothing. Pack order writes the packs to a new local folder, compares digests and
+makes batches. Ratios are those of bytes a second; the goal is 0.85.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from obstore.store import S3Store
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
 from latentcache.cache_config import CacheConfig
-from latentcache.remote.fetched import NUM_THREADS
-from latentcache.remote.transfers import transfer
+from latentcache.remote.tier import NUM_THREADS
+from latentcache.remote.transfer import transfer
 
 LABELS = {
     "gets": "obstore's GETs of the packs",
-    "packs": 'LatentLoader, order="packs"',
-    "packs_kept": 'LatentLoader, order="packs", a new local=',
+    "packs": 'LatentLoader, order="packs", a new local=',
 }
 
 
@@ -64,15 +62,12 @@ class Epochs:
         return seconds_of(all_of_them)
 
     def packs(self) -> float:
-        return self._epoch(None)
-
-    def packs_kept(self) -> float:
         local = self.folder / "local"
         taken = self._epoch(local)
         shutil.rmtree(local)
         return taken
 
-    def _epoch(self, local: Path | None) -> float:
+    def _epoch(self, local: Path) -> float:
         number = next(self._numbers)
         dataset = LatentDataset(CacheConfig(path=self.url, local=local), order="packs")
         sampler = BucketBatchSampler(dataset, BATCH, seed=number, window=self.options.window)
@@ -97,7 +92,6 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         methods: dict[str, Callable[[], float]] = {
             "gets": epochs.gets,
             "packs": epochs.packs,
-            "packs_kept": epochs.packs_kept,
         }
         return measure(methods, dict.fromkeys(methods, "gets"), epochs.files, NUM_THREADS, options)
 

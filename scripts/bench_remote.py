@@ -27,7 +27,6 @@ from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
 METHODS = {
     "local_cache": "the cache's own directory",
     "local_tier": "the service, with a warm local tier",
-    "service": "the service, without a local tier",
 }
 WANTED_RATIO = 1.1
 WARM_EPOCHS = 4
@@ -52,14 +51,10 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         loaders = {
             "local_cache": loader_of(cache, options),
             "local_tier": loader_of(url, options, local=folder / "local"),
-            "service": loader_of(url, options),
         }
-        stores = {name: loader.dataset.cache.store for name, loader in loaders.items()}
         for loader in loaders.values():
             for _ in range(WARM_EPOCHS):
                 epoch(loader)
-        while stores["local_tier"].generation is None:  # a thread writes the last pack meanwhile
-            epoch(loaders["local_tier"])
         calls: dict[str, Callable[[], None]] = {name: partial(epoch, loader) for name, loader in loaders.items()}
         seconds = in_turns(calls, options.repetitions)
         batch = next(iter(loaders["local_cache"]))

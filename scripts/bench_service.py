@@ -1,15 +1,15 @@
-"""The HTTP service: bytes per second of `entries:read`, and the server's memory with a million entries under load.
+"""The HTTP service: bytes per second of packs, and the server's memory with a million entries under load.
 
     python scripts/bench_service.py              # a table; some minutes and 1 GB of disk
     python scripts/bench_service.py --json       # one document
     python scripts/bench_service.py --tiny       # for correctness only
 
 A sample is a 1024x1024 image's moments and the SDXL embeddings of its caption: two entries, 580 KB. One client reads
-random batches on one connection, in turn with as many constant bytes, which the same process sends by the same uvicorn
+whole packs on one connection, in turn with as many constant bytes, which the same process sends by the same uvicorn
 without any framework. The page cache is warm.
 
-For memory, a server opens a cache whose index has a million more entries. Clients then read batches, look up keys and
-list pages of keys, all at once. What counts is the process's memory over that of a server of an empty cache:
+For memory, a server opens a cache whose index has a million more entries. Clients then read packs, look up keys and
+list the packs, all at once. What counts is the process's memory over that of a server of an empty cache:
 `anonymous` is what it holds, `resident` has the mapped pages of packs too, which are the page cache's.
 """
 
@@ -42,8 +42,7 @@ from latentcache.store.catalog import PACK_PREFIX
 from latentcache.store.pack import read_pack_bytes, verified_arrays
 from latentcache.types import Entry, Record
 
-BATCHES = (16, 64)
-NUM_SAMPLES, NUM_REQUESTS = 512, 20
+NUM_SAMPLES = 512
 NUM_INDEXED = 1_000_000
 NUM_CLIENTS = 8
 LOAD_S = 20.0
@@ -129,15 +128,22 @@ class Client:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         self.memory = bytearray(1 << 20)
 
-    def post(self, path: str, body: bytes) -> int:
+    def read(self, path: str, body: bytes | None = None) -> int:
         """Send a request, read the answer into memory that is used again, and return its bytes."""
-        self.connection.request("POST", path, body, {"Content-Type": "application/json"})
+        method = "GET" if body is None else "POST"
+        self.connection.request(method, path, body, {"Content-Type": "application/json"})
         answer = self.connection.getresponse()
         assert answer.status == 200, answer.read(500)
         num_bytes = 0
         while num := answer.readinto(self.memory):
             num_bytes += num
         return num_bytes
+
+    def status(self, path: str) -> int:
+        self.connection.request("HEAD", path)
+        answer = self.connection.getresponse()
+        answer.read()
+        return answer.status
 
     def get(self, path: str) -> bytes:
         self.connection.request("GET", path)
@@ -171,39 +177,36 @@ def memory_mb(pid: int) -> dict[str, float]:
     return {"anonymous": found["RssAnon"], "resident": found["VmRSS"]}
 
 
-def read_body(source: random.Random, num_samples: int, batch: int) -> bytes:
-    numbers = [source.randrange(num_samples) for _ in range(batch)]
-    keys = list(dict.fromkeys(key for number in numbers for key in sample_keys(number)))
-    return json.dumps({"keys": keys}).encode()
+def packs_of(port: int) -> list[tuple[str, int]]:
+    """The packs of samples, which can be read, with their bytes."""
+    found = json.loads(Client(port).get("/v1/packs"))["packs"]
+    return [(each["id"], each["num_bytes"]) for each in found if Client(port).status(f"/v1/packs/{each['id']}") == 200]
 
 
-def check(client: Client, body: bytes) -> None:
-    """What is timed below is right: each entry of an answer has its digest."""
-    client.connection.request("POST", "/v1/entries:read", body, {"Content-Type": "application/json"})
-    data = client.connection.getresponse().read()
-    records, array = read_pack_bytes(data, "answer"), np.frombuffer(data, np.uint8)
-    assert sorted(records.row.names()) == sorted(json.loads(body)["keys"])
+def check(client: Client, pack: str) -> None:
+    """What is timed below is right: each entry of a pack has its digest."""
+    data = client.get(f"/v1/packs/{pack}")
+    records, array = read_pack_bytes(data, pack), np.frombuffer(data, np.uint8)
     for at, key in enumerate(records.row.names()):
         assert not isinstance(verified_arrays(array, key, records.row.location(at)), str)
 
 
-def throughput(port: int, batch: int, num_samples: int, num_requests: int, repetitions: int) -> dict[str, Any]:
-    """MB/s of batches, and of as many constant bytes."""
-    client, source = Client(port), random.Random(batch)
-    bodies = [read_body(source, num_samples, batch) for _ in range(num_requests)]
-    check(client, bodies[0])
-    sizes = [client.post("/v1/entries:read", body) for body in bodies]  # the first reads verify
+def throughput(port: int, repetitions: int) -> dict[str, Any]:
+    """MB/s of packs, and of as many constant bytes."""
+    client, packs = Client(port), packs_of(port)
+    check(client, packs[0][0])
+    sizes = [num_bytes for _, num_bytes in packs]
 
     def read() -> None:
-        assert [client.post("/v1/entries:read", body) for body in bodies] == sizes
+        assert [client.read(f"/v1/packs/{pack}") for pack, _ in packs] == sizes
 
     def constant() -> None:
-        assert [client.post(f"/constant/{size}", body) for size, body in zip(sizes, bodies, strict=True)] == sizes
+        assert [client.read(f"/constant/{size}") for size in sizes] == sizes
 
     seconds = in_turns({"read": read, "constant": constant}, repetitions, warm=True)
     total_mb = sum(sizes) / 1e6
     return {
-        "mb_per_request": total_mb / num_requests,
+        "mb_per_request": total_mb / len(packs),
         "read_mb_per_s": spread([total_mb / each for each in seconds["read"]]),
         "constant_mb_per_s": spread([total_mb / each for each in seconds["constant"]]),
         "ratio": ratios(seconds["constant"], seconds["read"]),
@@ -219,15 +222,16 @@ def under_load(root: Path, num_samples: int, num_indexed: int, seconds: float) -
     with served(root) as (port, pid):
         opened, peak = memory_mb(pid), {"anonymous": 0.0, "resident": 0.0}
         found_keys = [row.names() for row in rows(0, num_indexed)] if num_indexed else [sample_keys(0)]
+        packs = packs_of(port)
         stop, counts, failures = threading.Event(), [0] * NUM_CLIENTS, []
 
         def work(number: int) -> None:
             client, source = Client(port), random.Random(number)
             try:
                 while not stop.is_set():
-                    client.post("/v1/entries:read", read_body(source, num_samples, 16))
-                    client.post("/v1/entries:find", json.dumps({"keys": source.choice(found_keys)}).encode())
-                    client.get(f"/v1/keys?limit=10000&after={source.choice(found_keys)[0]}")
+                    client.read(f"/v1/packs/{source.choice(packs)[0]}")
+                    client.read("/v1/entries:find", json.dumps({"keys": source.choice(found_keys)[:4096]}).encode())
+                    client.get("/v1/packs")
                     counts[number] += 3
             except Exception as error:
                 failures.append(repr(error))
@@ -254,15 +258,13 @@ def under_load(root: Path, num_samples: int, num_indexed: int, seconds: float) -
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    num_samples, num_requests = (16, 2) if options.tiny else (NUM_SAMPLES, NUM_REQUESTS)
+    num_samples = 16 if options.tiny else NUM_SAMPLES
     num_indexed, load_s = (9_000, 1.0) if options.tiny else (NUM_INDEXED, LOAD_S)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root = Path(folder) / "cache"
         fill(root, num_samples, 0)
         with served(root) as (port, _):
-            found = {
-                str(batch): throughput(port, batch, num_samples, num_requests, options.repetitions) for batch in BATCHES
-            }
+            found = {"packs": throughput(port, options.repetitions)}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root = Path(folder) / "cache"
         fill(root, num_samples, num_indexed)
@@ -276,10 +278,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-    lines = [f"{'samples':>8}{'MB':>8}{'entries:read':>16}{'constant':>14}{'ratio':>8}   (goal {GOAL_RATIO})"]
-    for batch, found in report["throughput"].items():
+    lines = [f"{'':>8}{'MB':>8}{'packs':>16}{'constant':>14}{'ratio':>8}   (goal {GOAL_RATIO})"]
+    for what, found in report["throughput"].items():
         read, constant, ratio = (found[name]["median"] for name in ("read_mb_per_s", "constant_mb_per_s", "ratio"))
-        lines.append(f"{batch:>8}{found['mb_per_request']:8.1f}{read:11.0f} MB/s{constant:9.0f} MB/s{ratio:8.2f}")
+        lines.append(f"{what:>8}{found['mb_per_request']:8.1f}{read:11.0f} MB/s{constant:9.0f} MB/s{ratio:8.2f}")
     memory = report["memory"]
     opened, peak = memory["opened_over_empty_mb"], memory["peak_over_empty_mb"]
     lines += [

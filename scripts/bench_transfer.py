@@ -4,7 +4,7 @@
     python scripts/bench_transfer.py --json     # one document
     python scripts/bench_transfer.py --tiny     # for correctness only
 
-The object store is a real S3 server (Swift) on this machine, which shares its cores. All methods have as many packs on
+The object store is a small S3 server in this process, which shares its cores. All methods have as many packs on
 their way at once, and take turns: each moves all packs in each round, to a place that is empty. `push` compares every
 entry with its digest before it sends it, and `pull` before it is stored, durably; the GETs keep what came in memory,
 or write it to files and sync these. Ratios are those of the bytes a second of a round; the goal is 0.85.
@@ -28,7 +28,7 @@ from benchmarking import make_parser, parse, run_in_folder, seconds_of
 from benchmarking_buckets import BUCKET, WANTED_RATIO, measure, serving, table
 from obstore.store import S3Store
 
-from latentcache.remote.transfers import NUM_THREADS, TransferReport, transfer
+from latentcache.remote.transfer import NUM_THREADS, TransferReport, transfer
 
 METHODS = {
     "puts": ("obstore's PUTs of the files", "puts"),
@@ -62,7 +62,8 @@ class Rounds:
     def _uploaded(self, upload: Callable[[str], Any]) -> float:
         prefix = f"round{next(self._numbers)}"
         taken = seconds_of(partial(upload, prefix))
-        obstore.delete(self.store, [each["path"] for chunk in obstore.list(self.store, prefix) for each in chunk])
+        for each in [each for chunk in obstore.list(self.store, prefix) for each in chunk]:
+            obstore.delete(self.store, each["path"])
         return taken
 
     def puts(self) -> float:

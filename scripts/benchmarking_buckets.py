@@ -15,7 +15,7 @@ from benchmarking import environment, in_turns, rate_lines, ratios, spread
 from obstore.store import S3Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.swift_server import swift_serving
+from helpers.comparing_server import comparing_server
 
 BUCKET = "bench"
 WANTED_RATIO = 0.85
@@ -23,11 +23,18 @@ WANTED_RATIO = 0.85
 
 @contextmanager
 def serving() -> Iterator[S3Store]:
-    """An empty bucket of a real S3 server on this machine, whose credentials are in the environment."""
-    with swift_serving() as server:
-        server.make_bucket(BUCKET)
-        os.environ.update(server.environment())
-        yield server.store(BUCKET)
+    """An empty bucket of a server in this process that speaks S3 and compares; the environment leads to it."""
+    with comparing_server() as server:
+        environment = server.environment("s3")
+        os.environ.update(environment)
+        yield S3Store(
+            BUCKET,
+            endpoint=environment["AWS_ENDPOINT_URL"],
+            access_key_id=environment["AWS_ACCESS_KEY_ID"],
+            secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+            region=environment["AWS_REGION"],
+            client_options={"allow_http": True},
+        )
 
 
 def measure(

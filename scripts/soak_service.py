@@ -50,7 +50,10 @@ def client(number: int, url: str, cache: Path, token: str, options: argparse.Nam
     wrong: list[str] = []
     errors: list[str] = []
     num_changes = 0
-    with LatentCache(url, token=token) as far, LatentCache(cache, read_only=True) as near:
+    with (
+        LatentCache(url, token=token, local=cache.parent / f"local-{number}") as far,
+        LatentCache(cache, read_only=True) as near,
+    ):
         ids = near.sample_ids()
         buckets = [ids[0::2], ids[1::2]]
         queue.put(("ready", number))
@@ -70,7 +73,6 @@ def client(number: int, url: str, cache: Path, token: str, options: argparse.Nam
                     found = far.store.get(entry.record.key)
                     if soaking.entry_digest(found) != soaking.entry_digest(entry):
                         wrong.append(f"client {number}: its own entry {entry.record.key}")
-                    far.store.remove([entry.record.key])
                     num_changes += 1
             except Exception as error:
                 errors.append(f"client {number}, batch {len(taken)}: {error!r}")

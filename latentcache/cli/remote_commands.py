@@ -13,7 +13,7 @@ from latentcache.cli.output import finish
 from latentcache.errors import ConfigError, LatentCacheError
 
 if TYPE_CHECKING:
-    from latentcache.remote.transfers import TransferReport
+    from latentcache.remote.transfer import TransferReport
 
 MAX_GRACE_H = 24 * 36525
 """A hundred years: dates have an end."""
@@ -96,7 +96,7 @@ class _Reports:
 
 
 def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
-    from latentcache.remote.transfers import TransferReport, transfer
+    from latentcache.remote.transfer import TransferReport, transfer
     from latentcache.utils.progress import default_progress
 
     reports: list[TransferReport] = []
@@ -123,12 +123,14 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
 
 def tidy_bucket(url: str, *, prune: bool, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:
     """`prune` or `compact` of a bucket. `grace`: hours for which what is not needed any more stays."""
-    from latentcache.remote.bucket_upkeep import BucketUpkeep
+    from latentcache.remote.locations import open_transport
+    from latentcache.remote.upkeep import Tidying
 
     if not 0 <= grace <= MAX_GRACE_H:
         raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more, at most {MAX_GRACE_H:,}")
-    upkeep = BucketUpkeep(url, prune=prune, unfinished=unfinished, grace_h=grace, dry_run=dry_run)
-    report = upkeep.run()
+    with open_transport(url) as transport:
+        tidying = Tidying(transport, prune=prune, unfinished=unfinished, grace_h=grace, dry_run=dry_run)
+        report = tidying.run()
     return finish(report, as_json, has_faults=bool(report.damaged or report.unreadable))
 
 

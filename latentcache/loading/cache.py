@@ -26,7 +26,7 @@ from latentcache.types import Batch, Entry
 from latentcache.utils.locks import ReadersLock
 
 if TYPE_CHECKING:
-    from latentcache.remote.fetching_store import FetchingStore
+    from latentcache.remote.store import RemoteStore
 
 
 class LatentCache(SampleIndex, Closing):
@@ -35,8 +35,8 @@ class LatentCache(SampleIndex, Closing):
     Give a path, the URL of a bucket or a service, the section `cache` of a config, or a store and manifests (the CPU
     tier). For a URL `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts
     sample ids to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes
-    nothing, not even marks of damage or what `local` would keep; by default it is so where the directory cannot be
-    written.
+    nothing to the cache, not even marks of damage; by default it is so where the directory cannot be written. What a
+    cache elsewhere keeps on this disk it keeps all the same.
     `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
     of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model.
 
@@ -60,7 +60,7 @@ class LatentCache(SampleIndex, Closing):
             options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
         location = None if path is None else location_of(path)
         self._reading: ReadersLock | None = None
-        self._remote: FetchingStore | None = None
+        self._remote: RemoteStore | None = None
         if isinstance(location, str):
             from latentcache.remote.locations import open_remote  # needs packages that a directory does not
 

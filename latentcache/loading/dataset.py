@@ -29,7 +29,6 @@ from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import SIZES, SampleRef, bucket_error, keep
 from latentcache.loading.sample_index import PRECACHE
 from latentcache.loading.sampler import Visit
-from latentcache.store.base import PackedStore
 from latentcache.store.stacking import pad_tensors
 from latentcache.types import Batch, ClipSize, Extent, Size
 
@@ -262,10 +261,8 @@ class LatentDataset(Dataset[Batch]):
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """These items are read soon, by any process. What is wrong with one is raised when it is read."""
-        store = self.cache.store
-        if isinstance(store, PackedStore) and store.keeps_packs == "machine":
-            with suppress(StoreError):
-                self.cache.reader.prefetch(self.refs(indices))
+        with suppress(StoreError):
+            self.cache.reader.prefetch(self.refs(indices))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]

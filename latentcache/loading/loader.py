@@ -20,7 +20,7 @@ from latentcache.loading.batch import BufferPool, to_device
 from latentcache.loading.sample import SampleReader, SampleRef
 from latentcache.loading.sample_index import PRECACHE
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
-from latentcache.store.base import Closing, PackedStore
+from latentcache.store.base import Closing
 from latentcache.types import Batch
 from latentcache.utils.concurrency import Prefetcher
 
@@ -58,8 +58,7 @@ class _BatchMaker:
                 refs = None
                 try:  # not `suppress`: a small batch is copied in the time of some calls
                     refs = self._refs(planned)
-                    brings_packs = planned.ahead is not None and isinstance(dataset.cache.store, PackedStore)
-                    self.source.prefetch(dataset.refs(planned.items_ahead) if brings_packs else refs)
+                    self.source.prefetch(refs if planned.ahead is None else dataset.refs(planned.items_ahead))
                 except StoreError:
                     pass  # it is raised again with the batch that it belongs to
                 window.append((planned, refs))

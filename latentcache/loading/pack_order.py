@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from latentcache.errors import StoreError
-from latentcache.store.base import PackedStore, Store
+from latentcache.store.base import Store
 
 WINDOW = 16
 """Packs that are read at the same time: those of a rank whose rows are mixed."""
@@ -29,11 +28,6 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, store: Store, keys: Sequence[str]) -> Places:
         """The places of these entries. StoreError for a store that does not say."""
-        if not isinstance(store, PackedStore):
-            raise StoreError(
-                f"{type(store).__name__} does not say which packs its entries lie in: use order='random', or pull the "
-                "cache to a directory for order='packs'"
-            )
         found, places = store.places(keys)
         ids = sorted({found[number] for number in np.unique(places[:, 0]).tolist() if number >= 0})
         by_id = {pack: number for number, pack in enumerate(ids)}  # other packs of the store may come and go

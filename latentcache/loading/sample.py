@@ -18,7 +18,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError
 from latentcache.families.base import MASK, Family
 from latentcache.loading.batch import CONTROL, BufferPool
 from latentcache.loading.sample_index import PRECACHE, SampleFacts
-from latentcache.store.base import MANY_KEYS, Description, Store
+from latentcache.store.base import Description, Store
 from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
 from latentcache.types import Batch, Extent, Geometry, Padding, Size
 
@@ -173,8 +173,7 @@ class SampleReader:
 
     def prefetch(self, refs: Sequence[SampleRef]) -> None:
         """These samples are read soon: see `Store.prefetch`."""
-        keys = chain.from_iterable(map(_KEYS, refs))
-        self.store.prefetch(keys if len(refs) < MANY_KEYS // 2 else list(keys))
+        self.store.prefetch(chain.from_iterable(map(_KEYS, refs)))
 
     def sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
         """The error about the first of these samples that needs the entry, with its remedy."""

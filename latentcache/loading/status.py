@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.cache_config import CacheConfig, location_of
+from latentcache.cache_config import RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
@@ -145,12 +145,14 @@ def verify(
     if isinstance(location, Path):
         with DiskStore(location, read_only=not os.access(location, os.W_OK), create=False) as disk:
             return upkeep.verify(disk, subset=subset, progress=progress)
-    from latentcache.remote.places import open_far_place  # what is elsewhere needs packages of its own
-    from latentcache.remote.remote_packs import verify_place
+    from latentcache.remote.locations import open_transport  # what is elsewhere needs packages of its own
+    from latentcache.remote.upkeep import verify as verify_far
 
+    retry_s = path.retry_s if isinstance(path, CacheConfig) else RETRY_S
     # Without the local tier: what is there is to be read.
-    with open_far_place(location, retry_s=path.retry_s if isinstance(path, CacheConfig) else None) as place:
-        return verify_place(place, subset=subset, progress=progress)
+    with open_transport(location, retry_s=retry_s) as transport:
+        transport.check()
+        return verify_far(transport, subset=subset, progress=progress)
 
 
 def _whole_key(cache: LatentCache, prefix: str) -> str:

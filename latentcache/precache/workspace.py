@@ -104,6 +104,7 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
 
 def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
     from latentcache.remote.locations import open_remote  # needs packages that a directory does not
+    from latentcache.remote.tier import default_folder
 
     with ExitStack() as stack:
         store, manifests = open_remote(url, read_only=read_only or None, create=True, **config.remote_options())
@@ -111,19 +112,13 @@ def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
         if not read_only:
             store.check_writable()
         # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
-        folder = config.local or _user_folder() / digest(store.url.encode())[:16]
+        folder = config.local or default_folder(store.url)
         if not read_only:
             with typed_errors(folder, 0):
                 make_folder(folder)
         workspace = Workspace(store, manifests, Memo(folder / "memo", read_only=read_only), store.url)
         stack.pop_all()
         return workspace
-
-
-def _user_folder() -> Path:
-    """The user's folder for what programs may forget, as the XDG specification names it."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "latentcache"
 
 
 class Memo(MutableMapping[str, str]):

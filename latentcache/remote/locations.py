@@ -1,4 +1,4 @@
-"""What a location names: a cache's directory, a bucket of an object store, or a service."""
+"""What a location names: a cache's directory, a bucket of an object store, a service, or a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import Unpack
 
-from latentcache.cache_config import SERVICE_SCHEMES, CacheConfig, RemoteOptions, location_of
+from latentcache.cache_config import HUB, RETRY_S, SERVICE_SCHEMES, CacheConfig, RemoteOptions, location_of
+from latentcache.errors import RemoteError
 
 if TYPE_CHECKING:
     from latentcache.dataset.manifest_folder import Manifests
-    from latentcache.remote.fetching_store import FetchingStore
+    from latentcache.remote.store import RemoteStore
+    from latentcache.remote.transport import Transport
 
-Kind = Literal["directory", "bucket", "service"]
+Kind = Literal["directory", "bucket", "service", "hub"]
 
 
 def parse_location(value: str | os.PathLike[str] | CacheConfig) -> tuple[Kind, Path | str]:
@@ -30,25 +32,62 @@ def kind_of(location: Path | str) -> Kind:
     """The kind of what `cache_config.location_of` gave."""
     if isinstance(location, Path):
         return "directory"
+    if location.startswith(HUB):
+        return "hub"
     return "service" if location.partition("://")[0] in SERVICE_SCHEMES else "bucket"
+
+
+def open_transport(
+    url: str, *, token: str | None = None, local: str | Path | None = None, retry_s: float = RETRY_S
+) -> Transport:
+    """The files of the cache at `url`. A dataset of the hub is fetched as a whole, into `local`. RemoteError."""
+    # Only what is used is imported: each needs a package of its own.
+    match kind_of(url):
+        case "hub":
+            from latentcache.remote.tier import default_folder
+            from latentcache.remote.transport import FolderTransport
+
+            folder = default_folder(url) if local is None else Path(local).expanduser()
+            return FolderTransport(_snapshot(url, folder / "hub"))
+        case "service":
+            from latentcache.remote.service import ServiceTransport
+
+            return ServiceTransport(url, token=token, retry_s=retry_s)
+        case _:
+            from latentcache.remote.bucket import BucketTransport
+
+            return BucketTransport.open(url, retry_s=retry_s)
+
+
+def _snapshot(url: str, folder: Path) -> Path:
+    """The files of a dataset of the hub, as they are there now: huggingface_hub fetches those that are not here."""
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = url.removeprefix(HUB).partition("@")
+    wanted = ["CACHE.json", "packs/**", "manifests/*"]
+    try:
+        found = snapshot_download(
+            repository, repo_type="dataset", revision=revision or None, cache_dir=folder, allow_patterns=wanted
+        )
+    except (OSError, ValueError) as error:  # its own errors are among these
+        step = "Check the name, the network, and the token (`hf auth login`); `hf upload` puts a cache there."
+        raise RemoteError(url, f"cannot be fetched: {type(error).__name__}: {error!s:.300}", step) from error
+    return Path(found)
 
 
 def open_remote(
     url: str, *, read_only: bool | None = None, create: bool = False, **options: Unpack[RemoteOptions]
-) -> tuple[FetchingStore, Manifests]:
-    """The store and the manifests of the bucket or service at `url`. The options are those of `CacheConfig`.
+) -> tuple[RemoteStore, Manifests]:
+    """The store and the manifests of the cache at `url`. The options are those of `CacheConfig`.
 
     `create` makes a bucket a cache if it is none yet. StoreError if there is no cache; RemoteError.
     """
-    if kind_of(url) == "service":
-        # Only what is used is imported: each needs a package of its own.
-        from latentcache.remote.remote_manifests import RemoteManifests
-        from latentcache.remote.remote_store import RemoteStore
+    from latentcache.remote.manifests import RemoteManifests
+    from latentcache.remote.store import RemoteStore
 
-        service = RemoteStore(url, read_only=read_only, **options)
-        return service, RemoteManifests(service.http)
-    from latentcache.remote.bucket_manifests import BucketManifests
-    from latentcache.remote.bucket_store import BucketStore
-
-    store = BucketStore(url, read_only=read_only, create=create, **options)
-    return store, BucketManifests(store.bucket, read_only=store.read_only)
+    local, retry_s = options.get("local"), options.get("retry_s", RETRY_S)
+    transport = open_transport(url, token=options.get("token"), local=local, retry_s=retry_s)
+    if not (create and read_only):  # what is to be made, and may not, is empty
+        transport.check(create=create)
+    store = RemoteStore(transport, read_only=read_only, local=local, local_max_bytes=options.get("local_max_bytes"))
+    return store, RemoteManifests(transport, read_only=bool(read_only))

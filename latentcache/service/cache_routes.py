@@ -11,7 +11,6 @@ from pydantic import BaseModel
 import latentcache
 from latentcache.loading.status import status_of
 from latentcache.service.context import ServiceContext
-from latentcache.service.entry_routes import Damage
 from latentcache.service.problems import problems
 
 
@@ -23,7 +22,7 @@ class ServerHealth(BaseModel):
 
 
 def cache_router(context: ServiceContext) -> APIRouter:
-    """The routes `healthz`, `status`, `stats`, `damaged` and `metrics`."""
+    """The routes `healthz`, `status` and `metrics`."""
     router = APIRouter(prefix="/v1", tags=["cache"])
 
     @router.get("/healthz", responses=problems(), openapi_extra={"security": []})
@@ -35,16 +34,6 @@ def cache_router(context: ServiceContext) -> APIRouter:
     async def status() -> dict[str, Any]:
         """What `latentcache status --json` prints: entries, bytes, manifests and damage."""
         return (await context.view(status_of, context.store, context.manifests, context.store.path)).to_json()
-
-    @router.get("/stats", responses=problems())
-    async def stats() -> dict[str, Any]:
-        """Counts and sizes of the store."""
-        return (await context.call(context.store.stats)).to_json()
-
-    @router.get("/damaged", responses=problems())
-    async def damaged() -> Damage:
-        """Entries whose bytes are not those that were stored. `latentcache precache` encodes them again."""
-        return Damage(damaged=await context.call(context.store.damaged))
 
     @router.get(
         "/metrics",

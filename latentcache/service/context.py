@@ -17,7 +17,6 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
 from latentcache.precache.workspace import Workspace
 from latentcache.service.access import Access, Role
-from latentcache.service.answer_memory import AnswerMemory
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.page_settings import PageSettings
@@ -63,7 +62,6 @@ class ServiceContext:
         # Its clients are readers: `prune` may not remove what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
-        self.answers = AnswerMemory(self.limits.max_answers_bytes)
         self.views = ManifestViews(self.manifests)
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)

@@ -157,15 +157,15 @@ class EncodeRoutes:
         keys = list(dict.fromkeys(task.key for task in tasks))
         await self._check_may_store(request, keys)
         missing = await self._encode(tasks)
+        try:
+            await self._context.call(self._context.entries.read, keys)
+        except (EntryDamagedError, EntryMissingError):
+            # Reading found damage, which is a miss now; or a prune was faster.
+            missing |= await self._encode(tasks)
         if wanted == "keys":
             shown = list(facts) or [{"key": task.key} for task in tasks]
             return JSONResponse({"entries": [each | {"cached": each["key"] not in missing} for each in shown]})
-        try:
-            return await pack_answer(self._context, keys, headers)
-        except (EntryDamagedError, EntryMissingError):
-            # Reading found damage, which is a miss now; or a prune was faster.
-            await self._encode(tasks)
-            return await pack_answer(self._context, keys, headers)
+        return await pack_answer(self._context, keys, headers)
 
     async def _check_may_store(self, request: Request, keys: Sequence[str]) -> None:
         """RequestRefused for entries that are not there and a client that may only read: they would stay for good."""

@@ -35,10 +35,6 @@ class Limits:
     """Of a request with images to encode."""
     max_upload_bytes: int = 2 << 30
     """Of a pack or a manifest."""
-    max_answer_bytes: int = 256 << 20
-    """Of the entries that one request returns: they are in memory until the client has read them."""
-    max_answers_bytes: int = 2 << 30
-    """The same, of all answers that are being made or sent."""
     max_keys: int = 16384
     """In one request."""
     max_requests: int = 64

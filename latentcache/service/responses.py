@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,47 +17,6 @@ PART_BYTES = 1 << 20
 """A client has to take so many bytes in `Limits.stall_s`."""
 _READ_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-
-
-class BytesResponse(Response):
-    """Bytes in memory: buffers, one after the other. They are not copied, so they must stay as they are."""
-
-    media_type = OCTETS
-
-    def __init__(self, buffers: Sequence[bytes | memoryview], headers: Mapping[str, str] | None = None):
-        self._num_bytes = sum(map(len, buffers))
-        super().__init__(headers={"Content-Length": str(self._num_bytes), **(headers or {})})
-        self._buffers = buffers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        left = self._num_bytes
-        for part in _parts(self._buffers):
-            left -= len(part)
-            await send({"type": "http.response.body", "body": part, "more_body": left > 0})
-        if not self._num_bytes:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _parts(buffers: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes: small buffers are joined, and large ones are cut."""
-    small: list[bytes | memoryview] = []
-    num_small = 0
-    for buffer in filter(len, buffers):
-        is_small = len(buffer) < PART_BYTES // 2
-        if num_small and (not is_small or num_small + len(buffer) > PART_BYTES):
-            yield b"".join(small)
-            small, num_small = [], 0
-        if is_small:
-            small.append(buffer)
-            num_small += len(buffer)
-            continue
-        view = memoryview(buffer)
-        for start in range(0, len(view), PART_BYTES):
-            yield view[start : start + PART_BYTES]
-    if small:
-        yield b"".join(small)
 
 
 class OpenFileResponse(Response):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -268,12 +267,6 @@ class EntryArrays:
     arrays: tuple[np.ndarray, ...]
 
 
-MANY_KEYS = 256
-"""More than a batch has: who prefetches so many at once prefetches whole packs."""
-new_generation: Callable[[], int] = itertools.count(1).__next__
-"""Gives a number for `Store.generation` that no other store of this process has."""
-
-
 class Closing(Protocol):
     """Something that has files or memory to release."""
 
@@ -336,20 +329,29 @@ class Store(Closing, Protocol):
         `stacking.read_batch` makes batches of them.
         """
 
-    @property
-    def generation(self) -> int | None:
-        """As long as it is equal, what `rows` gave still counts. Read it before `rows`.
-
-        Whatever removes, moves, marks or releases an entry changes it; entries that are new leave it as it is. No two
-        stores of a process have the same one (`new_generation`). None: entries are read from the disk each time, so
-        nothing is gained by remembering them.
-        """
-
     def prefetch(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 
         It waits for nothing, and passes over entries that are not there.
         """
+
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """Where entries lie, for who reads them in that order.
+
+        Args:
+            keys: The entries' keys.
+
+        Returns:
+            Ids of packs, and for each key int64 [n, 2]: the number of its pack in the list (an id may be there twice),
+            and its row in the pack; -1 and -1 for an entry that is not there.
+
+        Raises:
+            StoreError: The store has no packs.
+        """
+        raise StoreError(
+            f"{type(self).__name__} does not say which packs its entries lie in: use order='random', or pull the "
+            "cache to a directory for order='packs'"
+        )
 
     def keys(self) -> Iterator[str]:
         """The keys of all entries that are there now."""
@@ -362,22 +364,3 @@ class Store(Closing, Protocol):
 
     def stats(self) -> StoreStats:
         """Counts and sizes."""
-
-
-PacksKept = Literal["process", "machine"]
-
-
-@runtime_checkable
-class PackedStore(Protocol):
-    """A store that says in which packs its entries lie. A service does not."""
-
-    @property
-    def keeps_packs(self) -> PacksKept:
-        """For whom a whole pack that is prefetched stays until its entries are read: this process, or all."""
-
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].
-
-        That is the number of its pack in the list (an id may be there twice) and its row in the pack; -1 and -1 for an
-        entry that is not there.
-        """

@@ -16,7 +16,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import is_pack_id, new_generation
+from latentcache.store.base import is_pack_id
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.index import Index, Position, Reading, Transaction, process_lock
 from latentcache.store.layout import Location, PackRow
@@ -41,8 +41,6 @@ class Catalog:
     def __init__(self, directory: CacheDirectory, *, read_only: bool):
         self.directory = directory
         self.read_only = read_only
-        self.generation = new_generation()
-        """Another number after an entry has gone, or lies elsewhere. Entries that are new leave it as it is."""
         self.table = LocationTable()
         """Where entries are, and why others are damaged, as far as memory knows."""
         self._position: Position | None = None
@@ -161,7 +159,6 @@ class Catalog:
                     self.directory.index.rename(aside)
             Index(self.directory.index).replace_many(values)
             self._start_over()
-            self.generation = new_generation()
             remove_whole(aside)
         return len(rows), refused
 
@@ -176,7 +173,6 @@ class Catalog:
     def _apply(self, reading: Reading) -> None:
         if reading.is_whole and self._position is not None:
             self.table = LocationTable()
-            self.generation = new_generation()
         self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
         self._position = reading.position
 
@@ -240,8 +236,6 @@ class Catalog:
             left = [(name, value) for name, value in rows.changed.items() if value is not None]
             self.table.add(parsed_row(name, value, self.directory) for name, value in left)
             self._position = position
-            if rows.generation is not None:
-                self.generation = new_generation()
 
     def seal(self, row: PackRow) -> int:
         """Record a new pack, and those of its entries that are not there yet. Returns how many were not."""
@@ -283,7 +277,6 @@ class Catalog:
             with self._lock:
                 for key, (_, reason) in short.items():
                     self.table.mark(key, reason)
-                self.generation = new_generation()
             return
 
         def change(row: PackRow) -> None:

@@ -24,11 +24,9 @@ from latentcache.store.base import (
     Description,
     EntryArrays,
     OwnedEntry,
-    PacksKept,
     Store,
     StoreStats,
     check_key,
-    new_generation,
 )
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
@@ -135,13 +133,8 @@ class DiskStore(Store):
     def find(self, keys: Iterable[str]) -> set[str]:
         return self.catalog.find(keys)
 
-    @property
-    def keeps_packs(self) -> PacksKept:
-        """As `PackedStore.keeps_packs`: in the page cache."""
-        return "machine"
-
+    @override
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """As `PackedStore.places`."""
         self.catalog.reload()
         return self.catalog.table.places(keys)
 
@@ -178,11 +171,6 @@ class DiskStore(Store):
                 problem = str(error)
             location = self._relocate(key, location, problem)
 
-    @property
-    @override
-    def generation(self) -> int | None:
-        return (self._catalog or self.catalog).generation  # the property raises where the store is closed
-
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         return self.mapped.rows(keys, _locate(self, keys))
@@ -210,7 +198,6 @@ class DiskStore(Store):
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
-            self.catalog.generation = new_generation()  # what was read of them does not count any more
             logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
 
     def release(self, packs: Iterable[str]) -> None:

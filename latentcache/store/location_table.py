@@ -197,7 +197,7 @@ class LocationTable:
         return found
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """As `PackedStore.places`."""
+        """As `Store.places`."""
         parts = self._parts
         before = list(accumulate([len(part.packs) for part in parts], initial=0))
         found = np.full((len(keys), 2), -1, np.int64)

@@ -18,7 +18,6 @@ from latentcache.store.base import (
     as_array,
     check_key,
     dtype_name,
-    new_generation,
     record_of,
 )
 from latentcache.store.layout import description_of
@@ -40,7 +39,6 @@ class MemoryStore(Store):
             raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
         self._entries: dict[str, tuple[OwnedEntry, EntryArrays]] | None = {}
-        self._generation = new_generation()
 
     @property
     def _open(self) -> dict[str, tuple[OwnedEntry, EntryArrays]]:
@@ -93,22 +91,13 @@ class MemoryStore(Store):
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         return [self._stored(key)[1] for key in keys]
 
-    @property
-    @override
-    def generation(self) -> int:
-        _ = self._open
-        return self._generation
-
     def prefetch(self, keys: Iterable[str]) -> None:
         """All is in memory."""
         _ = self._open
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
-        try:
-            return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
-        finally:
-            self._generation = new_generation()  # last: what was read under the one before does not count any more
+        return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
 
     def damaged(self) -> dict[str, str]:
         """Always empty: memory is not checked."""

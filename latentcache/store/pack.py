@@ -301,9 +301,11 @@ class PackBytes:
         return cls(name, len(view), lambda offset, number: view[offset : offset + number])
 
     def read(self, offset: int, num_bytes: int) -> bytes | memoryview:
-        """So many bytes. PackError if the pack ends before; StoreError: it cannot be read now."""
+        """So many bytes. PackError if the pack ends before; FileNotFoundError; StoreError: it cannot be read now."""
         try:
             data = self._read(offset, num_bytes)
+        except FileNotFoundError:
+            raise
         except (OSError, MemoryError, OverflowError) as error:
             raise unreadable(self.path, error) from error
         if len(data) != num_bytes:
@@ -487,7 +489,9 @@ def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
         num_bytes = max(min_bytes, min(max_bytes, file_bytes))
-        mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8, device="cpu")
+        # By its descriptor where that has a name: meanwhile the file's own may be gone.
+        source = f"/dev/fd/{fd}" if os.path.exists(f"/dev/fd/{fd}") else str(path)
+        mapped = torch.from_file(source, shared=False, size=num_bytes, dtype=torch.uint8, device="cpu")
         return mapped.numpy()
     except (RuntimeError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error

@@ -1,31 +1,51 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.comparing_server import ComparingServer, comparing_server
 from helpers.swift_server import SwiftServer
 
-from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket import BucketTransport
 
 _numbers = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def _no_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+
 @pytest.fixture
-def s3_url(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty place on the server, which the environment leads to."""
+def swift_url(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place on a real S3 server, which cannot compare. The environment leads to it."""
     for name, value in swift.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://tests/{next(_numbers)}/cache"
 
 
-@pytest.fixture(params=["memory", "files", "s3"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
-    """An empty bucket: of obstore's store in memory, which compares before it replaces, and of two which cannot."""
-    from obstore.store import LocalStore, MemoryStore
+@pytest.fixture
+def object_server() -> Iterator[ComparingServer]:
+    """An object store over HTTP that compares before it replaces."""
+    with comparing_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(object_server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place on it, which the environment leads to."""
+    for name, value in object_server.environment("s3").items():
+        monkeypatch.setenv(name, value)
+    return f"s3://team/{next(_numbers)}/cache"
+
+
+@pytest.fixture(params=["memory", "s3"])
+def bucket(request: pytest.FixtureRequest) -> BucketTransport:
+    """An empty bucket: of obstore's store in memory, and over HTTP."""
+    from obstore.store import MemoryStore
 
     if request.param == "memory":
-        return Bucket(MemoryStore(), "memory://cache")
-    if request.param == "files":
-        return Bucket(LocalStore(tmp_path / "bucket", mkdir=True), "files://cache")
-    return Bucket.open(request.getfixturevalue("s3_url"))
+        return BucketTransport(MemoryStore(), f"memory://{next(_numbers)}")
+    return BucketTransport.open(request.getfixturevalue("s3_url"))

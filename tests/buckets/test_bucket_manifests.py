@@ -1,4 +1,4 @@
-"""Manifests in a bucket: several writers at once lose nothing, whether the store compares or not."""
+"""Manifests in a bucket: several writers at once lose nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from latentcache.dataset.manifest import Manifest, manifest_parts
 from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
-from latentcache.remote.bucket import Bucket
-from latentcache.remote.bucket_manifests import BucketManifests, merged_manifests
-from latentcache.remote.transfers import merged
+from latentcache.remote.bucket import BucketTransport
+from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.transfer import merged
+from latentcache.remote.transport import ANY_VERSION
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "a"}}
@@ -31,55 +32,52 @@ def ids(manifest: Manifest | None) -> set[int]:
     return {int(sample_id.removesuffix(".png")) for sample_id in manifest.rows}
 
 
-def test_what_was_written_is_read_and_replaced_as_a_whole(bucket: Bucket) -> None:
-    manifests = BucketManifests(bucket)
+def test_what_was_written_is_read_and_replaced_as_a_whole(bucket: BucketTransport) -> None:
+    manifests = RemoteManifests(bucket)
     assert manifests.names() == [] and manifests.read("photos") is None and manifests.unfinished() == []
     manifests.begin("photos")
     assert manifests.unfinished() == ["photos"] and manifests.names() == []
     manifests.write(make(1, 2))
-    manifests.write(make(7, name="my+photos"))
+    manifests.write(make(7, name="my.photos"))
     assert manifests.unfinished() == []
-    assert BucketManifests(bucket).read("photos") == make(1, 2) and BucketManifests(bucket).names() == [
-        "my+photos",
+    assert RemoteManifests(bucket).read("photos") == make(1, 2) and RemoteManifests(bucket).names() == [
+        "my.photos",
         "photos",
     ]
     manifests.write(make(2, 3))
     assert manifests.read("photos") == make(2, 3), "1 is gone: this writer knew of it"
-    BucketManifests(bucket).write(make(4))
+    RemoteManifests(bucket).write(make(4))
     assert manifests.read("photos") == make(4)
-    assert len(bucket.names("manifests")) == 2, "what was replaced is removed"
+    assert len(bucket.list("manifests")) == 2, "what was replaced is removed"
 
 
-def test_two_writers_that_read_the_same_lose_nothing(bucket: Bucket) -> None:
-    BucketManifests(bucket).write(make(1))
-    first, second = BucketManifests(bucket), BucketManifests(bucket)
+def test_two_writers_that_read_the_same_lose_nothing(bucket: BucketTransport) -> None:
+    RemoteManifests(bucket).write(make(1))
+    first, second = RemoteManifests(bucket), RemoteManifests(bucket)
     for writer in (first, second):
         read = writer.read("photos")
         assert read is not None and ids(read) == {1}
     first.write(make(1, 2))
-    if bucket.can_replace:
-        with pytest.raises(StoreBusyError, match="another client replaced the manifest photos"):
-            second.write(make(1, 3, path="newer/"))
-        assert ids(second.read("photos")) == {1, 2}
-        second.write(replace(make(1, 3, path="newer/"), rows={**make(2).rows, **make(1, 3, path="newer/").rows}))
-    else:
+    with pytest.raises(StoreBusyError, match="another client replaced the manifest photos"):
         second.write(make(1, 3, path="newer/"))
-    found = BucketManifests(bucket).read("photos")
+    assert ids(second.read("photos")) == {1, 2}
+    second.write(replace(make(1, 3, path="newer/"), rows={**make(2).rows, **make(1, 3, path="newer/").rows}))
+    found = RemoteManifests(bucket).read("photos")
     assert ids(found) == {1, 2, 3}
     assert found is not None and found.rows["1.png"].path == "newer/1.png"
-    third = BucketManifests(bucket)
+    third = RemoteManifests(bucket)
     third.update(
         lambda: replace(read, rows={"9.png": make(9).rows["9.png"]}) if (read := third.read("photos")) else None
     )
-    assert ids(BucketManifests(bucket).read("photos")) == {9} and len(bucket.names("manifests")) == 1
+    assert ids(RemoteManifests(bucket).read("photos")) == {9} and len(bucket.list("manifests")) == 1
 
 
-def test_many_writers_at_once_lose_nothing(bucket: Bucket) -> None:
+def test_many_writers_at_once_lose_nothing(bucket: BucketTransport) -> None:
     """Each adds its samples one by one, as machines do that push to one place."""
     errors: list[BaseException] = []
 
     def add(first: int) -> None:
-        manifests = BucketManifests(bucket)
+        manifests = RemoteManifests(bucket)
 
         def with_one(number: int) -> Callable[[], Manifest]:
             def made() -> Manifest:
@@ -101,74 +99,64 @@ def test_many_writers_at_once_lose_nothing(bucket: Bucket) -> None:
         thread.join()
     if errors:
         raise errors[0]
-    assert ids(BucketManifests(bucket).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
+    assert ids(RemoteManifests(bucket).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
 
 
-def test_samples_of_another_encoding_are_not_merged(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
-    old, new = BucketManifests(bucket), BucketManifests(bucket)
+def test_samples_of_another_encoding_are_not_merged(bucket: BucketTransport) -> None:
+    old, new = RemoteManifests(bucket), RemoteManifests(bucket)
     for writer in (old, new):
         assert writer.read("photos") is None
     old.write(make(1))
     other = {**COMMON, "salt": "other"}
     ours = make(2, common=other)
-    if bucket.can_replace:
-        with pytest.raises(DatasetError, match="one list cannot say both"):
-            update_manifest(new, lambda: ours if (there := new.read("photos")) is None else merged(there, ours))
-        return
-    new.write(ours)
-    assert BucketManifests(bucket).read("photos") == ours
-    assert "another role or encoding at the same time" in caplog.text
+    with pytest.raises(DatasetError, match="one list cannot say both"):
+        update_manifest(new, lambda: ours if (there := new.read("photos")) is None else merged(there, ours))
 
 
-def test_a_race_ends_as_one_push_after_the_other(bucket: Bucket) -> None:
+def test_a_race_ends_as_one_push_after_the_other(bucket: BucketTransport) -> None:
     """A sample that one encoded stays so, where the other refused it; what one removed does not come back."""
     whole, encoded = make(1), Row("1.png", "1.png", "a" * 64, IMAGES, ())
     refused = replace(encoded, refusal=Refusal("1.png", "1.png", "image", "out of memory"))
-    first, second = BucketManifests(bucket), BucketManifests(bucket)
+    first, second = RemoteManifests(bucket), RemoteManifests(bucket)
     for writer in (first, second):
         assert writer.read("photos") is None
     ours = replace(whole, rows={"1.png": refused})
     first.write(replace(whole, rows={"1.png": encoded}))
     update_manifest(second, lambda: ours if (there := second.read("photos")) is None else merged(there, ours))
-    found = BucketManifests(bucket).read("photos")
+    found = RemoteManifests(bucket).read("photos")
     assert found is not None and found.rows["1.png"] == encoded
-    if bucket.can_replace:
-        removing = BucketManifests(bucket)
-        assert removing.read("photos") is not None
-        BucketManifests(bucket).write(make(1, 2, 3))
-        update_manifest(removing, lambda: make(2))
-        assert ids(BucketManifests(bucket).read("photos")) == {2}
+    removing = RemoteManifests(bucket)
+    assert removing.read("photos") is not None
+    RemoteManifests(bucket).write(make(1, 2, 3))
+    update_manifest(removing, lambda: make(2))
+    assert ids(RemoteManifests(bucket).read("photos")) == {2}
 
 
-def test_a_damaged_manifest_is_named_and_replaced(bucket: Bucket) -> None:
+def test_a_damaged_manifest_is_named_and_replaced(bucket: BucketTransport) -> None:
     data = b"".join(manifest_parts(make(1)))
-    bucket.put("manifests/photos.safetensors", data.replace(b"1.png", b"2.png"))
-    manifests = BucketManifests(bucket)
-    with pytest.raises(DatasetError, match=r"cache.*/manifests/photos\.safetensors.*its digest differs"):
+    bucket.write("manifests/photos.safetensors", data.replace(b"1.png", b"2.png"), version=ANY_VERSION)
+    manifests = RemoteManifests(bucket)
+    with pytest.raises(DatasetError, match=r"/manifests/photos\.safetensors.*its digest differs"):
         manifests.read("photos")
     manifests.write(make(3))
     assert manifests.read("photos") == make(3)
 
 
-def test_an_old_manifest_is_named_and_replaced(bucket: Bucket) -> None:
+def test_an_old_manifest_is_named_and_replaced(bucket: BucketTransport) -> None:
     """It counts: `prune` must not remove what it lists as if nothing needed it."""
-    bucket.put("manifests/photos.jsonl", b'{"format": 2, "name": "photos"}\n')
-    manifests = BucketManifests(bucket)
+    bucket.write("manifests/photos.jsonl", b'{"format": 2, "name": "photos"}\n', version=ANY_VERSION)
+    manifests = RemoteManifests(bucket)
     assert manifests.names() == ["photos"]
     with pytest.raises(DatasetError, match=r"manifests/photos\.jsonl.*older version.*latentcache precache CONFIG"):
         manifests.read("photos")
     manifests.write(make(3))
     assert manifests.names() == ["photos"] and manifests.read("photos") == make(3)
-    assert not [name for name in bucket.names("manifests") if name.endswith(".jsonl")]
+    assert not [name for name in bucket.list("manifests") if name.endswith(".jsonl")]
 
 
-def test_a_reader_writes_nothing(bucket: Bucket) -> None:
-    manifests = BucketManifests(bucket, read_only=True)
+def test_a_reader_writes_nothing(bucket: BucketTransport) -> None:
+    manifests = RemoteManifests(bucket, read_only=True)
     for call in (lambda: manifests.write(make(1)), lambda: manifests.begin("photos")):
         with pytest.raises(ReadOnlyError):
             call()
-    assert bucket.names("") == {}
-
-
-def test_merging_nothing_gives_nothing() -> None:
-    assert merged_manifests([]) is None
+    assert bucket.list("") == {}

@@ -15,22 +15,22 @@ from transfers.test_transfers import check, fill, key_of_image, manifest_of, pac
 
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
-from latentcache.remote.bucket import Bucket
-from latentcache.remote.bucket_manifests import BucketManifests
-from latentcache.remote.bucket_upkeep import BucketReport, BucketUpkeep, removals_in
-from latentcache.remote.places import open_place
-from latentcache.remote.transfers import Move, transfer
+from latentcache.remote.bucket import BucketTransport
+from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.transfer import End, Move, transfer
+from latentcache.remote.transport import ANY_VERSION, packs_in
+from latentcache.remote.upkeep import Tidying, TidyReport, removals_in
 from latentcache.store.directory import pack_name
 
 Run = Callable[..., Any]
 
 
-def tidy(url: str, *, prune: bool = False, grace_h: float = 24.0, **more: Any) -> BucketReport:
-    return BucketUpkeep(url, prune=prune, grace_h=grace_h, **more).run()
+def tidy(url: str, *, prune: bool = False, grace_h: float = 24.0, **more: Any) -> TidyReport:
+    return Tidying(BucketTransport.open(url), prune=prune, grace_h=grace_h, **more).run()
 
 
 def wait_a_second() -> None:
-    """Object stores count time in whole seconds."""
+    """Object stores may count time in whole seconds."""
     time.sleep(1.1)
 
 
@@ -46,17 +46,17 @@ def test_small_packs_become_one_and_go_after_the_grace_time(tmp_path: Path, s3_u
     transfer(here, s3_url)
     code, planned = run_json("compact", s3_url, "--dry-run")
     assert code == 0 and (planned["num_packs"], planned["num_listed"], planned["num_entries"]) == (8, 8, 36)
-    assert Bucket.open(s3_url).packs().keys() == packs_of(here).keys()
+    assert packs_in(BucketTransport.open(s3_url)).keys() == packs_of(here).keys()
     code, report = run_json("compact", s3_url)
     assert code == 0 and (report["num_listed"], report["num_written"], report["num_removed"]) == (8, 1, 0)
-    packs = Bucket.open(s3_url).packs()
+    packs = packs_in(BucketTransport.open(s3_url))
     assert len(packs) == 9, "who listed them before reads them still"
     again = tidy(s3_url)
     assert (again.num_packs, again.num_waiting, again.num_listed, again.num_written) == (1, 8, 0, 0)
     wait_a_second()
     assert tidy(s3_url, grace_h=0).num_removed == 8
-    assert Bucket.open(s3_url).packs().keys() == packs.keys() - packs_of(here).keys()
-    assert removals_in(Bucket.open(s3_url)) == {}
+    assert packs_in(BucketTransport.open(s3_url)).keys() == packs.keys() - packs_of(here).keys()
+    assert removals_in(BucketTransport.open(s3_url)) == {}
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(32))
     assert transfer(here, s3_url).num_packs == 0, "its entries are there"
@@ -78,8 +78,8 @@ def test_what_no_manifest_needs_goes(tmp_path: Path, s3_url: str, run: Run, run_
     assert tidy(s3_url, prune=True, grace_h=0).num_removed == 4
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16, 28))
-    with open_place(s3_url) as place:
-        assert place.find([key_of_image(number) for number in range(32)]) == {key_of_image(n) for n in range(16, 28)}
+    found = End.open(s3_url).find([key_of_image(number) for number in range(32)])
+    assert found == {key_of_image(n) for n in range(16, 28)}
     code, _, err = run("prune", s3_url, "--max-bytes", "1GB")
     assert code == 2 and "a bucket does not know" in err
     for grace in ("-1", "inf", "nan", "1e9"):
@@ -97,31 +97,32 @@ def test_a_pack_that_a_manifest_needs_again_stays(tmp_path: Path, s3_url: str) -
     wait_a_second()
     assert tidy(s3_url, prune=True, grace_h=0).num_listed == 1
     assert whole is not None
-    listed = removals_in(Bucket.open(s3_url)).keys()
+    listed = removals_in(BucketTransport.open(s3_url)).keys()
     assert listed
-    BucketManifests(Bucket.open(s3_url)).write(whole)  # by one that looked at the packs before
+    RemoteManifests(BucketTransport.open(s3_url)).write(whole)  # by one that looked at the packs before
     wait_a_second()
     report = tidy(s3_url, grace_h=0)
-    assert report.num_removed == 0 and removals_in(Bucket.open(s3_url)).keys().isdisjoint(listed)
+    assert report.num_removed == 0 and removals_in(BucketTransport.open(s3_url)).keys().isdisjoint(listed)
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16))
 
 
-def test_a_push_does_not_count_on_what_goes(tmp_path: Path, s3_url: str) -> None:
+def test_what_a_push_counted_on_stays(tmp_path: Path, s3_url: str) -> None:
     here = fill(tmp_path / "here", range(16), per_pack=8)
     transfer(here, s3_url)
     whole = manifest_of(here)
     keep_only(here, range(8))
     transfer(here, s3_url, replace=True)
     wait_a_second()
-    tidy(s3_url, prune=True, grace_h=0)
+    assert tidy(s3_url, prune=True, grace_h=0).num_listed == 1
     assert whole is not None
     ManifestFolder(here / "manifests").write(whole)
     report = transfer(here, s3_url)
-    assert report.ok and report.num_packs == 1 and report.manifests == ["photos"]
-    bucket = Bucket.open(s3_url)
-    listed = {pack for _, packs in removals_in(bucket).values() for pack in packs}
-    bucket.remove_packs(listed)  # at once, whatever it has
+    assert report.ok and report.num_packs == 0 and report.manifests == ["photos"]
+    wait_a_second()
+    assert tidy(s3_url, prune=True, grace_h=0).num_removed == 0
+    wait_a_second()
+    tidy(s3_url, prune=True, grace_h=0)
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16))
 
@@ -132,7 +133,7 @@ def test_what_is_not_finished_is_kept(tmp_path: Path, s3_url: str) -> None:
         transfer(here, s3_url)
         tidy(s3_url, prune=True)
     transfer(fill(tmp_path / "other", range(8, 16), "others"), s3_url)
-    BucketManifests(Bucket.open(s3_url)).begin("photos")
+    RemoteManifests(BucketTransport.open(s3_url)).begin("photos")
     with pytest.raises(StoreError, match=r"not finished: photos.*--unfinished"):
         tidy(s3_url, prune=True, grace_h=0)
     wait_a_second()
@@ -143,18 +144,18 @@ def test_a_run_that_died_is_repeated(tmp_path: Path, s3_url: str, monkeypatch: p
     """After its new packs, and before its list."""
     transfer(fill(tmp_path / "here", range(16), per_pack=4), s3_url)
 
-    put = Bucket.put
+    write = BucketTransport.write
 
-    def died(self: Bucket, name: str, data: bytes) -> None:
+    def died(self: BucketTransport, name: str, data: bytes, *, version: str | None) -> bool:
         if name.startswith("removals/"):
             raise KeyboardInterrupt
-        put(self, name, data)
+        return write(self, name, data, version=version)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "put", died)
+        patch.setattr(BucketTransport, "write", died)
         with pytest.raises(KeyboardInterrupt):
             tidy(s3_url)
-    assert len(Bucket.open(s3_url).packs()) == 5
+    assert len(packs_in(BucketTransport.open(s3_url))) == 5
     report = tidy(s3_url)
     assert (report.num_listed, report.num_written) == (4, 0), "the new pack is used"
     wait_a_second()
@@ -170,12 +171,12 @@ def test_damage_is_reported_and_its_pack_stays(tmp_path: Path, s3_url: str) -> N
     pack, data = next((pack, data) for pack, data in packs_of(here).items() if needle in data)
     broken = bytearray(data)
     broken[data.index(needle)] ^= 1
-    Bucket.open(s3_url).put(pack_name(pack), bytes(broken))
+    BucketTransport.open(s3_url).write(pack_name(pack), bytes(broken), version=ANY_VERSION)
     report = tidy(s3_url)
     assert report.damaged.keys() == {key_of_image(5)} and report.num_listed == 3
     wait_a_second()
     tidy(s3_url, grace_h=0)
-    Bucket.open(s3_url).put(pack_name(pack), data)
+    BucketTransport.open(s3_url).write(pack_name(pack), data, version=ANY_VERSION)
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16))
 
@@ -196,8 +197,9 @@ def test_pushes_pulls_and_compaction_at_once(tmp_path: Path, s3_url: str) -> Non
 
     def pull() -> None:
         for number in range(3):
-            with open_place(s3_url) as source, open_place(tmp_path / f"pulled{number}", is_target=True) as target:
-                assert Move(source, target).run().ok
+            source, target = End.open(s3_url), End.open(tmp_path / f"pulled{number}", is_target=True)
+            assert Move(source, target).run().ok
+            target.transport.close()
 
     works = [
         lambda: [tidy(s3_url) for _ in range(3)],

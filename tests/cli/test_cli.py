@@ -284,7 +284,7 @@ def test_ctrl_c_says_that_nothing_is_lost(run: Any, tmp_path: Path, monkeypatch:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("latentcache.remote.transfers.transfer", interrupted)
+    monkeypatch.setattr("latentcache.remote.transfer.transfer", interrupted)
     code, _, err = run("push", tmp_path / "a", tmp_path / "b")
     assert code == 130 and "interrupted; sealed entries are safe" in err
 

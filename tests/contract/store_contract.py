@@ -1,4 +1,4 @@
-"""What every store must do. A store's test class inherits `StoreContract` and gives the fixture `store`."""
+"""What every store must do. A store's test class inherits one of the contracts and gives the fixture `store`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
-from latentcache.store.memory import MemoryStore
 from latentcache.store.stacking import read_batch, stack
 from latentcache.types import Entry, Padding, Record
 
@@ -154,29 +153,18 @@ class StoreContract:
         assert same(batch["moments"], torch.stack([entries[i].tensors["moments"] for i in order]))
         assert read_batch(store, []) == {}
 
-    def test_rows_count_as_long_as_the_generation_is_equal(self, store):
+    def test_rows_are_what_was_stored(self, store):
         entries = [make_entry(number, kind="text") for number in range(3)]
-        generation = store.generation
         store.add(entries)
         keys = [entry.record.key for entry in entries]
         rows = store.rows(keys)
-        assert store.generation == generation
         expected = {name: torch.stack([entry.tensors[name] for entry in entries]) for name in ("moments", "pooled")}
         for name, column in stack(keys, rows).items():
             assert same(column, expected[name])
         store.add([make_entry(7)])
         store.find(keys)
-        assert store.generation == generation and store.rows(keys)[0].description is rows[0].description
-        store.remove(keys[:1])
-        assert store.generation != generation
-        with pytest.raises(EntryMissingError):
-            store.rows(keys)
+        assert store.rows(keys)[0].description is rows[0].description
         assert len(store.rows(keys[1:])) == 2 and not store.rows([])
-        assert same(stack(keys, rows)["pooled"], expected["pooled"]), "what was read stays readable"
-
-    def test_no_two_stores_have_one_generation(self, store):
-        with MemoryStore() as other:
-            assert store.generation is None or store.generation != other.generation
 
     def test_rows_are_arrays_of_each_field(self, store):
         entry = make_entry(1, kind="text", dtype=torch.bfloat16)
@@ -252,34 +240,10 @@ class StoreContract:
             assert same(read_batch(store, keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
         assert store.find([*keys, ABSENT]) == set(keys)
 
-    def test_a_batch_again_follows_what_was_removed_and_added(self, store):
-        entries = [make_entry(number) for number in range(4)]
-        store.add(entries[:3])
-        keys = [entry.record.key for entry in entries]
-        expected = torch.stack([entry.tensors["moments"] for entry in entries])
-        for _ in range(2):
-            assert same(read_batch(store, keys[:3])["moments"], expected[:3])
-        store.remove([keys[1]])
-        with pytest.raises(EntryMissingError):
-            read_batch(store, keys[:3])
-        store.add([entries[3], entries[1]])
-        for _ in range(2):
-            assert same(read_batch(store, keys)["moments"], expected)
-
     def test_describe(self, store):
         entry = make_entry(1, kind="text", dtype=torch.bfloat16)
         store.add([entry])
         assert store.describe(entry.record.key) == {"moments": ("bfloat16", (4, 3, 5)), "pooled": ("bfloat16", (7,))}
-
-    def test_remove(self, store):
-        entries = [make_entry(number) for number in range(3)]
-        store.add(entries)
-        assert store.remove([entries[0].record.key, entries[0].record.key, ABSENT]) == 1
-        assert store.find(entry.record.key for entry in entries) == {entry.record.key for entry in entries[1:]}
-        with pytest.raises(EntryMissingError):
-            store.get(entries[0].record.key)
-        assert store.add([entries[0]]) == 1
-        assert_holds(store, entries[0])
 
     def test_the_writer_keeps_what_was_added_before_an_exception(self, store):
         entries = [make_entry(number) for number in range(5)]
@@ -358,9 +322,6 @@ class StoreContract:
             assert dict(row.description) == store.describe(entry.record.key)
             assert same(stack([""], [row])["hidden"][0], entry.tensors["hidden"])
         assert store.stats().payload_bytes == sum(entry.num_bytes for entry in [*entries, plain])
-        assert store.remove([entries[0].record.key]) == 1
-        for entry in entries[1:]:
-            assert_holds(store, entry)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_ragged_fields_of_every_dtype_are_padded(self, store, dtype):
@@ -475,8 +436,47 @@ class StoreContract:
             lambda: store.find([ABSENT]),
             lambda: store.prefetch([ABSENT]),
             lambda: store.rows([ABSENT]),
-            lambda: store.generation,
             lambda: store.add([make_entry(2)]),
         ):
             with pytest.raises(StoreError, match="closed"):
                 call()
+
+
+class RemovingStoreContract(StoreContract):
+    """Of stores of which entries can be removed one by one: not of those that are elsewhere."""
+
+    def test_what_was_removed_is_missing_and_what_was_read_stays(self, store):
+        entries = [make_entry(number, kind="text") for number in range(3)]
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        rows = store.rows(keys)
+        expected = {name: torch.stack([entry.tensors[name] for entry in entries]) for name in ("moments", "pooled")}
+        store.remove(keys[:1])
+        with pytest.raises(EntryMissingError):
+            store.rows(keys)
+        assert len(store.rows(keys[1:])) == 2 and not store.rows([])
+        assert same(stack(keys, rows)["pooled"], expected["pooled"]), "what was read stays readable"
+
+    def test_a_batch_again_follows_what_was_removed_and_added(self, store):
+        entries = [make_entry(number) for number in range(4)]
+        store.add(entries[:3])
+        keys = [entry.record.key for entry in entries]
+        expected = torch.stack([entry.tensors["moments"] for entry in entries])
+        for _ in range(2):
+            assert same(read_batch(store, keys[:3])["moments"], expected[:3])
+        store.remove([keys[1]])
+        with pytest.raises(EntryMissingError):
+            read_batch(store, keys[:3])
+        store.add([entries[3], entries[1]])
+        for _ in range(2):
+            assert same(read_batch(store, keys)["moments"], expected)
+
+    def test_remove(self, store):
+        entries = [make_entry(number) for number in range(3)]
+        store.add(entries)
+        assert store.remove([entries[0].record.key, entries[0].record.key, ABSENT]) == 1
+        assert store.find(entry.record.key for entry in entries) == {entry.record.key for entry in entries[1:]}
+        with pytest.raises(EntryMissingError):
+            store.get(entries[0].record.key)
+        assert store.add([entries[0]]) == 1
+        assert_holds(store, entries[0])

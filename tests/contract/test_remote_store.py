@@ -1,4 +1,4 @@
-"""The contract of stores, over HTTP: against a real server process, with and without the local tier."""
+"""The contract of stores that are elsewhere: of a service, by a real server process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import torch
 from helpers.serving import serving
 from store_contract import StoreContract, make_entry, same
 
-from latentcache.errors import EntryMissingError
-from latentcache.remote.remote_store import RemoteStore
+from latentcache.errors import StoreError
+from latentcache.remote.service import ServiceTransport
+from latentcache.remote.store import RemoteStore
 from latentcache.store import DiskStore
-from latentcache.store.stacking import read_batch, stack
+from latentcache.store.stacking import read_batch
+from latentcache.store.upkeep import compact
 
 
 @pytest.fixture(scope="module")
@@ -18,22 +20,34 @@ def server(tmp_path_factory):
     cache = tmp_path_factory.mktemp("served") / "cache"
     DiskStore(cache).close()
     with serving(cache) as server:
+        server.cache = cache
         yield server
 
 
+@pytest.fixture
+def transport(server):
+    with DiskStore(server.cache) as disk:
+        disk.remove(list(disk.keys()))
+        compact(disk)
+    server.get("/v1/packs")  # it looks what is there now
+    return ServiceTransport(server.url, token=server.write_token)
+
+
 class RemoteStoreContract(StoreContract):
-    def test_rows_count_as_long_as_the_generation_is_equal(self, store):
-        entries = [make_entry(number, kind="text") for number in range(3)]
-        store.add(entries)
-        keys = [entry.record.key for entry in entries]
-        rows = store.rows(keys)
-        assert store.generation is None, "what comes over the network is not remembered"
-        expected = torch.stack([entry.tensors["moments"] for entry in entries])
-        assert store.remove(keys[:1]) == 1
-        with pytest.raises(EntryMissingError):
-            store.rows(keys)
-        assert len(store.rows(keys[1:])) == 2 and not store.rows([])
-        assert same(stack(keys, rows)["moments"], expected), "what was read stays readable"
+    @pytest.fixture
+    def far(self, transport):
+        return transport
+
+    @pytest.fixture
+    def store(self, far, tmp_path):
+        with RemoteStore(far, local=tmp_path / "local") as store:
+            yield store
+
+    def test_entries_are_not_removed_one_by_one(self, store):
+        store.add([make_entry(1)])
+        with pytest.raises(StoreError, match=r"cannot be removed one by one; `latentcache prune"):
+            store.remove([make_entry(1).record.key])
+        assert store.find([make_entry(1).record.key])
 
     @pytest.mark.parametrize("num_values", [60_000, 64_000, 126_464, 131_072, 400_000])
     def test_entries_of_all_sizes_come_whole(self, store, num_values):
@@ -43,18 +57,22 @@ class RemoteStoreContract(StoreContract):
         batch = read_batch(store, [entry.record.key for entry in entries])
         assert same(batch["moments"], torch.stack([entry.tensors["moments"] for entry in entries]))
 
+    def test_another_client_sees_what_was_added(self, store, far, tmp_path):
+        entries = [make_entry(number) for number in range(3)]
+        with RemoteStore(far, local=tmp_path / "other") as other:
+            assert not other.find([entries[0].record.key])
+            store.add(entries)
+            keys = [entry.record.key for entry in entries]
+            assert other.find(keys) == set(keys)
+            assert same(read_batch(other, keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
+
 
 class TestRemoteStore(RemoteStoreContract):
-    @pytest.fixture
-    def store(self, server):
-        with RemoteStore(server.url, token=server.write_token) as store:
-            store.remove(store.keys())
-            yield store
+    """Of a service."""
 
 
-class TestRemoteStoreWithLocalTier(RemoteStoreContract):
+class TestRemoteStoreWithoutRoom(RemoteStoreContract):
     @pytest.fixture
-    def store(self, server, tmp_path):
-        with RemoteStore(server.url, token=server.write_token, local=tmp_path / "local") as store:
-            store.remove(store.keys())
+    def store(self, far, tmp_path):
+        with RemoteStore(far, local=tmp_path / "local", local_max_bytes=0) as store:
             yield store

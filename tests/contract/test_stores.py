@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from store_contract import StoreContract, assert_holds, make_entry, make_text, padded, same
+from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text, padded, same
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
@@ -41,7 +41,7 @@ def write_offsets(store, change):
         file.write(offsets.tobytes())
 
 
-class DiskStoreContract(StoreContract):
+class DiskStoreContract(RemovingStoreContract):
     """What stores in a directory do besides: entries with ragged fields are verified, found damaged, and moved."""
 
     def test_ragged_entries_are_verified_compacted_and_rebuilt(self, store):
@@ -107,7 +107,7 @@ class TestDiskStore(DiskStoreContract):
             yield store
 
 
-class TestMemoryStore(StoreContract):
+class TestMemoryStore(RemovingStoreContract):
     @pytest.fixture
     def store(self):
         with MemoryStore() as store:

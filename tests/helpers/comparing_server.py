@@ -5,23 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-MODIFIED = "2026-01-01T00:00:00.000Z"
-
 
 class ComparingServer(ThreadingHTTPServer):
-    """`objects`: bytes and generation, by path. `refused`: paths that are not given, with their status."""
+    """`objects`: bytes and generation, by path; `times`: when each was written, in seconds since 1970, by path.
+
+    `refused`: paths that are not given, with their status.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, tuple[bytes, int]] = {}
+        self.times: dict[str, float] = {}
         self.refused: dict[str, int] = {}
         self.generation = 0
         self.lock = threading.Lock()
@@ -61,7 +66,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        source = self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")
         with self.server.lock:
+            if source is not None:
+                data = self.server.objects[f"/{unquote(source).lstrip('/')}"][0]
             there = self.server.objects.get(self._path())
             generation = self.headers.get("x-goog-if-generation-match")
             is_other = generation is not None and int(generation) != (there[1] if there else 0)
@@ -73,6 +81,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(412)
             self.server.generation += 1
             self.server.objects[self._path()] = data, self.server.generation
+            self.server.times[self._path()] = time.time()
+            if source is not None:
+                copied = f"<CopyObjectResult><ETag>{escape(_tag(data))}</ETag></CopyObjectResult>"
+                return self._answer(200, copied.encode(), Content_Type="application/xml")
             return self._answer(200, ETag=_tag(data), x_goog_generation=str(self.server.generation))
 
     def do_GET(self) -> None:
@@ -86,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404)
         data, generation = there
         headers = {"ETag": _tag(data), "x_goog_generation": str(generation)}
-        headers["Last_Modified"] = "Thu, 01 Jan 2026 00:00:00 GMT"
+        headers["Last_Modified"] = formatdate(self.server.times.get(self._path(), 0), usegmt=True)
         asked = self.headers.get("Range")
         if asked is None:
             return self._answer(200, data, **headers)
@@ -108,9 +120,10 @@ class _Handler(BaseHTTPRequestHandler):
         for path, (data, _) in sorted(self.server.objects.items()):
             name = path.removeprefix(folder)
             if path.startswith(folder + prefix):
-                tag = escape(_tag(data))
+                tag, at = escape(_tag(data)), datetime.fromtimestamp(self.server.times.get(path, 0), UTC)
+                modified = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
                 found.append(
-                    f"<Contents><Key>{escape(name)}</Key><LastModified>{MODIFIED}</LastModified>"
+                    f"<Contents><Key>{escape(name)}</Key><LastModified>{modified}</LastModified>"
                     f"<ETag>{tag}</ETag><Size>{len(data)}</Size></Contents>"
                 )
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(found)}</ListBucketResult>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
 from helpers.serving import RunningServer
 
-from latentcache.dataset.manifest import manifest_parts
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import DatasetError, LatentCacheError, ReadOnlyError, RemoteError, StoreBusyError
-from latentcache.remote.http import ServiceAnswer, ServiceConnection
-from latentcache.remote.remote_manifests import RemoteManifests
-from latentcache.remote.transfers import transfer
+from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
+from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.service import ServiceTransport
+from latentcache.remote.transfer import transfer
+from latentcache.remote.transport import Listed
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def folder(served_cache: Path) -> Iterator[ManifestFolder]:
 
 
 def connected(url: str, token: str | None) -> RemoteManifests:
-    return RemoteManifests(ServiceConnection(url, token=token, retry_s=5))
+    return RemoteManifests(ServiceTransport(url, token=token, retry_s=5))
 
 
 def test_manifests_are_those_of_the_server(server: RunningServer, folder: ManifestFolder) -> None:
@@ -43,17 +42,8 @@ def test_manifests_are_those_of_the_server(server: RunningServer, folder: Manife
 @pytest.mark.parametrize("name", ["../../odd", "/tmp/odd", "", "..", "a\\..\\odd", "odd\n", "a" * 101])
 def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A pull from a service that somebody else runs would write outside of the cache."""
-    manifest = replace(make_manifest(name), rows={})
-    answers = {
-        "manifests": json.dumps({"manifests": [{"name": name}]}).encode(),
-        "packs": b'{"packs": []}',
-        "entries:find": b'{"found": []}',
-    }
-
-    def answer(self: ServiceConnection, method: str, route: str, **_: object) -> ServiceAnswer:
-        return ServiceAnswer(self.url, 200, {}, answers.get(route) or b"".join(manifest_parts(manifest)))
-
-    monkeypatch.setattr(ServiceConnection, "request", answer)
+    files = {f"manifests/{name}.safetensors": Listed(0)}
+    monkeypatch.setattr(ServiceTransport, "list", lambda self, folder: files if folder == "manifests" else {})
     with pytest.raises(RemoteError, match="is no name of a manifest"):
         transfer("http://127.0.0.1:9", tmp_path / "a" / "cache")
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -117,19 +107,6 @@ def test_a_damaged_manifest_of_the_server_is_an_error_and_is_replaced(
         manifests.read("odd")
     manifests.write(replace(make_manifest("odd", 4)))
     assert folder.read("odd") == make_manifest("odd", 4)
-
-
-def test_an_old_manifest_of_the_server_is_an_error_and_is_replaced(
-    server: RunningServer, folder: ManifestFolder
-) -> None:
-    old = folder.path / "odd.jsonl"
-    old.write_bytes(b'{"format": 2, "name": "odd"}\n')
-    manifests = connected(server.url, server.write_token)
-    assert "odd" in manifests.names()
-    with pytest.raises(LatentCacheError, match="older version"):
-        manifests.read("odd")
-    manifests.write(make_manifest("odd", 4))
-    assert folder.read("odd") == make_manifest("odd", 4) and not old.exists()
 
 
 def test_names_are_no_paths(server: RunningServer) -> None:

@@ -19,7 +19,7 @@ from helpers.serving import RunningServer, serving
 from transfers.test_transfers import check, fill, manifest_of, packs_of
 
 from latentcache.errors import ReadOnlyError, RemoteError
-from latentcache.remote.transfers import TransferReport, transfer
+from latentcache.remote.transfer import TransferReport, transfer
 from latentcache.store import DiskStore
 from latentcache.store.upkeep import verify
 
@@ -135,7 +135,7 @@ def test_a_pack_that_always_comes_damaged_is_refused_by_name(tmp_path: Path, far
 def test_a_service_that_is_gone(tmp_path: Path) -> None:
     here = fill(tmp_path / "here", range(8))
     with pytest.raises(RemoteError) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("latentcache.remote.remote_store.RETRY_S", 0.5)
+        patch.setattr("latentcache.remote.transfer.RETRY_S", 0.5)
         transfer(here, "http://127.0.0.1:9")
     assert "latentcache serve" in caught.value.next_step
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.far_stores import served_store
 from helpers.model_folder import save_diffusers_folder
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
@@ -27,7 +28,6 @@ from latentcache.errors import RemoteError, StoreError
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
-from latentcache.remote.remote_store import RemoteStore
 from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
 from latentcache.validation.sample_images import prompt_embeddings
 
@@ -341,7 +341,7 @@ def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(server: Runni
 
 def test_without_a_config_there_is_no_such_route(served: Any, tmp_path: Path, run: Any) -> None:
     assert served.server.post("/v1/prompts:encode", prompts("x")).status == 404
-    with RemoteStore(served.server.url, token=served.server.token) as store:
+    with served_store(served.server.url, token=served.server.token) as store:
         assert store.encode_prompts([("x", False)]) is None
     bad = tmp_path / "bad.json"
     bad.write_text("{}")

@@ -12,19 +12,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers.serving import serving_here
 from service_samples import entry, fill
 
-from latentcache.identity import key_of
+from latentcache.service import pack_routes
 from latentcache.service.limits import Limits
 from latentcache.store import DiskStore
-from latentcache.types import Entry, Record
 
 LIMITS = Limits(
     max_body_bytes=4096,
     max_upload_bytes=100_000,
-    max_answer_bytes=3000,
     max_keys=20,
     max_requests=4,
     max_uploads=1,
@@ -83,13 +80,10 @@ def test_a_large_body_is_refused_by_its_length_and_by_its_bytes(server):
     assert answer.status == 413 and answer.json()["allowed"] == 100_000
 
 
-def test_many_keys_and_large_answers_are_refused(server, cache):
-    for route in ("entries:find", "entries:read"):
-        answer = server.post(f"/v1/{route}", {"keys": ["0" * 64] * 21})
-        assert answer.status == 413 and (answer.json()["met"], answer.json()["allowed"]) == (21, 20)
-    answer = server.post("/v1/entries:read", {"keys": cache.keys[:12]})
-    assert answer.status == 413 and answer.json()["allowed"] == 3000 and "several parts" in answer.json()["next_step"]
-    assert server.post("/v1/entries:read", {"keys": cache.keys[:11]}).status == 200
+def test_many_keys_are_refused(server):
+    answer = server.post("/v1/entries:find", {"keys": ["0" * 64] * 21})
+    assert answer.status == 413 and (answer.json()["met"], answer.json()["allowed"]) == (21, 20)
+    assert "several parts" in answer.json()["next_step"]
 
 
 def test_a_body_that_stalls_is_a_408(server):
@@ -127,7 +121,7 @@ def test_an_upload_that_stalls_leaves_nothing(server, cache):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("slow", [b"", b"G", b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n"])
+@pytest.mark.parametrize("slow", [b"", b"G", b"GET /v1/packs HTTP/1.1\r\nHost: localhost\r\n"])
 def test_headers_that_come_slowly_are_a_408(server, slow):
     """A byte now and then does not help: the time counts from the first byte."""
     with socket.create_connection(server.address, timeout=20) as client:
@@ -174,10 +168,10 @@ def test_requests_and_uploads_at_once_are_bounded(cache):
             holding(stack, server)
             for _ in range(2):
                 holding(stack, server, address=OTHER)
-            busy = server.get("/v1/stats", headers={"X-Forwarded-For": "192.0.2.8"})
+            busy = server.get("/v1/packs", headers={"X-Forwarded-For": "192.0.2.8"})
             assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 4
             assert server.get("/v1/healthz").status == 200
-        assert server.get("/v1/stats").status == 200
+        assert server.get("/v1/packs").status == 200
 
 
 def test_a_request_waits_its_turn(cache):
@@ -189,7 +183,7 @@ def test_a_request_waits_its_turn(cache):
     ):
         addresses = ["127.0.0.1", OTHER] * (LIMITS.max_requests // 2)
         holders = [holding(stack, server, address=address) for address in addresses]
-        waiting = [threads.submit(server.get, "/v1/stats") for _ in range(3)]
+        waiting = [threads.submit(server.get, "/v1/packs") for _ in range(3)]
         time.sleep(0.5)
         assert not any(each.done() for each in waiting)
         holders[0].close()
@@ -200,11 +194,11 @@ def test_one_client_that_takes_too_much_gets_a_429(cache):
     with serving_here(cache.path, replace(LIMITS, stall_s=20, max_client_requests=2)) as server, ExitStack() as stack:
         for _ in range(2):
             holding(stack, server)
-        answer = server.get("/v1/stats")
+        answer = server.get("/v1/packs")
         assert answer.status == 429 and answer.headers["retry-after"] == "1"
         assert answer.json()["detail"].startswith("3 requests of 127.0.0.1 at once, and 2 are allowed")
         assert server.get("/v1/healthz").status == 200
-        assert server.get("/v1/stats", headers={"X-Forwarded-For": OTHER}).status == 200
+        assert server.get("/v1/packs", headers={"X-Forwarded-For": OTHER}).status == 200
 
 
 def test_one_client_leaves_room_for_the_others(cache):
@@ -214,19 +208,19 @@ def test_one_client_leaves_room_for_the_others(cache):
         holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
         found = server.post("/v1/entries:find", {"keys": []}, headers={"X-Forwarded-For": OTHER})
         assert found.status == 200
-        busy = server.get("/v1/stats")
+        busy = server.get("/v1/packs")
         assert busy.status == 429 and busy.json()["allowed"] == 2 and busy.headers["retry-after"] == "1"
         assert "requests of 127.0.0.1 at once for 1 s" in busy.json()["detail"]
         holders[0].close()
-        assert server.get("/v1/stats").status == 200
+        assert server.get("/v1/packs").status == 200
 
 
 def test_a_store_that_does_not_answer_is_a_503(server, monkeypatch):
     wait = threading.Event()
-    monkeypatch.setattr(DiskStore, "stats", lambda self: wait.wait(20))
+    monkeypatch.setattr(pack_routes, "_packs", lambda context: wait.wait(20))
     start = time.monotonic()
     try:
-        answer = server.get("/v1/stats")
+        answer = server.get("/v1/packs")
         assert answer.status == 503 and answer.json()["allowed"] == 2.0 and answer.headers["retry-after"]
         assert time.monotonic() - start < 10
         assert server.post("/v1/entries:find", {"keys": []}).status == 200  # other threads go on
@@ -238,8 +232,7 @@ def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
     entries = [entry(1000 + number, length=200_000) for number in range(6)]  # 2.4 MB each
     with DiskStore(tmp_path / "cache") as store:
         store.add(entries)
-    keys = [each.record.key for each in entries]
-    body = json.dumps({"keys": keys}).encode()
+        [pack] = store.directory.pack_sizes()
     with (
         serving_here(tmp_path / "cache", Limits(stall_s=1.0)) as server,
         socket.socket() as slow,
@@ -247,10 +240,9 @@ def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.settimeout(20)
         slow.connect(server.address)
-        head = b"POST /v1/entries:read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        slow.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        slow.sendall(f"GET /v1/packs/{pack} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         start = time.monotonic()
-        assert server.post("/v1/entries:read", {"keys": keys}).status == 200
+        assert server.get(f"/v1/packs/{pack}").status == 200
         assert time.monotonic() - start < 10
         time.sleep(2.0)
         received = 0
@@ -259,31 +251,6 @@ def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
                 received += len(part)
             raise ConnectionError("closed")
         assert received < sum(each.num_bytes for each in entries)
-
-
-def test_all_answers_together_have_a_size(tmp_path):
-    """Slow readers hold so much, and no more; what they hold is free when they are gone."""
-    keys = []
-    with DiskStore(tmp_path / "cache") as store:
-        for number in range(2):
-            identity = {"number": number}
-            tensors = {"moments": torch.zeros(6 << 20).half()}  # more than the buffers of a connection hold
-            keys.append(key_of(identity))
-            store.add([Entry(Record(keys[-1], "image", identity, {}), tensors)])
-    with serving_here(tmp_path / "cache", Limits(max_answers_bytes=20 << 20)) as server, ExitStack() as stack:
-        slow = stack.enter_context(socket.socket())
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(server.address)
-        slow.sendall(f"GET /v1/entries/{keys[0]}/payload HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        assert slow.recv(9) == b"HTTP/1.1 "
-        busy = server.post("/v1/entries:read", {"keys": keys[1:], "fields": ["moments"]})
-        assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 20 << 20
-        slow.close()
-        until = time.monotonic() + 20
-        while server.post("/v1/entries:read", {"keys": keys[1:]}).status == 503 and time.monotonic() < until:
-            time.sleep(0.05)
-        for _ in range(5):  # each gives its room back
-            assert server.post("/v1/entries:read", {"keys": keys[1:]}).status == 200
 
 
 def test_a_thousand_idle_connections_hurt_nobody(served):
@@ -298,7 +265,7 @@ def test_a_thousand_idle_connections_hurt_nobody(served):
                     client.sendall(b"GET /v1/st")
             start = time.monotonic()
             for _ in range(5):
-                assert served.server.post("/v1/entries:read", {"keys": served.keys}).status == 200
+                assert served.server.post("/v1/entries:find", {"keys": served.keys}).status == 200
             assert time.monotonic() - start < 10
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -319,7 +319,7 @@ def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
             assert page.status == 401
             assert "Log in" in page.text
             assert "photos" not in page.text and "cache <bdi" not in page.text
-        assert fetch(base, "/v1/stats").status == 401
+        assert fetch(base, "/v1/packs").status == 401
         assert fetch(base, static("page.css")).status == 200
         for wrong in (b"token=wrong", b"token=", b"", b"\xff", b"token=" + b"x" * 8000):
             assert fetch(base, "/login", "POST", wrong).status == 403
@@ -332,7 +332,7 @@ def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
         logged_in = {"Cookie": cookie.partition(";")[0]}
         page = fetch(base, "/", **logged_in).text
         assert "held-out" in page and "Log out" in page
-        assert fetch(base, "/v1/stats", **logged_in).status == 200
+        assert fetch(base, "/v1/packs", **logged_in).status == 200
         assert fetch(base, "/", Authorization=f"Bearer {TOKEN}").status == 200
         assert fetch(base, "/login", "POST", b"token=x", Origin="http://elsewhere.example").status == 403
 
@@ -347,7 +347,7 @@ def test_two_servers_of_a_machine_keep_their_sessions_apart(folder: Path) -> Non
             cookies.append(answer.headers["set-cookie"].partition(";")[0])
         jar = dict(cookie.split("=", 1) for cookie in cookies)  # the later one in the place of one of that name
         sent = "; ".join(f"{name}={value}" for name, value in jar.items())
-        assert [fetch(base, "/v1/stats", Cookie=sent).status for base in (one, other)] == [200, 200]
+        assert [fetch(base, "/v1/packs", Cookie=sent).status for base in (one, other)] == [200, 200]
 
 
 def test_a_sample_without_an_image_is_shown_as_one(tmp_path: Path) -> None:

@@ -63,13 +63,13 @@ def test_a_connection_ends_with_an_answer_that_did_not_wait_for_the_body(served,
 
 
 def test_every_answer_says_that_its_type_is_what_it_says(served):
-    for path in ("/v1/stats", "/v1/healthz", "/v1/none", "/", "/static/none"):
+    for path in ("/v1/packs", "/v1/healthz", "/v1/none", "/", "/static/none"):
         assert served.server.get(path).headers["x-content-type-options"] == "nosniff"
 
 
 def test_the_scheme_of_a_token_has_no_case(served):
     assert (
-        served.server.get("/v1/stats", token=None, headers={"Authorization": f"bearer {served.server.token}"}).status
+        served.server.get("/v1/packs", token=None, headers={"Authorization": f"bearer {served.server.token}"}).status
         == 200
     )
 
@@ -89,13 +89,13 @@ def test_a_session_may_read_and_not_write(served):
         session = access.session_of(token)
         assert session is not None and token not in session
         cookie = {"Cookie": f"other=1; {cookie_name(served)}={session}"}
-        assert served.server.get("/v1/stats", token=None, headers=cookie).status == 200
-        answer = served.server.request("POST", "/v1/entries:remove", {"keys": []}, token=None, headers=cookie)
+        assert served.server.get("/v1/packs", token=None, headers=cookie).status == 200
+        answer = served.server.request("POST", "/v1/verify", {"keys": []}, token=None, headers=cookie)
         assert answer.status == 403
     assert access.session_of("x" * 32) is None
     for wrong in ("0" * 64, f"99999999999.{'0' * 64}", "", ".", "²."):
         cookie = {"Cookie": f"{cookie_name(served)}={wrong}"}
-        assert served.server.get("/v1/stats", token=None, headers=cookie).status == 401
+        assert served.server.get("/v1/packs", token=None, headers=cookie).status == 401
 
 
 def test_a_session_ends(monkeypatch):
@@ -261,7 +261,7 @@ json_values = st.recursive(
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(["entries:find", "entries:read", "entries:remove"]), json_values | st.binary(max_size=60))
+@given(st.sampled_from(["entries:find", "verify"]), json_values | st.binary(max_size=60))
 def test_no_body_breaks_it(served, route, value):
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
     answer = served.server.post(
@@ -293,8 +293,8 @@ def test_odd_json_is_refused(served, body):
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200,
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /v1/stats HTTP/1.1\r\n\r\n",
-        b"GET /v1/stats HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"GET /v1/packs HTTP/1.1\r\n\r\n",
+        b"GET /v1/packs HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",

@@ -15,7 +15,6 @@ from service_samples import fill
 from latentcache.service import pack_routes
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
-from latentcache.store import DiskStore
 
 TOKEN = "a reading token of a test".replace(" ", "-")
 
@@ -56,13 +55,13 @@ def test_a_thread_of_a_request_that_was_given_up_counts_on(cache, monkeypatch):
     def slow(store):
         num_running.append(1)
         assert go_on.wait(30)
-        return {}
+        return pack_routes.PackList(packs=[])
 
-    monkeypatch.setattr(DiskStore, "damaged", slow)
+    monkeypatch.setattr(pack_routes, "_packs", slow)
     with serving_here(cache.path, Limits(num_threads=2, answer_s=0.3)) as server, ExitStack() as stack:
         stack.callback(go_on.set)
         for _ in range(5):
-            assert server.get("/v1/damaged").status == 503
+            assert server.get("/v1/packs").status == 503
         assert len(num_running) == 2
         go_on.set()
         assert server.post("/v1/entries:find", {"keys": cache.keys}).status == 200
@@ -96,7 +95,7 @@ def test_logins_that_are_half_sent_delay_no_client(cache):
         for client in clients:
             client.sendall(head)
         time.sleep(0.2)
-        assert server.get("/v1/stats").status == 200
+        assert server.get("/v1/packs").status == 200
         busy = server.get("/login", token=None)
         assert busy.status == 503 and "without a token" in busy.json()["detail"]
         for client in clients:
@@ -107,8 +106,8 @@ def test_logins_that_are_half_sent_delay_no_client(cache):
 
 
 def test_a_fault_is_counted_as_a_500(cache, monkeypatch):
-    monkeypatch.setattr(DiskStore, "damaged", lambda store: 1 / 0)
+    monkeypatch.setattr(pack_routes, "_packs", lambda context: 1 / 0)
     with serving_here(cache.path, Limits()) as server:
-        assert server.get("/v1/damaged").status == 500
+        assert server.get("/v1/packs").status == 500
         counted = server.get("/v1/metrics").body.decode()
-        assert 'latentcache_requests_total{method="GET",route="/v1/damaged",status="500"} 1.0' in counted
+        assert 'latentcache_requests_total{method="GET",route="/v1/packs",status="500"} 1.0' in counted

@@ -164,7 +164,7 @@ def test_shapes_that_claim_much_are_refused_at_once(server, data):
     assert answer.status == 422 and answer.json()["kind"] == "PackError" and time.monotonic() - start < 5
 
 
-def test_a_damaged_entry_is_a_409_until_it_is_there_again(cache, server):
+def test_a_damaged_entry_is_a_miss_until_it_is_there_again(cache, server):
     """Its bytes change while the server runs; another process writes it again."""
     whole = entry(900)
     key = whole.record.key
@@ -176,14 +176,13 @@ def test_a_damaged_entry_is_a_409_until_it_is_there_again(cache, server):
         file.seek(at)
         file.write(bytes([data[at] ^ 1]))
     for _ in range(2):
-        answer = server.post("/v1/entries:read", {"keys": [key]})
-        assert answer.status == 409 and answer.json()["kind"] == "EntryDamagedError" and answer.json()["key"] == key
-    assert server.get("/v1/damaged").json()["damaged"].keys() == {key}
+        answer = server.post("/v1/verify", {"keys": [key]}, token=server.write_token)
+        assert answer.json()["damaged"].keys() == {key}
     assert server.post("/v1/entries:find", {"keys": [key]}).json() == {"found": []}
     with DiskStore(cache.path) as store:
         assert store.add([whole]) == 1
-    assert server.post("/v1/entries:read", {"keys": [key]}).status == 200
-    assert server.get("/v1/damaged").json() == {"damaged": {}}
+    assert server.post("/v1/entries:find", {"keys": [key]}).json() == {"found": [key]}
+    assert server.post("/v1/verify", {"keys": [key]}, token=server.write_token).json() == {"damaged": {}}
 
 
 def test_a_full_disk_is_a_507(tmp_path, monkeypatch):
@@ -211,7 +210,7 @@ def test_a_reading_token_may_not_write(cache, server):
         ("PUT", f"/v1/packs/{name}", data),
         ("PUT", "/v1/manifests/photos", b"x"),
         ("PUT", "/v1/manifests/photos/unfinished", None),
-        ("POST", "/v1/entries:remove", {"keys": []}),
+        ("POST", "/v1/verify", {"keys": []}),
     ]
     before = files(cache.path)
     for method, path, body in requests:
@@ -219,16 +218,6 @@ def test_a_reading_token_may_not_write(cache, server):
         assert server.request(method, path, body, token=None).status == 401, path
         assert server.request(method, path, body, token="x" * 32).status == 401, path
     assert files(cache.path) == before
-
-
-def test_entries_are_removed(cache, server):
-    name, data = pack([entry(500)])
-    key = entry(500).record.key
-    assert server.put(f"/v1/packs/{name}", data).json() == {"num_added": 1}
-    for num_removed in (1, 0):
-        answer = server.post("/v1/entries:remove", {"keys": [key, key]}, token=server.write_token)
-        assert answer.json() == {"num_removed": num_removed}
-    assert server.get(f"/v1/entries/{key}").status == 404
 
 
 def test_manifests_are_replaced_whole_and_guarded(cache, server):
@@ -308,7 +297,8 @@ def test_the_identity_of_an_odd_file_name_comes_back(cache, server):
     record = Record(odd.record.key, odd.record.kind, odd.record.identity, {"path": "photos/\udcff.jpg"})
     name, data = pack([replace(odd, record=record)])
     assert server.put(f"/v1/packs/{name}", data).status == 201
-    assert server.get(f"/v1/entries/{odd.record.key}").json()["provenance"] == {"path": "photos/\udcff.jpg"}
+    with DiskStore(cache.path, read_only=True) as store:
+        assert store.record(odd.record.key).provenance == {"path": "photos/\udcff.jpg"}
 
 
 def test_a_manifest_that_is_replaced_while_it_is_paged_stays_whole(cache, monkeypatch):

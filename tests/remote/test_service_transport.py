@@ -5,16 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from helpers.far_stores import served_store
 from helpers.relay import Relay
 from helpers.remote_samples import entries_of
 from helpers.serving import RunningServer, serving_here
 
 from latentcache.errors import LatentCacheError, ReadOnlyError, RemoteError, StoreError
-from latentcache.remote.http import ServiceConnection
-from latentcache.remote.remote_store import RemoteStore
+from latentcache.remote.service import ServiceTransport
 from latentcache.service.limits import Limits
 
 
@@ -32,7 +33,7 @@ from latentcache.service.limits import Limits
 )
 def test_what_is_no_url_of_a_service_is_refused(url: str) -> None:
     with pytest.raises(StoreError, match="is not the URL of a service") as caught:
-        RemoteStore(url)
+        served_store(url)
     assert "secret" not in str(caught.value)
 
 
@@ -40,7 +41,7 @@ def test_a_server_that_is_not_there_is_tried_for_the_stated_time() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    store = RemoteStore(url, retry_s=1.0)
+    store = served_store(url, retry_s=1.0)
     start = time.monotonic()
     with pytest.raises(RemoteError, match="does not answer") as caught:
         store.find(["0" * 64])
@@ -49,28 +50,10 @@ def test_a_server_that_is_not_there_is_tried_for_the_stated_time() -> None:
     assert "cache.retry_s is 1" in str(caught.value)
 
 
-def test_closing_ends_the_waiting_of_other_threads() -> None:
-    connection = ServiceConnection("http://127.0.0.1:9", retry_s=60)
-    errors: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            connection.request("GET", "status")
-        except StoreError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.3)
-    connection.close()
-    thread.join(10)
-    assert not thread.is_alive() and "closed" in str(errors[0])
-
-
 def test_a_passing_fault_is_tried_again(relay: Relay, server: RunningServer) -> None:
     faults = [None, None]
     relay.change = lambda path, status, data: faults.pop() if faults else data
-    with RemoteStore(relay.url, token=server.token, retry_s=20) as store:
+    with served_store(relay.url, token=server.token, retry_s=20) as store:
         assert store.find([entries_of(0)[0].record.key, "0" * 64]) == {entries_of(0)[0].record.key}
     assert len(relay.requests) == 3
 
@@ -79,9 +62,9 @@ def test_an_answer_that_is_cut_short_is_tried_again(relay: Relay, server: Runnin
     cuts = [True]
     relay.change = lambda path, status, data: data[: len(data) // 2] if cuts and cuts.pop() else data
     (image, _) = entries_of(0)
-    with RemoteStore(relay.url, token=server.token, retry_s=20) as store:
+    with served_store(relay.url, token=server.token, retry_s=20) as store:
         assert store.get(image.record.key).tensors["moments"].equal(image.tensors["moments"])
-    assert relay.routes() == ["entries:read"] * 2
+    assert relay.routes()[:2] == ["packs"] * 2
 
 
 def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: Relay, server: RunningServer) -> None:
@@ -89,7 +72,7 @@ def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: 
     relay.change = lambda path, status, data: (never.wait(20) and None) if hung and hung.pop() else data
     key = entries_of(0)[0].record.key
     start = time.monotonic()
-    with RemoteStore(relay.url, token=server.token, retry_s=12) as store:
+    with served_store(relay.url, token=server.token, retry_s=12) as store:
         assert store.find([key]) == {key}
     never.set()
     assert relay.num_connections == 2 and 3 < time.monotonic() - start < 12
@@ -99,11 +82,11 @@ def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: 
     ("limits", "status", "step"),
     [
         (Limits(max_keys=0), 413, "Request them in several parts"),
-        (Limits(max_requests=0, queue_s=0.05), None, "Retry a little later"),
+        (Limits(max_requests=0, queue_s=0.05), 429, "Retry a little later"),
     ],
 )
 def test_a_refusal_says_its_next_step_once(served_cache: Path, limits: Limits, status: int | None, step: str) -> None:
-    with serving_here(served_cache, limits) as server, RemoteStore(server.url, retry_s=0.3) as store:
+    with serving_here(served_cache, limits) as server, served_store(server.url, retry_s=0.3) as store:
         with pytest.raises(RemoteError) as caught:
             store.find(["0" * 64])
         assert caught.value.status == status and str(caught.value).count(step) == 1
@@ -112,7 +95,7 @@ def test_a_refusal_says_its_next_step_once(served_cache: Path, limits: Limits, s
 
 @pytest.mark.parametrize("token", [None, "wrong"])
 def test_a_token_that_the_server_refuses_is_named_as_the_cause(server: RunningServer, token: str | None) -> None:
-    with RemoteStore(server.url, token=token) as store:
+    with served_store(server.url, token=token) as store:
         with pytest.raises(RemoteError, match="LATENTCACHE_TOKEN") as caught:
             store.stats()
         assert caught.value.status == 401 and (token or "") in ("", "wrong")
@@ -140,23 +123,23 @@ def test_a_token_that_the_server_refuses_is_named_as_the_cause(server: RunningSe
 def test_a_token_that_anyone_on_the_way_can_read_is_warned_of(
     url: str, token: str | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ServiceConnection(url, token=token).close()
+    ServiceTransport(url, token=token).close()
     assert ("without encryption" in caplog.text) == warns and "secret" not in caplog.text
 
 
 def test_the_token_comes_from_the_environment(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
-    with RemoteStore(server.url) as store:
+    with served_store(server.url) as store:
         assert not store.read_only and store.stats().num_packs > 0
 
 
 def test_a_reading_token_does_not_write(server: RunningServer) -> None:
-    with RemoteStore(server.url, token=server.token) as store:
+    with served_store(server.url, token=server.token) as store:
         assert store.read_only
-        for call in (store.writer, lambda: store.add(entries_of(900)), lambda: store.remove(["0" * 64])):
+        for call in (store.writer, lambda: store.add(entries_of(900))):
             with pytest.raises(ReadOnlyError, match="writing token"):
                 call()
-    store = RemoteStore(server.url, token=server.write_token, read_only=True)
+    store = served_store(server.url, token=server.write_token, read_only=True)
     with store, pytest.raises(ReadOnlyError, match="read_only=True"):
         store.writer()
 
@@ -164,14 +147,42 @@ def test_a_reading_token_does_not_write(server: RunningServer) -> None:
 @pytest.mark.parametrize("answer", [b"", b"[]", b"<html>", b'{"found": 7}', b"[" * 100_000])
 def test_strange_answers_are_typed_errors(relay: Relay, server: RunningServer, answer: bytes) -> None:
     relay.change = lambda path, status, data: answer.ljust(len(data))[: len(data)]
-    with RemoteStore(relay.url, token=server.token, retry_s=1) as store:
+    with served_store(relay.url, token=server.token, retry_s=1) as store:
         for call in (
             lambda: store.find(["0" * 64]),
             store.stats,
-            store.damaged,
             lambda: store.describe(entries_of(0)[0].record.key),
             lambda: store.record(entries_of(0)[0].record.key),
             lambda: store.rows([entries_of(0)[0].record.key]),
         ):
             with pytest.raises(LatentCacheError):
                 call()
+
+
+def chunked(socket_: socket.socket, num_bytes: int) -> None:
+    """Answer one request with so many bytes, without saying how many they are."""
+    connection, _ = socket_.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(OSError):  # the client may have had enough
+            for _ in range(num_bytes // 1000):
+                connection.sendall(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+            connection.sendall(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(("num_bytes", "is_read"), [(3000, True), (5000, False)])
+def test_an_answer_is_bounded_also_where_it_does_not_say_its_length(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_read: bool
+) -> None:
+    monkeypatch.setattr("latentcache.remote.service.MAX_BYTES", 3000)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=chunked, args=(listener, num_bytes))
+        thread.start()
+        transport = ServiceTransport(f"http://127.0.0.1:{listener.getsockname()[1]}", retry_s=2)
+        if is_read:
+            assert len(transport.read("packs/00/pack")[0]) == num_bytes
+        else:
+            with pytest.raises(RemoteError, match="more than 3,000 bytes"):
+                transport.read("packs/00/pack")
+        thread.join(10)

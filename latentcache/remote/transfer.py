@@ -1,4 +1,4 @@
-"""Transfers: packs and manifests that one place has and another lacks. Whole packs move, and keys stay.
+"""Transfers: packs and manifests that one cache has and another lacks. Whole packs move, and keys stay.
 
 Nothing is written before it was compared with its digests, and a manifest is written last, when all of its entries are
 there. So a transfer that died is repeated by the same command, which moves what is missing.
@@ -6,6 +6,7 @@ there. So a transfer that died is repeated by the same command, which moves what
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -16,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from latentcache.cache_config import RETRY_S
 from latentcache.dataset.manifest import Manifest, merged_rows
-from latentcache.dataset.manifest_folder import update_manifest
+from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, update_manifest
 from latentcache.errors import (
     DatasetError,
     PackError,
@@ -27,9 +29,15 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
-from latentcache.remote.places import DirectoryPlace, Place, open_place
+from latentcache.remote.index import FarIndex
+from latentcache.remote.locations import kind_of, open_transport, parse_location
+from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.tier import rows_folder
+from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_pack
+from latentcache.remote.upkeep import packs_to_go
+from latentcache.store.directory import pack_name
 from latentcache.store.exchange import part_of, problems_of
-from latentcache.store.pack import read_pack_bytes
+from latentcache.store.pack import PackRecords, read_pack_bytes
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
@@ -89,13 +97,67 @@ class Outcome:
     refused: str | None = None
 
 
+class End:
+    """One end of a transfer: the packs and manifests of a cache, wherever it is."""
+
+    def __init__(self, transport: Transport, manifests: Manifests, index: FarIndex):
+        self.transport, self.manifests, self.index = transport, manifests, index
+        self.name = transport.url
+
+    @classmethod
+    def open(cls, location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
+        """The cache that a user names: a directory, or a URL. `is_target`: it is sent to, from the `source`.
+
+        StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
+        """
+        found = parse_location(location)[1]
+        if isinstance(found, Path):
+            directory = DirectoryTransport(found, is_target=is_target, dry_run=dry_run)
+            is_there = directory.is_open
+            return cls(
+                directory, ManifestFolder(found / "manifests") if is_there else ManifestMemory(), FarIndex(directory)
+            )
+        if is_target and kind_of(found) == "hub":
+            raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
+        transport = open_transport(found, retry_s=RETRY_S)
+        is_written = is_target and not dry_run
+        if is_written:
+            transport.check_writable()
+            transport.check_compares()
+        if is_written or not is_target:  # to a target of a dry run there may be nothing yet
+            transport.check(create=is_written)
+        manifests = RemoteManifests(transport, read_only=not is_written, source=source)
+        return cls(transport, manifests, FarIndex(transport, rows_folder(found)))
+
+    def packs(self) -> dict[str, int]:
+        """The bytes of each pack that is there now, by its id. What is gone is not found any more."""
+        if self.index.sizes:
+            self.index.refresh()
+        return {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}
+
+    def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
+        """The keys of a pack's entries, those that count if an index says so. FileNotFoundError; PackError."""
+        keys = self.index.row(pack, num_bytes).names()
+        return self.transport.live(pack, keys) if isinstance(self.transport, DirectoryTransport) else keys
+
+    def find(self, keys: Collection[str]) -> set[str]:
+        """Those of the keys whose entries are there."""
+        found = self.transport.find(list(keys))
+        return self.index.find(keys) if found is None else found
+
+    def send(self, records: PackRecords, data: bytes | memoryview) -> None:
+        """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
+        self.transport.write(pack_name(records.row.pack.id), data, version=ANY_VERSION)
+        self.index.add(records.row)
+
+
 class Move:
-    """One direction between two open places. `names`: only what these manifests need; none: all that there is.
+    """One direction between two ends. `names`: only what these manifests need; none: all that there is.
 
     A manifest that the target has too is merged with it (`merged`), or replaced with `replace`.
     """
 
-    def __init__(self, source: Place, target: Place, *, dry_run: bool = False, replace: bool = False):
+    def __init__(self, source: End, target: End, *, dry_run: bool = False, replace: bool = False):
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
@@ -113,8 +175,9 @@ class Move:
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(packs) - len(new)
         progress.start("move packs", len(new))
-        late = [pack for pack in new if pack in self.source.leaving]
-        self._count(self._outcomes([pack for pack in new if pack not in self.source.leaving], packs, wanted), progress)
+        leaving = packs_to_go(self.source.transport)
+        late = [pack for pack in new if pack in leaving]
+        self._count(self._outcomes([pack for pack in new if pack not in leaving], packs, wanted), progress)
         if late:
             # Only what is needed and has not come from another pack. A dry run takes it that all of it has.
             self._may_lie_elsewhere = True
@@ -159,7 +222,7 @@ class Move:
         try:
             if wanted is None and not self._may_lie_elsewhere:
                 return Outcome(sizes[pack]) if self.dry_run else self._send(pack, None)
-            keys = self.source.row(pack).live_names()
+            keys = self.source.keys_of(pack, sizes[pack])
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
@@ -188,7 +251,7 @@ class Move:
         `missing` None: all that is in use.
         """
         for is_last in (False, True):  # what was damaged on its way comes whole the second time
-            data = self.source.read(pack)
+            data = read_pack(self.source.transport, pack)
             array = np.frombuffer(data, np.uint8)
             try:
                 records = read_pack_bytes(data, pack)
@@ -200,9 +263,9 @@ class Move:
             if not problems:
                 break
         if not problems and pack not in self._there:
-            self.target.take(records, data)
+            self.target.send(records, data)
             return Outcome(len(data))
-        missing = set(self.source.row(pack).live_names()) if missing is None else missing
+        missing = set(self.source.keys_of(pack, len(data))) if missing is None else missing
         good = missing - problems.keys()
         reason = None
         if missing & problems.keys():
@@ -216,7 +279,7 @@ class Move:
         if not good:
             return Outcome(0, reason)
         part, copy = part_of(records, array, good)
-        self.target.take(part, copy)
+        self.target.send(part, copy)
         return Outcome(len(copy), reason)
 
     # Manifests
@@ -309,16 +372,18 @@ def transfer(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> TransferReport:
-    """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. Places: `open_place`.
+    """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. See `End.open`.
 
     StoreError for a manifest that `source` lacks, before `target` is made.
     """
     with ExitStack() as stack:
-        first = stack.enter_context(open_place(source))
+        first = End.open(source)
+        stack.callback(first.transport.close)
         known = first.manifests.names() if manifests else []
         if unknown := sorted(set(manifests) - set(known)):
             there = ", ".join(known) or "none"
             raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
-        near = first if isinstance(first, DirectoryPlace) else None
-        second = stack.enter_context(open_place(target, is_target=True, dry_run=dry_run, near=near))
+        pushed = os.path.abspath(first.name) if isinstance(first.transport, DirectoryTransport) else ""
+        second = End.open(target, is_target=True, dry_run=dry_run, source=pushed)
+        stack.callback(second.transport.close)
         return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

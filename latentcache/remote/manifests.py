@@ -1,0 +1,132 @@
+"""RemoteManifests: the manifests of a cache that is elsewhere, which several machines may replace at once."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+
+from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
+from latentcache.dataset.manifest_folder import NAME_PATTERN, OLD_SUFFIX, SUFFIX, UNFINISHED
+from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
+from latentcache.identity import digest
+from latentcache.provenance import now
+from latentcache.remote.transport import ANY_VERSION, Transport
+
+_FOLDER = "manifests"
+_NOTE = re.compile(rf"{_FOLDER}/([^/]+?)(\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
+
+logger = logging.getLogger("latentcache")
+
+
+class RemoteManifests:
+    """The manifests behind a transport: one file each, which is replaced only if it is still the one that was read.
+
+    So nothing that another writer wrote meanwhile is lost. RemoteError; ReadOnlyError if it was opened for reading.
+    """
+
+    def __init__(self, transport: Transport, *, read_only: bool = False, source: str = ""):
+        """`source`: what is pushed. Each machine and source has a note of its own, which the same run ends later."""
+        self._transport, self._read_only = transport, read_only
+        self._owner = digest(f"{platform.node()} {source}".encode())[:32]
+        self._versions: dict[str, str | None] = {}
+        """Of what was read last, by name; None where there was none."""
+
+    def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
+        files = [name.removeprefix(f"{_FOLDER}/") for name in self._transport.list(_FOLDER)]
+        names = sorted({file.removesuffix(end) for end in (SUFFIX, OLD_SUFFIX) for file in files if file.endswith(end)})
+        if odd := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:  # a pull makes it a path
+            step = f"Names match {NAME_PATTERN}. Remove or rename that file there."
+            raise RemoteError(self._transport.url, f"{odd[0]!r:.120} is no name of a manifest", step)
+        return names
+
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none. DatasetError for one that is damaged, also when it comes again."""
+        try:
+            return self._read(name)
+        except DatasetError as error:
+            logger.warning("%s. It is fetched again.", error)
+            return self._read(name)
+
+    def _read(self, name: str) -> Manifest | None:
+        for file in (_file(name), _old_file(name)):
+            try:
+                data, version = self._transport.read(file)
+            except FileNotFoundError:
+                self._versions[name] = None
+                continue
+            self._versions[name] = version if file == _file(name) else None
+            return read_manifest(data, name, f"{self._transport.url}/{file}", whole_check=True)
+        return None
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace what this object read of the manifest, or all that is there now; end what `begin` noted.
+
+        StoreBusyError if another writer replaced it since it was read: then the next call replaces that.
+        """
+        self._check_writable()
+        name, data = manifest.name, b"".join(manifest_parts(manifest))
+        if name not in self._versions:
+            with suppress(DatasetError):  # a damaged one is replaced
+                self._read(name)
+        is_written = self._transport.write(_file(name), data, version=self._versions.pop(name))
+        # Also where a first attempt arrived, and its answer was lost: then what is there is what was sent.
+        if not is_written and not self._has(name, data):
+            raise StoreBusyError(
+                self._transport.url,
+                f"another client replaced the manifest {name} since this one read it. What was encoded is stored: run "
+                "the same command again",
+            )
+        self._transport.remove([self._note(name), _old_file(name)])
+
+    def _has(self, name: str, data: bytes) -> bool:
+        with suppress(FileNotFoundError):
+            return bytes(self._transport.read(_file(name))[0]) == data
+        return False
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any. As `write`."""
+        if (manifest := make()) is not None:
+            self.write(manifest)
+
+    def begin(self, name: str) -> None:
+        """Note that a run began to work on the manifest. `write` ends it."""
+        self._check_writable()
+        self._transport.check_compares()
+        self._transport.write(self._note(name), now().encode(), version=ANY_VERSION)
+
+    def end(self, name: str) -> None:
+        """End what this machine noted for this source, also in a run that died. Not what others noted."""
+        self._check_writable()
+        self._transport.remove([self._note(name)])
+
+    def _note(self, name: str) -> str:
+        return f"{_FOLDER}/{name}+{self._owner}{UNFINISHED}"
+
+    def unfinished(self) -> list[str]:
+        """The names of runs that began and did not finish."""
+        return sorted({match[1] for name in self._transport.list(_FOLDER) if (match := _NOTE.fullmatch(name))})
+
+    def give_up(self, before: datetime) -> None:
+        """End runs that began before this time and did not finish, on any machine."""
+        self._check_writable()
+        listed = self._transport.list(_FOLDER).items()
+        old = [name for name, each in listed if _NOTE.fullmatch(name) and each.modified <= before.timestamp()]
+        self._transport.remove(old)
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ReadOnlyError(self._transport.url)
+
+
+def _file(name: str) -> str:
+    return f"{_FOLDER}/{name}{SUFFIX}"
+
+
+def _old_file(name: str) -> str:
+    """Where an older version wrote a manifest: its lines are refused by name, and `write` removes it."""
+    return f"{_FOLDER}/{name}{OLD_SUFFIX}"

@@ -1,0 +1,382 @@
+"""ServiceTransport: the packs and manifests of a service, by HTTP; and prompts that it encodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import quote, urlsplit
+
+import urllib3
+from typing_extensions import override
+from urllib3.response import BaseHTTPResponse
+from urllib3.util import Retry
+
+from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
+from latentcache.dataset.manifest_folder import SUFFIX
+from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
+from latentcache.remote.transport import ANY_VERSION, Listed, Transport
+from latentcache.store.base import check_key, is_pack_id
+from latentcache.store.directory import pack_name
+from latentcache.utils.json_document import to_bytes
+
+MAX_BYTES = 8 << 30
+"""Of an answer. A pack has some 64 MiB, and the manifest of a million samples about 1 GiB."""
+KEYS = 4096
+"""In one request."""
+ENCODED_PROMPTS = 32
+"""In one request that encodes prompts: as many as a service takes."""
+ENCODE_S = 600.0
+"""How long a service may take to encode them: it loads its models first."""
+UPLOAD_ANSWER_S = 300.0
+"""A service checks and seals what was uploaded, and reads what it is to verify, before it answers."""
+_CONNECT_S = 5.0
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 2.0
+_ATTEMPTS = 3  # that fit into the time for retries where a service accepts a connection, and then says nothing
+_MAX_CONNECTIONS = 8  # that are kept
+_PASSING = (408, 429, 502, 503, 504)  # while a service, or a proxy before it, is overloaded or starts
+_PARTIAL, _UNAUTHORIZED, _FORBIDDEN, _MISSING, _CHANGED = 206, 401, 403, 404, 412
+
+logger = logging.getLogger("latentcache")
+
+
+class _Answer(NamedTuple):
+    """What a service answered: its status, its headers (a name in any case), and its bytes."""
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
+class _Retry(Retry):
+    """Tries again until `deadline`, by `time.monotonic`."""
+
+    deadline = math.inf
+
+    @override
+    def new(self, **changes: Any) -> _Retry:
+        retry = super().new(**changes)
+        retry.deadline = self.deadline
+        return retry
+
+    @override
+    def is_exhausted(self) -> bool:
+        return super().is_exhausted() or time.monotonic() >= self.deadline
+
+    @override
+    def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
+        asked = super().get_retry_after(response)
+        return None if asked is None else min(asked, max(0.0, self.deadline - time.monotonic()))
+
+
+class ServiceTransport(Transport):
+    """The service at `url` (http or https, also below a path), with its token if it has one. Forks may share it.
+
+    A request that does not get through is tried again for `retry_s` seconds, after waits that grow. Then it is a
+    RemoteError. All requests of a client may be repeated: what was done already is not done again.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, retry_s: float = RETRY_S):
+        self.url, self._retry_s = _checked_url(url), retry_s
+        self._token = token or os.environ.get(TOKEN_VARIABLE) or None
+        if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
+            raise StoreError(f"{self.url}: the token has characters that no header can have; give it as the server has")
+        if self._token is not None and not _is_private(self.url):
+            step = "use https (the guide of the service shows a proxy), or a tunnel to the server's loopback"
+            logger.warning("%s: the token travels without encryption, and others may read it: %s", self.url, step)
+        self._lock = threading.Lock()
+        self._pools: tuple[int, urllib3.PoolManager] | None = None
+        self._is_writable: bool | None = None
+
+    # Requests
+
+    def request(
+        self,
+        method: str,
+        route: str,
+        *,
+        document: object = None,
+        body: bytes | memoryview | None = None,
+        headers: Mapping[str, str] | None = None,
+        also: Sequence[int] = (),
+        answer_s: float = 0.0,
+    ) -> _Answer:
+        """The answer to a request of `/v1/<route>`. An error's is raised, but for those with a status in `also`.
+
+        `document` is sent as JSON, `body` as it is. An attempt ends when no byte comes for a third of the time for
+        retries, or for `answer_s` where that is more. RemoteError, ReadOnlyError, StorageFullError, DatasetError.
+        """
+        all_headers = {"Accept-Encoding": "identity", **(headers or {})}
+        if self._token is not None:
+            all_headers["Authorization"] = f"Bearer {self._token}"
+        if document is not None:
+            body, all_headers["Content-Type"] = to_bytes(document), "application/json"
+        url, began = f"{self.url}/v1/{route}", time.monotonic()
+        try:
+            answer = self._answered(method, url, body, all_headers, max(self._retry_s / _ATTEMPTS, answer_s, 1.0))
+        except urllib3.exceptions.HTTPError as error:
+            cause = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason else error
+            if isinstance(cause, urllib3.exceptions.SSLError):
+                step = "Check the URL, and the certificate: SSL_CERT_FILE names the file of an authority of your own."
+                raise RemoteError(self.url, f"no secure connection: {cause}", step) from error
+            tried = f"tried for {time.monotonic() - began:.1f} s, cache.retry_s is {self._retry_s:g}"
+            raise RemoteError(
+                self.url,
+                f"does not answer: {type(cause).__name__}: {cause!s:.300} ({tried})",
+                "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing that "
+                "was stored is lost.",
+            ) from error
+        if answer.status < 300 or answer.status in also:
+            return answer
+        self._refused(answer)
+
+    def _answered(
+        self, method: str, url: str, body: bytes | memoryview | None, headers: Mapping[str, str], timeout_s: float
+    ) -> _Answer:
+        retry = _Retry(
+            total=1000,
+            redirect=False,
+            allowed_methods=None,
+            status_forcelist=_PASSING,
+            raise_on_status=False,
+            backoff_factor=_FIRST_DELAY_S,
+            backoff_max=_MAX_DELAY_S,
+            backoff_jitter=_FIRST_DELAY_S,
+        )
+        retry.deadline = time.monotonic() + self._retry_s
+        timeout = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
+        while True:
+            response = self._pool.request(
+                method,
+                url,
+                body=body,  # type: ignore[arg-type]  # it takes views too
+                headers=headers,
+                timeout=timeout,
+                retries=retry,
+                redirect=False,
+                preload_content=False,
+            )
+            try:
+                return _Answer(url, response.status, response.headers, _bounded(response, url))
+            except urllib3.exceptions.HTTPError:  # the answer broke off, which Retry does not see
+                if time.monotonic() >= retry.deadline:
+                    raise
+
+    @property
+    def _pool(self) -> urllib3.PoolManager:
+        """This process's connections: a fork must not write to those of its parent."""
+        if self._pools is None or self._pools[0] != os.getpid():
+            self._pools = os.getpid(), urllib3.PoolManager(num_pools=1, maxsize=_MAX_CONNECTIONS)
+        return self._pools[1]
+
+    def _refused(self, answer: _Answer) -> NoReturn:
+        """Raise the error that the service answered with."""
+        try:
+            found = json.loads(answer.data)
+        except (ValueError, RecursionError):
+            found = {}  # no problem document (RFC 9457): that of a proxy
+        problem: Mapping[str, Any] = found if isinstance(found, dict) else {}
+        kind, step = problem.get("kind"), str(problem.get("next_step") or "").rstrip(".")
+        detail = str(problem.get("detail") or problem.get("title") or f"answers with status {answer.status}")
+        detail = detail.rstrip(".").removesuffix(step).rstrip(". ")
+        if answer.status == _UNAUTHORIZED:
+            which = "refuses this token" if self._token else "wants a token"
+            give = f"Give the server's: token=... in Python, or the variable {TOKEN_VARIABLE}."
+            raise RemoteError(self.url, which, give, status=answer.status, kind=kind)
+        if answer.status == _FORBIDDEN or kind == "ReadOnlyError":
+            give = f"give the server's writing token: token=... in Python, or the variable {TOKEN_VARIABLE}"
+            raise ReadOnlyError(self.url, f"the service does not let this client write ({detail}); {give}")
+        if kind == "StorageFullError":
+            needed = problem.get("needed_bytes")
+            raise StorageFullError(self.url, needed if isinstance(needed, int) else 0)
+        if kind in ("DatasetError", "SchemaError"):
+            raise DatasetError(self.url, detail)
+        step = f"{step or 'Check that client and server are of one version of latentcache'}."
+        raise RemoteError(self.url, detail, step, status=answer.status, kind=kind)
+
+    # Files
+
+    @override
+    def list(self, folder: str) -> dict[str, Listed]:
+        if folder == "packs":
+            with _understood(self.request("GET", "packs")) as document:
+                sizes = {each["id"]: int(each["num_bytes"]) for each in document["packs"] if is_pack_id(each["id"])}
+                return {pack_name(pack): Listed(num_bytes) for pack, num_bytes in sizes.items()}
+        with _understood(self.request("GET", "manifests")) as document:
+            names = [str(each["name"]) for each in document["manifests"]]
+            return {f"manifests/{name}{SUFFIX}": Listed(0) for name in names}
+
+    @override
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
+        end = "" if num_bytes is None else start + num_bytes - 1
+        headers = {"Range": f"bytes={start}-{end}"} if start or num_bytes is not None else {}
+        answer = self.request("GET", _route(name), headers=headers, also=[_MISSING])
+        if answer.status == _MISSING:
+            raise FileNotFoundError(name)
+        data = memoryview(answer.data)
+        if headers and answer.status != _PARTIAL:
+            data = data[start : None if num_bytes is None else start + num_bytes]
+        return data, answer.headers.get("ETag", "")
+
+    @override
+    def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
+        headers = {"Content-Type": "application/octet-stream"}
+        if version is None:
+            headers["If-None-Match"] = "*"
+        elif version != ANY_VERSION:
+            headers["If-Match"] = version
+        answer = self.request(
+            "PUT", _route(name), body=data, headers=headers, also=[_CHANGED], answer_s=UPLOAD_ANSWER_S
+        )
+        return answer.status != _CHANGED
+
+    @override
+    def remove(self, names: Iterable[str]) -> None:
+        """Nothing: the service ends the note of a run when it takes its manifest, and `prune` there removes packs."""
+
+    @override
+    def check(self, *, create: bool = False) -> None:
+        """Nothing: whatever answers is asked for what it has."""
+
+    # What a service knows
+
+    @override
+    def is_writable(self) -> bool:
+        with self._lock:
+            if self._is_writable is None:
+                try:
+                    self.verify([])  # what a reading token may not do
+                    self._is_writable = True
+                except ReadOnlyError:
+                    self._is_writable = False
+                except RemoteError as error:
+                    # A token that the server refuses is a mistake; without one, reading may be allowed.
+                    if error.status != _UNAUTHORIZED or self._token is not None:
+                        raise
+                    self._is_writable = False
+            return self._is_writable
+
+    @override
+    def check_writable(self) -> None:
+        if not self.is_writable():
+            raise ReadOnlyError(
+                self.url,
+                f"is open for reading only here: give the server's writing token with token=... or {TOKEN_VARIABLE}",
+            )
+
+    @override
+    def find(self, keys: Sequence[str]) -> set[str]:
+        found: set[str] = set()
+        for chunk in _chunks(keys):
+            with _understood(self.request("POST", "entries:find", document={"keys": chunk})) as document:
+                found.update(chunk if len(document["found"]) == len(chunk) else document["found"])
+        return found
+
+    def verify(self, keys: Sequence[str]) -> dict[str, str]:
+        """Let the service read these entries on its disk. Why those are damaged that are: they are misses there now."""
+        damaged: dict[str, str] = {}
+        for chunk in _chunks(keys) or [[]]:
+            answer = self.request("POST", "verify", document={"keys": chunk}, answer_s=UPLOAD_ANSWER_S)
+            with _understood(answer) as document:
+                damaged |= {str(key): str(reason) for key, reason in document["damaged"].items()}
+        return damaged
+
+    @override
+    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
+        """The keys of prompts: pairs of a text and whether it is negative. The service encodes those that it lacks.
+
+        None: it encodes nothing (`latentcache serve --encode`). RemoteError, also for a prompt that it refuses.
+        """
+        keys: list[str] = []
+        for first in range(0, len(prompts), ENCODED_PROMPTS):
+            part = prompts[first : first + ENCODED_PROMPTS]
+            document = {"prompts": [{"text": text, "negative": sign} for text, sign in part], "return": "keys"}
+            answer = self.request("POST", "prompts:encode", document=document, also=[_MISSING], answer_s=ENCODE_S)
+            if answer.status == _MISSING:
+                return None
+            with _understood(answer) as found:
+                keys += [check_key(entry["key"]) for entry in found["entries"]]
+        if len(keys) != len(prompts):
+            raise _strange(self.url, f"{len(keys)} keys of {len(prompts)} prompts")
+        return keys
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._pools is not None:
+            self._pools[1].clear()
+
+
+def _bounded(response: BaseHTTPResponse, url: str) -> bytes:
+    """The body of an answer. RemoteError if it has more than MAX_BYTES, also where nothing said so before."""
+    try:
+        data = response.read(MAX_BYTES + 1, decode_content=False)
+        if len(data) > MAX_BYTES:
+            raise _strange(url, f"more than {MAX_BYTES:,} bytes, which is the most that is read")
+        response.read(1)  # at the end of an answer that broke off this raises
+    except BaseException:
+        response.close()  # what is left of the answer must not be taken for the next one
+        raise
+    response.release_conn()
+    return data
+
+
+@contextmanager
+def _understood(answer: _Answer) -> Iterator[Any]:
+    """The answer's document. RemoteError if it is none, or if the block does not find in it what it needs."""
+    try:
+        yield json.loads(answer.data)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _strange(answer.url, f"a document that is not what was requested ({error!r:.200})") from error
+
+
+def _strange(url: str, what: str) -> RemoteError:
+    step = "Check that the URL is that of `latentcache serve`, and that both are of one version of latentcache."
+    return RemoteError(url, f"answers with {what}", step)
+
+
+def _route(name: str) -> str:
+    """The route of a file: `packs/ID`, `manifests/NAME`, or `manifests/NAME/unfinished` for the note of a run."""
+    path = PurePosixPath(name)
+    if path.parts[0] == "packs":
+        return f"packs/{path.stem}"
+    route = f"manifests/{quote(path.stem.partition('+')[0], safe='')}"
+    return f"{route}/unfinished" if path.suffix == ".unfinished" else route
+
+
+def _chunks(keys: Sequence[str]) -> list[list[str]]:
+    return [list(keys[first : first + KEYS]) for first in range(0, len(keys), KEYS)]
+
+
+def _checked_url(url: str) -> str:
+    """The URL without a slash at its end. StoreError for one that does not name a service, or that has a password."""
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_good = is_good and "@" not in parts.netloc and not parts.query and not parts.fragment
+    except ValueError:
+        is_good = False
+    if not is_good:
+        shown = "a URL with a password" if "@" in url else repr(url[:200])
+        raise StoreError(
+            f"{shown} is not the URL of a service: give http://HOST:PORT or https://HOST, and the token by token=... "
+            f"or {TOKEN_VARIABLE}"
+        )
+    return url.rstrip("/")
+
+
+def _is_private(url: str) -> bool:
+    """Whether nobody on the way reads what is sent: it is encrypted, or does not leave this machine."""
+    parts = urlsplit(url)
+    try:
+        return parts.scheme == "https" or ipaddress.ip_address(str(parts.hostname)).is_loopback
+    except ValueError:
+        return parts.hostname == "localhost"

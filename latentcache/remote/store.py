@@ -1,0 +1,312 @@
+"""RemoteStore: the entries of a cache that is elsewhere, read from whole packs on this disk.
+
+keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched if need be) -> MappedReader -> arrays
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from typing_extensions import override
+
+from latentcache.errors import (
+    EntryDamagedError,
+    EntryMissingError,
+    PackError,
+    ReadOnlyError,
+    RemoteError,
+    StoreError,
+    UnsafeStoreError,
+)
+from latentcache.remote.index import FarIndex
+from latentcache.remote.tier import Tier, default_folder, rows_folder
+from latentcache.remote.transport import ANY_VERSION, Transport
+from latentcache.store.base import (
+    Description,
+    EntryArrays,
+    OwnedEntry,
+    Store,
+    StoreStats,
+    check_key,
+)
+from latentcache.store.directory import pack_name
+from latentcache.store.disk import DISAGREE
+from latentcache.store.layout import Location, Pack
+from latentcache.store.mapped import MappedReader
+from latentcache.store.pack import map_pack, new_pack_id, pack_buffers, read_records, row_problem
+from latentcache.store.stacking import stack
+from latentcache.store.writer import PackWriter
+from latentcache.types import Entry, Record
+
+LISTED_S = 60.0
+"""A writer that looks for the keys of its new entries lists the packs no more often than this."""
+_MAX_RECORDS = 8
+_ADD_CHUNK = 1024
+
+logger = logging.getLogger("latentcache")
+
+
+class RemoteStore(Store):
+    """A `base.Store` in a bucket, a service or a folder, which `transport` reads. Threads and processes may share it.
+
+    Packs are fetched whole and kept in `local`, by default in the user's cache folder, up to `local_max_bytes`. An
+    entry is compared with its digest when this process first reads it. What does not fit is fetched once more; then
+    another pack may have the entry; then it is damaged, and a miss for this process. `read_only` None: as the transport
+    allows, which is asked when it matters. RemoteError: the other end does not answer, or refuses.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        read_only: bool | None = None,
+        local: str | Path | None = None,
+        local_max_bytes: int | None = None,
+    ):
+        self.transport, self.url, self._read_only = transport, transport.url, read_only
+        folder = default_folder(self.url) if local is None else Path(local).expanduser()
+        self.tier = Tier(transport, folder, local_max_bytes, self._release)
+        self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.forget)
+        self.mapped = MappedReader(self._path_of, self._relocate, lambda pack: None)
+        self._read_records = lru_cache(_MAX_RECORDS)(read_records)
+        self._repairing = threading.RLock()
+        self._fetched_again: set[str] = set()
+        self._tried_again: set[tuple[str, int]] = set()
+        self._is_closed = False
+
+    def check_open(self) -> None:
+        """StoreError if it was closed."""
+        if self._is_closed:
+            raise StoreError(f"{self.url}: the store is closed; open it again")
+
+    @property
+    @override
+    def read_only(self) -> bool:  # type: ignore[override]  # nobody sets it, and a service is asked only if need be
+        return not self.transport.is_writable() if self._read_only is None else self._read_only
+
+    def check_writable(self) -> None:
+        """ReadOnlyError if it was opened for reading, or may not be written."""
+        self.check_open()
+        if self._read_only:
+            raise ReadOnlyError(self.url, "is open for reading only here: open it without read_only=True")
+        self.transport.check_writable()
+
+    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
+        """The keys of prompts, pairs of a text and whether it is negative; None where they encode nothing there."""
+        return self.transport.encode_prompts(prompts)
+
+    # Writing
+
+    @override
+    def writer(self) -> PackWriter:
+        self.check_writable()
+        return PackWriter(self._upload, nullcontext(), lambda keys: self._known(list(keys)))
+
+    @override
+    def add(self, entries: Iterable[Entry]) -> int:
+        iterator = iter(entries)
+        with self.writer() as writer:
+            while chunk := list(islice(iterator, _ADD_CHUNK)):
+                present = self._known([entry.record.key for entry in chunk])
+                for entry in chunk:
+                    if entry.record.key not in present:
+                        writer.add(entry)
+        return writer.num_added
+
+    def _known(self, keys: Sequence[str]) -> set[str]:
+        """As `find`, for keys that a writer would add: one that is there all the same is only stored twice."""
+        return self._found(keys, LISTED_S)
+
+    def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
+        present = self._known([entry.key for entry in entries])
+        new = [entry for entry in entries if entry.key not in present]
+        if not new:
+            return 0, 0
+        row, num_bytes, buffers = pack_buffers(new_pack_id(), new)
+        try:
+            self.transport.write(pack_name(row.pack.id), b"".join(buffers), version=ANY_VERSION)
+        except RemoteError as error:
+            again = "were encoded and not stored: the next `latentcache precache` encodes them again"
+            next_step = f"{error.next_step} The last {len(new)} entries {again}."
+            raise RemoteError(self.url, error.detail, next_step, status=error.status, kind=error.kind) from error
+        self.index.add(row)
+        return len(new), num_bytes
+
+    @override
+    def remove(self, keys: Iterable[str]) -> int:
+        """StoreError: packs are immutable, and no index is there that could say that a row does not count."""
+        for key in keys:
+            check_key(key)
+        self.check_open()
+        raise StoreError(
+            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune {self.url}`, or "
+            "`latentcache prune` where the directory of a service is, removes what no manifest needs"
+        )
+
+    # Looking up
+
+    @override
+    def find(self, keys: Iterable[str]) -> set[str]:
+        return self._found(list(dict.fromkeys(keys)), 0.0)
+
+    def _found(self, keys: Sequence[str], max_age_s: float) -> set[str]:
+        self.check_open()
+        for key in keys:
+            check_key(key)
+        found = self.transport.find(keys)
+        if found is None:
+            return self.index.find(keys, max_age_s)
+        return found - self.index.table.damaged().keys()
+
+    @override
+    def keys(self) -> Iterator[str]:
+        self.check_open()
+        self.index.refresh()
+        keys = self.index.table.keys()
+        found = self.transport.find(keys)
+        return iter(keys if found is None else [key for key in keys if key in found])
+
+    @override
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        self.check_open()
+        self.index.find([check_key(key) for key in keys])
+        return self.index.table.places(keys)
+
+    def _locate(self, keys: Sequence[str]) -> list[Location]:
+        self.check_open()
+        locations = []
+        for key, location in zip(keys, self.index.look_up([check_key(key) for key in keys]), strict=True):
+            if location is None:
+                reason = self.index.table.reason(key)
+                raise EntryMissingError(key) if reason is None else EntryDamagedError(key, reason, is_marked=False)
+            locations.append(location)
+        return locations
+
+    @override
+    def describe(self, key: str) -> Description:
+        [location] = self._locate([key])
+        group = location.group
+        return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
+
+    # Reading
+
+    @override
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
+        locations = self._locate(keys)
+        self.tier.bring({location.pack.id for location in locations})
+        return self.mapped.rows(keys, locations)
+
+    @override
+    def get(self, key: str) -> Entry:
+        record, rows = self.record(key), self.rows([key])
+        ragged = self._locate([key])[0].group.ragged
+        return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, ragged)
+
+    @override
+    def record(self, key: str) -> Record:
+        [location] = self._locate([key])
+        while True:
+            problem = DISAGREE
+            try:
+                records = self._read_records(self._path_of(location.pack.id))
+                if records.is_at(key, location):
+                    return records.record(location.row)
+            except FileNotFoundError as error:
+                problem = f"its pack is gone: {error}"
+            except (PackError, UnsafeStoreError, ValueError) as error:
+                problem = str(error)
+            location = self._relocate(key, location, problem)
+
+    @override
+    def prefetch(self, keys: Iterable[str]) -> None:
+        self.check_open()
+        found = [place for place in self.index.table.look_up(list(dict.fromkeys(keys))) if place is not None]
+        packs = dict.fromkeys(place.pack.id for place in found)
+        self.tier.bring_soon(packs)
+        here = {pack for pack in packs if self.tier.has(pack)}
+        self.mapped.prefetch([place for place in found if place.pack.id in here])
+
+    def _path_of(self, pack: str) -> Path:
+        if not self.tier.has(pack):
+            self.tier.forget([pack])
+            self.tier.bring([pack])
+        return self.tier.path(pack)
+
+    def _release(self, packs: Iterable[str]) -> None:
+        self.mapped.release(packs)
+        self._read_records.cache_clear()
+
+    def _relocate(self, key: str, location: Location, problem: str) -> Location:
+        """Where an entry lies that is not what was stored, or raise that it is damaged or gone."""
+        pack = location.pack
+        with self._repairing:
+            self.mapped.invalidate([location])
+            if not self.tier.has(pack.id):  # another process made room, or it is gone there
+                self.index.refresh()
+                return self._locate([key])[0]
+            if pack.id not in self._fetched_again:
+                logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack.id, problem)
+                self._fetched_again.add(pack.id)
+                self.tier.fetch_again(pack.id)
+                return location
+            self._release([pack.id])
+            damaged = self._problems(pack)
+            if location.place in self._tried_again:
+                damaged.setdefault(location.row, problem)
+            self._tried_again.add(location.place)
+            if damaged:
+                logger.warning("%s: pack %s has %d damaged entries: %s", self.url, pack.id, len(damaged), problem)
+                self.index.lose(pack.id, damaged)
+            return self._locate([key])[0]
+
+    def _problems(self, pack: Pack) -> dict[int, str]:
+        """Why rows of a pack are not what was stored, of those that are so."""
+        row = self.index.row(pack.id, pack.file_bytes)
+        try:
+            records = read_records(self.tier.path(pack.id))
+            data = map_pack(self.tier.path(pack.id), pack.file_bytes)
+        except (PackError, UnsafeStoreError, FileNotFoundError) as error:
+            return dict.fromkeys(range(pack.num_entries), str(error))
+        found = {}
+        for at, key in enumerate(row.names()):
+            problem = row_problem(records, data, at) if records.is_at(key, row.location(at)) else DISAGREE
+            if problem is not None:
+                found[at] = problem
+        return found
+
+    # The whole
+
+    @override
+    def damaged(self) -> dict[str, str]:
+        """Those that this process found so."""
+        self.check_open()
+        return self.index.table.damaged()
+
+    @override
+    def stats(self) -> StoreStats:
+        self.check_open()
+        self.index.refresh()
+        counts = self.index.table.counts()
+        return StoreStats(
+            num_entries={kind: num for kind, (num, _) in counts.items()},
+            num_damaged=len(self.damaged()),
+            num_packs=len(self.index.sizes),
+            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
+            file_bytes=sum(self.index.sizes.values()),
+            index_bytes=0,
+        )
+
+    def close(self) -> None:
+        """End what is on its way. What was returned stays readable, and packs stay on this disk."""
+        self._is_closed = True
+        self.tier.close()
+        self.transport.close()
+        self.mapped.close()
+        self._read_records.cache_clear()

@@ -1,0 +1,238 @@
+"""Tier: whole packs of caches that are elsewhere, on this disk. The longest unused go."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from latentcache.errors import StoreBusyError, StoreError
+from latentcache.identity import digest
+from latentcache.remote.transport import Transport, read_pack
+from latentcache.store.base import PACK_SUFFIX
+from latentcache.store.directory import MARK, pack_name
+from latentcache.utils.locks import locked
+
+NUM_THREADS = 4
+"""Packs on their way at once."""
+MAX_AHEAD = 32
+"""Packs that are fetched in advance and not here yet: of pack order a window and one more. What comes beyond them is
+fetched when it is read."""
+NOTE_S = 60.0
+"""How often a process notes that it still uses a pack."""
+_LEFT_S = 3600.0  # what a dead process left half written is removed after this
+
+logger = logging.getLogger("latentcache")
+
+
+def default_folder(url: str) -> Path:
+    """The folder of the user's cache folder, as the XDG specification names it, for the cache at `url`."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return root / "latentcache" / digest(url.encode())[:16]
+
+
+def rows_folder(url: str, folder: Path | None = None) -> Path:
+    """Where the rows of the packs of the cache at `url` are remembered, below the folder of a tier."""
+    return (folder or default_folder(url)) / "rows" / digest(url.encode())[:16]
+
+
+class Tier:
+    """Whole packs in `folder`, which are fetched from `transport` when they are wanted. Threads and processes share it.
+
+    A pack comes under another name and is renamed, so that one that is here is whole; nothing is synced, since what a
+    crash leaves damaged fails its digests and is fetched again. Where the packs have more than `max_bytes` those go
+    that were not used for the longest time, by their mtime. `release` is called with packs whose files this process
+    should let go. StoreError if the folder is a cache of its own.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        folder: Path,
+        max_bytes: int | None = None,
+        release: Callable[[Iterable[str]], None] = lambda packs: None,
+    ):
+        if (folder / MARK).exists():
+            raise StoreError(
+                f"{folder}: is a cache of its own (it has {MARK}); cache.local needs a folder that holds nothing else. "
+                "Give another one. If an earlier version kept what it fetched there, remove it"
+            )
+        self._transport, self._max_bytes, self._release = transport, max_bytes, release
+        self._packs, self._locks = folder / "packs", folder / "locks"
+        try:
+            self._packs.mkdir(parents=True, exist_ok=True)
+            self._locks.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _not_kept(folder, error) from error
+        self._fetched = set[str]()
+        self._has_warned = False
+        self._begin()
+        self._sweep()
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._coming: dict[str, Future[None]] = {}
+        self._used: dict[str, float] = {}
+        """When this process noted the use of a pack, by its id."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether packs may go."""
+        return self._max_bytes is not None
+
+    def path(self, pack: str) -> Path:
+        """Where a pack lies if it is here."""
+        own = self._transport.local_path(pack_name(pack))
+        return self._packs / pack[:2] / f"{pack}{PACK_SUFFIX}" if own is None else own
+
+    def has(self, pack: str) -> bool:
+        """Whether a pack is here."""
+        return self.path(pack).exists()
+
+    def bring(self, packs: Iterable[str]) -> None:
+        """Fetch those of the packs that are not here, and note that all are used. One that is gone is left out.
+
+        RemoteError, and StoreError if the disk does not take it.
+        """
+        if missing := self._missing(packs):
+            for future in [self._fetch_soon(pack) for pack in missing]:
+                future.result()
+
+    def bring_soon(self, packs: Iterable[str]) -> None:
+        """Begin to fetch those of the packs that are not here, as far as there is room. It waits for nothing."""
+        for pack in self._missing(packs):
+            if len(self._coming) < MAX_AHEAD:
+                self._fetch_soon(pack)
+
+    def _missing(self, packs: Iterable[str]) -> list[str]:
+        if self._pid != os.getpid():
+            self._begin()  # a fork has none of the threads
+        now = time.monotonic()
+        due = [pack for pack in packs if now - self._used.get(pack, -math.inf) >= NOTE_S]
+        return [pack for pack in due if not self._note_use(pack, now)]
+
+    def _note_use(self, pack: str, now: float) -> bool:
+        """Note that a pack is used. False if it is not here."""
+        path = self.path(pack)
+        try:
+            if self._transport.local_path(pack_name(pack)) is None:
+                os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # another user's: then it is the one who notes
+            if not path.exists():
+                return False
+        self._used[pack] = now
+        return True
+
+    def _fetch_soon(self, pack: str) -> Future[None]:
+        with self._lock:
+            found = self._coming.get(pack)
+            if found is None:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(NUM_THREADS, "latentcache-fetch")
+                found = self._coming[pack] = self._executor.submit(self._fetch, pack)
+                found.add_done_callback(lambda future: self._coming.pop(pack, None))
+            return found
+
+    def fetch_again(self, pack: str) -> None:
+        """Put a pack that came damaged, or is damaged here, in its own place again. What is not ours stays as it is."""
+        if self._transport.local_path(pack_name(pack)) is None:
+            self._fetch(pack, again=True)
+
+    def _fetch(self, pack: str, *, again: bool = False) -> None:
+        path = self.path(pack)
+        # Few files for many packs: two that begin alike wait for each other now and then.
+        with locked(self._locks / f"{pack[:2]}.lock", "fetching a pack", shared=False, wait=True):
+            if again or not path.exists():
+                with suppress(FileNotFoundError):  # it is gone there: who reads it looks where its entries are now
+                    self._write(path, read_pack(self._transport, pack))
+                    self._release([pack])
+        self._used[pack] = time.monotonic()
+        self._fetched.add(pack)
+        self._make_room(pack)
+
+    def _write(self, path: Path, data: memoryview) -> None:
+        temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            try:
+                temporary.write_bytes(data)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise _not_kept(path, error) from error
+
+    # Room
+
+    def _make_room(self, wanted: str) -> None:
+        """Remove the longest unused packs until the others have at most `max_bytes`; the one that is wanted stays."""
+        if self._max_bytes is None:
+            return
+        try:
+            with locked(self._locks / "room.lock", "making room", shared=False):
+                files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
+                num_bytes, gone = sum(status.st_size for _, status in files), list[str]()
+                for path, status in files:
+                    if num_bytes <= self._max_bytes:
+                        break
+                    if path.stem != wanted:
+                        with suppress(FileNotFoundError):
+                            path.unlink()
+                        num_bytes -= status.st_size
+                        gone.append(path.stem)
+        except StoreBusyError:
+            return  # another process makes room
+        self.forget(gone)
+        if not self._has_warned and not self._fetched.isdisjoint(gone):
+            self._has_warned = True
+            logger.warning(
+                "%s has no room for all packs that are read (cache.local_max_bytes is %s), so that packs are fetched "
+                "again in each epoch. Give it more, or read in pack order: LatentLoader with order='packs'",
+                self._packs.parent,
+                f"{self._max_bytes:,}",
+            )
+
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        found = []
+        for path in self._packs.glob(f"*/*{PACK_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                found.append((path, path.stat()))
+        return found
+
+    def forget(self, packs: Collection[str]) -> None:
+        """Let packs go that were removed here, or are gone there."""
+        for pack in packs:
+            self._used.pop(pack, None)
+            if self._transport.local_path(pack_name(pack)) is None:
+                with suppress(OSError):
+                    self.path(pack).unlink(missing_ok=True)
+        self._release(packs)
+
+    def _sweep(self) -> None:
+        for path in self._packs.glob("*/*.part"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _LEFT_S:
+                    path.unlink()
+
+    def close(self) -> None:
+        """End what is on its way; what has come stays."""
+        if self._pid == os.getpid() and self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
+
+
+def _not_kept(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path}: a pack that is to be read cannot be kept here: {error.strerror or error}. Free some space, bound it "
+        "by cache.local_max_bytes, or give another folder as cache.local"
+    )

@@ -1,0 +1,129 @@
+"""A cache on the Hugging Face hub: its snapshot has links, no index, and cannot be written. It opens as a cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from helpers.remote_samples import NUM_SAMPLES, make_cache, make_manifest
+
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError, StoreError
+from latentcache.loading.status import status, verify
+from latentcache.remote.transfer import transfer
+
+URL = "hf://datasets/someone/photos"
+
+
+def snapshot_of(cache: Path, folder: Path) -> Path:
+    """What `snapshot_download` makes of a cache that `hf upload` sent: links to files that are named by digests."""
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / ("0" * 40)
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(cache.rglob("*"))):
+        name = path.relative_to(cache)
+        if path.is_file() and (name.name == "CACHE.json" or name.parts[0] in ("packs", "manifests")):
+            shutil.copy(path, blobs / str(number))
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            (snapshot / name).symlink_to(os.path.relpath(blobs / str(number), (snapshot / name).parent))
+    for path in folder.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return make_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def asked(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the hub was asked for; it has a snapshot of the cache."""
+    requests: list[dict[str, Any]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+    def download(repository: str, **options: Any) -> str:
+        requests.append({"repository": repository, **options})
+        folder = Path(options["cache_dir"]) / "datasets--someone--photos"
+        return str(folder / "snapshots" / ("0" * 40) if folder.exists() else snapshot_of(cache, folder))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return requests
+
+
+def test_a_snapshot_is_read_as_a_cache(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    with LatentCache(URL) as there, LatentCache(cache) as here:
+        assert there.sample_ids() == here.sample_ids() and len(there.sample_ids()) == NUM_SAMPLES
+        for ids in (here.sample_ids()[0::2], here.sample_ids()[1::2]):
+            left, right = (each.batch(ids, device="cpu", output="moments") for each in (there, here))
+            assert torch.equal(left["moments"], right["moments"])
+            assert torch.equal(left["prompt_embeds"], right["prompt_embeds"])
+        assert there.manifests.read("served") == make_manifest()
+    [request] = asked
+    assert request["repository"] == "someone/photos" and request["repo_type"] == "dataset"
+    folder = tmp_path / "xdg" / "latentcache"
+    assert request["cache_dir"].is_relative_to(folder) and request["revision"] is None
+    assert not list(folder.glob("*/packs/*/*")), "they are here already"
+
+
+def test_a_loader_reads_it_in_both_orders(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    for order in ("random", "packs"):
+        found = []
+        for where, options in ((cache, {}), (f"{URL}@v1", {"local": tmp_path / "local"})):
+            dataset = LatentDataset(where, order=order, **options)
+            with LatentLoader(BucketBatchSampler(dataset, 4, seed=1), device="cpu") as loader:
+                found.append([batch["latents"] for batch in loader])
+            dataset.cache.close()
+        assert all(map(torch.equal, *found)) and len(found[0]) == NUM_SAMPLES // 4
+    assert {request["revision"] for request in asked} == {"v1"}
+
+
+def test_it_is_verified_pulled_and_not_written(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert verify(URL).ok and status(URL).num_lost == 0
+    assert transfer(URL, tmp_path / "back").manifests == ["served"]
+    assert {each.name for each in (tmp_path / "back").glob("packs/*/*")} == {
+        each.name for each in cache.glob("packs/*/*")
+    }
+    with pytest.raises(ReadOnlyError, match="hf upload"):
+        transfer(cache, URL)
+    with LatentCache(URL) as there:
+        assert there.store.read_only
+        with pytest.raises(ReadOnlyError):
+            there.store.writer()
+
+
+def test_damage_in_a_snapshot_is_found(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+    with LatentCache(URL) as there:
+        keys = there.manifest("served").keys()
+    blob = max((tmp_path / "xdg").rglob("blobs/*"), key=lambda path: path.stat().st_size)
+    blob.chmod(0o644)
+    data = bytearray(blob.read_bytes())
+    data[-2000] ^= 1
+    blob.write_bytes(data)
+    status_before = blob.stat()
+    assert verify(URL).damaged
+    with LatentCache(URL) as there:
+        failed = 0
+        for key in keys:
+            try:
+                there.store.get(key)
+            except EntryDamagedError:
+                failed += 1
+        assert failed == 1
+    assert (blob.stat().st_ino, blob.stat().st_mtime_ns) == (status_before.st_ino, status_before.st_mtime_ns)
+
+
+def test_what_the_hub_refuses_is_an_error_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(repository: str, **options: Any) -> str:
+        raise OSError("401 Client Error: Repository Not Found")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(RemoteError, match=r"Repository Not Found.*hf auth login"):
+        LatentCache(URL, local=tmp_path)
+    for wrong in ("hf://someone/photos", "hf://datasets/photos", "hf://models/a/b"):
+        with pytest.raises(StoreError, match="hf://datasets/USER/NAME"):
+            LatentCache(wrong)
