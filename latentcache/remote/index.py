@@ -140,10 +140,17 @@ class FarIndex:
         self.table, self.generation = table, new_generation()
 
     def _add(self, rows: Sequence[PackRow], *, is_first: bool) -> None:
-        if not is_first and any(self.table.find(row.live_names()) for row in rows):
-            self._rebuild()  # which pack has a key must not depend on which one came here first
-        elif rows:
-            self.table.add(without_duplicates(self._marked(row) for row in rows))
+        rows = without_duplicates(self._marked(row) for row in rows)
+        for row in () if is_first else rows:
+            # Which pack has a key must not depend on which one came here first.
+            names = row.live_names()
+            there = {key: place for key, place in zip(names, self.table.look_up(names), strict=True) if place}
+            if moved := [key for key, place in there.items() if row.pack.id < place.pack.id]:
+                self.table.drop(moved)
+                self.generation = new_generation()
+            if stay := there.keys() - set(moved):
+                row.live &= [key not in stay for key in row.names()]
+        self.table.add(rows)
 
     # The rows of packs
 
