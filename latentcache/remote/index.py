@@ -90,7 +90,7 @@ class FarIndex:
                 self._forget(gone)
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
-        """Those of the keys that are there. For one that is not known the packs are listed, if not done lately."""
+        """Find which of the keys are there. For one that is not known the packs are listed, if not done lately."""
         found = self.table.find(list(keys))
         if len(found) < len(set(keys)):
             self.refresh(max_age_s)
@@ -238,7 +238,7 @@ def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:
 
 
 def without_duplicates(rows: Iterable[PackRow]) -> Sequence[PackRow]:
-    """The same rows, by id of their packs; a key that is live in several is live in the first alone.
+    """Rows sorted by the ids of their packs; a key that is live in several is live in the first alone.
 
     So all machines that see the same packs find an entry in the same one.
     """

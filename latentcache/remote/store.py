@@ -123,7 +123,7 @@ class RemoteStore(Store):
         return writer.num_added
 
     def _known(self, keys: Sequence[str]) -> set[str]:
-        """As `find`, for keys that a writer would add: one that is there all the same is only stored twice."""
+        """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
         return self._found(keys, LISTED_S)
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
@@ -177,11 +177,11 @@ class RemoteStore(Store):
 
     @property
     def keeps_packs(self) -> PacksKept:
-        """As `base.PackedStore.keeps_packs`: on this disk."""
+        """Who finds a pack that was prefetched: every process of this machine."""
         return "machine"
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """As `base.PackedStore.places`."""
+        """Say in which packs and rows entries lie: see `base.PackedStore.places`."""
         self.check_open()
         self.index.find([check_key(key) for key in keys])
         return self.index.table.places(keys)
@@ -301,7 +301,7 @@ class RemoteStore(Store):
 
     @override
     def damaged(self) -> dict[str, str]:
-        """Those that this process found so."""
+        """Entries that this process found damaged, with the reason."""
         self.check_open()
         return self.index.table.damaged()
 

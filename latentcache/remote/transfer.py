@@ -142,7 +142,7 @@ class End:
         return self.transport.live(pack, keys) if isinstance(self.transport, DirectoryTransport) else keys
 
     def find(self, keys: Collection[str]) -> set[str]:
-        """Those of the keys whose entries are there."""
+        """Find which of the keys have entries there."""
         found = self.transport.find(list(keys))
         return self.index.find(keys) if found is None else found
 
