@@ -34,6 +34,7 @@ def serving() -> Iterator[S3Store]:
             secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
             region=environment["AWS_REGION"],
             client_options={"allow_http": True},
+            disable_bulk_delete=True,  # it takes no such request
         )
 
 

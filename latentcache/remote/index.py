@@ -87,7 +87,7 @@ class FarIndex:
                 self._forget(gone)
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
-        """Those of the keys that are there. For one that is not known the packs are listed, if not done lately."""
+        """Find which of the keys are there. For one that is not known the packs are listed, if not done lately."""
         found = self.table.find(list(keys))
         if len(found) < len(set(keys)):
             self.refresh(max_age_s)
@@ -137,10 +137,16 @@ class FarIndex:
         self.table = table
 
     def _add(self, rows: Sequence[PackRow], *, is_first: bool) -> None:
-        if not is_first and any(self.table.find(row.live_names()) for row in rows):
-            self._rebuild()  # which pack has a key must not depend on which one came here first
-        elif rows:
-            self.table.add(without_duplicates(self._marked(row) for row in rows))
+        rows = without_duplicates(self._marked(row) for row in rows)
+        for row in () if is_first else rows:
+            # Which pack has a key must not depend on which one came here first.
+            names = row.live_names()
+            there = {key: place for key, place in zip(names, self.table.look_up(names), strict=True) if place}
+            if moved := [key for key, place in there.items() if row.pack.id < place.pack.id]:
+                self.table.drop(moved)
+            if stay := there.keys() - set(moved):
+                row.live &= [key not in stay for key in row.names()]
+        self.table.add(rows)
 
     # The rows of packs
 
@@ -228,7 +234,7 @@ def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:
 
 
 def without_duplicates(rows: Iterable[PackRow]) -> Sequence[PackRow]:
-    """The same rows, by id of their packs; a key that is live in several is live in the first alone.
+    """Rows sorted by the ids of their packs; a key that is live in several is live in the first alone.
 
     So all machines that see the same packs find an entry in the same one.
     """

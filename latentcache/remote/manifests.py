@@ -33,7 +33,7 @@ class RemoteManifests:
         self._transport, self._read_only = transport, read_only
         self._owner = digest(f"{platform.node()} {source}".encode())[:32]
         self._versions: dict[str, str | None] = {}
-        """Of what was read last, by name; None where there was none."""
+        """The version that was read last, by name; None where there was none."""
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""

@@ -29,11 +29,11 @@ from latentcache.store.directory import pack_name
 from latentcache.utils.json_document import to_bytes
 
 MAX_BYTES = 8 << 30
-"""Of an answer. A pack has some 64 MiB, and the manifest of a million samples about 1 GiB."""
+"""The most that is read of an answer. A pack has some 64 MiB, the manifest of a million samples about 1 GiB."""
 KEYS = 4096
-"""In one request."""
+"""Keys in one request."""
 ENCODED_PROMPTS = 32
-"""In one request that encodes prompts: as many as a service takes."""
+"""Prompts in one request: as many as a service takes."""
 ENCODE_S = 600.0
 """How long a service may take to encode them: it loads its models first."""
 UPLOAD_ANSWER_S = 300.0

@@ -121,7 +121,7 @@ class RemoteStore(Store):
         return writer.num_added
 
     def _known(self, keys: Sequence[str]) -> set[str]:
-        """As `find`, for keys that a writer would add: one that is there all the same is only stored twice."""
+        """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
         return self._found(keys, LISTED_S)
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
@@ -285,7 +285,7 @@ class RemoteStore(Store):
 
     @override
     def damaged(self) -> dict[str, str]:
-        """Those that this process found so."""
+        """Entries that this process found damaged, with the reason."""
         self.check_open()
         return self.index.table.damaged()
 

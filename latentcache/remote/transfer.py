@@ -103,6 +103,7 @@ class End:
     def __init__(self, transport: Transport, manifests: Manifests, index: FarIndex):
         self.transport, self.manifests, self.index = transport, manifests, index
         self.name = transport.url
+        self._has_index = transport.find([]) is not None
 
     @classmethod
     def open(cls, location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
@@ -131,7 +132,7 @@ class End:
 
     def packs(self) -> dict[str, int]:
         """The bytes of each pack that is there now, by its id. What is gone is not found any more."""
-        if self.index.sizes:
+        if self.index.sizes:  # else what is there was not asked for yet
             self.index.refresh()
         return {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}
 
@@ -141,14 +142,15 @@ class End:
         return self.transport.live(pack, keys) if isinstance(self.transport, DirectoryTransport) else keys
 
     def find(self, keys: Collection[str]) -> set[str]:
-        """Those of the keys whose entries are there."""
+        """Find which of the keys have entries there."""
         found = self.transport.find(list(keys))
         return self.index.find(keys) if found is None else found
 
     def send(self, records: PackRecords, data: bytes | memoryview) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
         self.transport.write(pack_name(records.row.pack.id), data, version=ANY_VERSION)
-        self.index.add(records.row)
+        if not self._has_index:
+            self.index.add(records.row)
 
 
 class Move:

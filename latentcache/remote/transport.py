@@ -91,7 +91,7 @@ class Transport(Closing, Protocol):
         return
 
     def find(self, keys: Sequence[str]) -> set[str] | None:
-        """Those of the keys whose entries are there, by an index that the cache has itself. None: it has none."""
+        """Find which keys have entries, by an index that the cache has itself. None: it has none."""
         return None
 
     def local_path(self, name: str) -> Path | None:
@@ -223,7 +223,7 @@ class DirectoryTransport(FolderTransport):
         return set() if self._store is None else self._store.find(keys)
 
     def live(self, pack: str, keys: Sequence[str]) -> Sequence[str]:
-        """Those of a pack's entries that count there: others were removed, are damaged, or lie in another pack."""
+        """Choose the entries of a pack that count: others were removed, are damaged, or lie in another pack."""
         found = [] if self._store is None else self._store.catalog.table.look_up(keys)
         return [key for key, place in zip(keys, found, strict=False) if place is not None and place.pack.id == pack]
 

@@ -84,8 +84,12 @@ def verify(
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
     num_entries = len(good | suspects.keys())
     damaged = {key: problem for key, problem in suspects.items() if key not in good}
-    if isinstance(transport, ServiceTransport) and damaged and transport.is_writable():
-        damaged = transport.verify(sorted(damaged))
+    if isinstance(transport, ServiceTransport) and damaged:
+        # What its index knows as removed or damaged does not count there.
+        if transport.is_writable():
+            damaged = transport.verify(sorted(damaged))
+        else:
+            damaged = {key: damaged[key] for key in transport.find(sorted(damaged))}
     return VerifyReport(
         num_entries=num_entries,
         num_packs=len(packs),
@@ -122,8 +126,8 @@ def _checked_pack(transport: Transport, pack: str, unreadable: dict[str, str]) -
         if problems and isinstance(transport, BucketTransport):
             try:
                 if whole := names - problems.keys():
-                    row, copy = part_of(records, np.frombuffer(data, np.uint8), whole)
-                    transport.write(pack_name(row.row.pack.id), copy, version=ANY_VERSION)
+                    part, copy = part_of(records, np.frombuffer(data, np.uint8), whole)
+                    transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
                 transport.move(pack_name(pack), f"{DAMAGED}/{pack}")
             except RemoteError as error:
                 logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)

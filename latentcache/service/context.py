@@ -22,7 +22,6 @@ from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.page_settings import PageSettings
 from latentcache.service.telemetry import Telemetry
 from latentcache.store.disk import DiskStore
-from latentcache.store.exchange import StoredEntries
 from latentcache.utils.locks import ReadersLock
 
 _RELEASE_S = 60.0
@@ -61,7 +60,6 @@ class ServiceContext:
             Workspace(self.store, self.manifests).prune(settings.encode.cache.max_bytes)
         # Its clients are readers: `prune` may not remove what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
-        self.entries = StoredEntries(self.store)
         self.views = ManifestViews(self.manifests)
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)
@@ -138,7 +136,7 @@ class ServiceContext:
         """Release packs that were removed meanwhile, as long as the server runs."""
         while True:
             try:
-                await self.call(self.entries.release)
+                await self.call(self.store.release_gone)
             except StoreError as error:
                 logger.warning("%s", error)
             except Exception:

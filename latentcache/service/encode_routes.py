@@ -22,6 +22,7 @@ from latentcache.service.entry_routes import pack_answer
 from latentcache.service.miss_encoder import MissEncoder
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS
+from latentcache.store import DiskStore
 
 MAX_PROMPTS = 32
 """In one request. Their keys are a header of the answer."""
@@ -158,7 +159,7 @@ class EncodeRoutes:
         await self._check_may_store(request, keys)
         missing = await self._encode(tasks)
         try:
-            await self._context.call(self._context.entries.read, keys)
+            await self._context.call(_check_whole, self._context.store, keys)
         except (EntryDamagedError, EntryMissingError):
             # Reading found damage, which is a miss now; or a prune was faster.
             missing |= await self._encode(tasks)
@@ -190,3 +191,10 @@ class EncodeRoutes:
         finally:
             self._num_requests -= 1
         return set(futures)
+
+
+def _check_whole(store: DiskStore, keys: Sequence[str]) -> None:
+    """Read entries and their records. EntryMissingError, EntryDamagedError."""
+    store.rows(keys)
+    for key in keys:
+        store.record(key)

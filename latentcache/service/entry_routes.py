@@ -13,6 +13,7 @@ from latentcache.errors import RequestRefused
 from latentcache.service.context import ServiceContext
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS
+from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify_entries
 
@@ -86,4 +87,5 @@ async def pack_answer(context: ServiceContext, keys: Sequence[str], headers: Map
 
 
 def _pack(context: ServiceContext, keys: Sequence[str]) -> bytes:
-    return b"".join(pack_buffers(new_pack_id(), context.entries.read(keys))[2])
+    entries = [own_entry(context.store.get(key)) for key in keys]
+    return b"".join(pack_buffers(new_pack_id(), entries)[2])

@@ -112,15 +112,17 @@ class Catalog:
             logger.warning("%s", error)  # what is there can be read all the same, and removed
 
     def _add_and_lose(self, found: Collection[PackRow], lost: Collection[str]) -> None:
-        with self._changing() as rows:
-            for row in found:
-                self._add_row(rows, row)
-            num_lost = sum([self._lose(rows, pack) for pack in lost])
-        if found:
-            logger.info("%s: added %d packs that the index did not know", self.directory.path, len(found))
+        # First what is lost: a copy of it that was found counts then.
         if lost:
+            with self._changing() as rows:
+                num_lost = sum([self._lose(rows, pack) for pack in lost])
             message = "%s: %d packs are gone or damaged; %d entries are lost"
             logger.warning(message, self.directory.path, len(lost), num_lost)
+        if found:
+            with self._changing() as rows:
+                for row in found:
+                    self._add_row(rows, row)
+            logger.info("%s: added %d packs that the index did not know", self.directory.path, len(found))
 
     def _lose(self, rows: Transaction, pack: str) -> int:
         """Mark the live entries of a pack whose file is gone. Returns how many there were."""
@@ -144,7 +146,14 @@ class Catalog:
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
         with self._lock:
-            rows, refused = read_rows(self.directory, self.directory.pack_sizes())
+            sizes = self.directory.pack_sizes()
+            rows, refused = read_rows(self.directory, sizes)
+            for pack in self.table.packs.keys() - sizes.keys():
+                try:
+                    if self.directory.pack_size(pack) is not None:
+                        raise StoreError(f"{self.directory.pack_path(pack)}: its folder cannot be listed now")
+                except StoreError as error:
+                    refused[pack] = error
             values = {PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()}
             unclear = {PACK_PREFIX + pack for pack, error in refused.items() if not is_damage(error)}
             known = LocationTable(rows.values())
@@ -152,12 +161,13 @@ class Catalog:
                 kept = parsed_row(name, value, self.directory)
                 drop_known(kept, known)
                 values[name] = kept.to_bytes()
-            aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
+            new, aside = (self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}" for _ in range(2))
+            Index(new).replace_many(values)
             with typed_errors(self.directory.index, 0):
-                # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
+                # A death in between leaves no index: the next opening fills it from the packs.
                 if self.directory.index.exists():
                     self.directory.index.rename(aside)
-            Index(self.directory.index).replace_many(values)
+                new.rename(self.directory.index)
             self._start_over()
             remove_whole(aside)
         return len(rows), refused
@@ -311,17 +321,25 @@ class Catalog:
                 change(row)
                 _put_row(rows, row)
 
-    def drop_packs(self, packs: Collection[str]) -> None:
-        """Delete packs that no entry lies in: the file first, so that a crash leaves a row that the next call sees."""
-        if not packs:
-            return
-        for pack in packs:
-            self.directory.remove_pack(pack)
-        with self._changing() as rows:
-            for pack in packs:
-                row = _row_of(rows, pack, self.directory)
-                if row is not None:
-                    self._drop_row(rows, row)
+    def drop_empty(self, packs: Collection[str] | None = None) -> set[str]:
+        """Delete the packs, of `packs` if given, in which no entry is live, and return them.
+
+        The file goes first, so that a crash leaves a row that the next call sees.
+        """
+        with self._lock:  # no other thread changes memory between the look and the removal
+            self._catch_up()
+            empty = self.table.empty_packs()
+            if packs is not None:
+                empty &= set(packs)
+            if empty:
+                for pack in empty:
+                    self.directory.remove_pack(pack)
+                with self._changing() as rows:
+                    for pack in empty:
+                        row = _row_of(rows, pack, self.directory)
+                        if row is not None:
+                            self._drop_row(rows, row)
+            return empty
 
     def _drop_row(self, rows: Transaction, row: PackRow) -> None:
         """Replace the row of a pack whose file is gone by one of its damaged entries, or by nothing."""

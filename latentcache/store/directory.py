@@ -130,7 +130,7 @@ class CacheDirectory:
     def pack_sizes(self) -> dict[str, int]:
         """Bytes of each pack's file, by id.
 
-        A folder that cannot be listed now is left out, with a warning: `lost_packs` looks for its packs by name.
+        A folder or a file that cannot be examined now is left out, with a warning: `pack_size` says more of one pack.
         """
         sizes = {}
         for folder in self._pack_folders():
@@ -139,10 +139,15 @@ class CacheDirectory:
                     for entry in entries:
                         pack = entry.name.removesuffix(PACK_SUFFIX)
                         if entry.name != pack and is_pack_id(pack) and pack[:2] == folder.name:
-                            with suppress(FileNotFoundError):  # compacted away since it was listed
+                            try:
                                 status = entry.stat()
-                                if stat.S_ISREG(status.st_mode):
-                                    sizes[pack] = status.st_size
+                            except FileNotFoundError:
+                                continue  # compacted away since it was listed
+                            except OSError as error:  # as of a link to a disk that is away
+                                logger.warning("%s: cannot be examined: %s", entry.path, error)
+                                continue
+                            if stat.S_ISREG(status.st_mode):
+                                sizes[pack] = status.st_size
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -177,7 +177,7 @@ class DiskStore(Store):
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
-        found = self.catalog.look_up(list(dict.fromkeys(keys)))
+        found = self.catalog.table.look_up(list(dict.fromkeys(keys)))
         self.mapped.prefetch([location for location in found if location is not None])
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
@@ -203,6 +203,14 @@ class DiskStore(Store):
     def release(self, packs: Iterable[str]) -> None:
         """Release packs that were compacted away."""
         self.mapped.release(packs)
+
+    def release_gone(self) -> None:
+        """Release the packs that this process or another removed.
+
+        A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
+        """
+        self.catalog.reload()
+        self.release(self.mapped.packs() - self.catalog.table.packs.keys())
 
     @override
     def remove(self, keys: Iterable[str]) -> int:

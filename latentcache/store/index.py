@@ -109,7 +109,7 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
         return cursor
 
     def drop_tag_index(self) -> None:
-        # There is none (_SCHEMA), and this alone is not tried again when another process has the database.
+        # There is none, and this alone is not tried again when another process has the database.
         pass
 
 
@@ -336,7 +336,9 @@ class Index:
             # diskcache hides why a transaction could not begin behind its Timeout. Without a cause it was never free.
             raise self._busy() if error.__context__ is None else self._typed(error.__context__) from error
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            raise self._typed(error) from error
+            # diskcache rolls back what SQLite has rolled back already, on a full disk: the first error counts.
+            first = error.__context__ if isinstance(error.__context__, sqlite3.Error) else error
+            raise self._typed(first) from error
 
     def _busy(self) -> StoreBusyError:
         return StoreBusyError(self.path, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again")
@@ -354,9 +356,7 @@ class Index:
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
         elif isinstance(error, FileExistsError | NotADirectoryError):
             return IndexDamagedError(self.path, "it is no folder")
-        elif code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(
-            error, OSError
-        ):
+        elif isinstance(error, OSError) or code in _UNREACHABLE:
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))
 

@@ -272,10 +272,13 @@ class LocationTable:
         return self.packs.keys() - live
 
     def by_pack(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Location]]]:
-        """The entries of each pack that has some, pack by pack, oldest first; of the `chosen` packs alone if given."""
-        for part in self._parts:
+        """The entries of each pack that has some, pack by pack, oldest first; of the `chosen` packs alone if given.
+
+        They are those of when it begins: what is changed meanwhile moves to other parts.
+        """
+        for part, live in [(part, part.live.copy()) for part in self._parts]:
             for pack, start, end in zip(part.packs, part.starts[:-1].tolist(), part.starts[1:].tolist(), strict=True):
-                positions = start + np.flatnonzero(part.live[start:end])
+                positions = start + np.flatnonzero(live[start:end])
                 if len(positions) and (chosen is None or pack.id in chosen):
                     yield pack.id, dict(zip(part.names(positions), part.locations(positions), strict=True))
 

@@ -127,6 +127,10 @@ class MappedReader:
             if location.pack.id in self._good:
                 self._good[location.pack.id][location.row] = False
 
+    def packs(self) -> set[str]:
+        """The packs that are mapped."""
+        return set(self._maps.copy())
+
     def release(self, packs: Iterable[str]) -> None:
         """Release what is kept of packs that were compacted away."""
         for pack in packs:

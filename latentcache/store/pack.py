@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +66,8 @@ work on a pack that someone else made."""
 HEAD_BYTES = 64 << 10
 """Fetched first of a pack that is elsewhere: its header, and the keys and digests of a thousand entries."""
 _KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
+_INDEX = [_KEYS, _DIGESTS, _OFFSETS, _RECORDS]
+_PADDING = "_padding/"
 _INT64 = np.dtype("<i8")
 _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
@@ -84,28 +86,6 @@ _SAFETENSORS_DTYPES = {
 _OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 
 # Writing
-
-
-class PackableEntry(Protocol):
-    """What a pack is made of: `base.OwnedEntry`, or an entry that lies in another pack (`exchange.StoredEntry`)."""
-
-    @property
-    def key(self) -> str:
-        """64 hexadecimal digits."""
-
-    @property
-    def record(self) -> bytes:
-        """Identity and provenance as JSON."""
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
-        """The fields' values."""
-
-    def spec(self) -> tuple[Any, ...]:
-        """What entries of one group share."""
-
-    def digest(self) -> bytes:
-        """The payload's digest."""
 
 
 def new_pack_id() -> str:
@@ -161,7 +141,7 @@ class Document:
         end = 0
         for tensor in tensors:
             gap = -end % ALIGNMENT
-            padding = [NamedTensor(f"_padding/{len(padded)}", "uint8", (gap,), [bytes(gap)])] if gap else []
+            padding = [NamedTensor(f"{_PADDING}{len(padded)}", "uint8", (gap,), [bytes(gap)])] if gap else []
             for each in (*padding, tensor):
                 header[each.name] = {
                     "dtype": _SAFETENSORS_DTYPES[each.dtype],
@@ -187,12 +167,12 @@ def _buffers(head: bytes, tensors: Sequence[NamedTensor]) -> Iterator[bytes | me
                 yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
 
 
-def pack_buffers(pack_id: str, entries: Sequence[PackableEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
+def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
     """What `write_pack` writes: the row, how many bytes there are, and these, one buffer after the other.
 
     The buffers are views of the entries' tensors: nothing is copied, and the tensors must not change meanwhile.
     """
-    groups: dict[Any, list[PackableEntry]] = {}
+    groups: dict[Any, list[OwnedEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.spec(), []).append(entry)
     ordered = [entry for members in groups.values() for entry in members]
@@ -231,7 +211,7 @@ def _columns_of(
     columns: list[NamedTensor],
     number: int,
     field: tuple[str, str, tuple[int, ...], bool],
-    members: Sequence[PackableEntry],
+    members: Sequence[OwnedEntry],
 ) -> list[str | None]:
     """Add the tensors of one field of a group. Returns the names of the field, its values, and its offsets or None."""
     name, dtype, shape, is_ragged = field
@@ -371,6 +351,7 @@ def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
 def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
     """The groups that a header lists. ValueError and its like if they and its tensors do not fit together."""
     groups: list[RowGroup] = []
+    used = set[str]()
     first = num_columns = 0
     for kind, num, fields in listed:
         if not is_kind(kind) or type(num) is not int or num < 1 or not fields:
@@ -381,6 +362,9 @@ def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
             fits = num_rows == num if offsets is None else num_rows >= num
             if offsets is not None and tensors[offsets][:2] != ("int64", (num + 1,)):
                 raise ValueError(f"{offsets!r:.80} is not int64 [{num + 1}]")
+            if not used.isdisjoint((values, offsets)):
+                raise ValueError(f"two fields have the tensor {values!r:.80}")
+            used.update({values, offsets} - {None})
             if not is_field(name) or not fits or 0 in shape:
                 raise ValueError(f"field {name!r:.80}: {num_rows:,} rows of {shape} for {num:,} entries")
             columns.append(
@@ -413,6 +397,8 @@ def row_in(pack_id: str, source: PackBytes) -> tuple[PackRow, Mapping[str, int],
             if tensors[name][:2] != spec:
                 raise ValueError(f"its groups have {num:,} entries, and {name} is {tensors[name][:2]}")
         starts = {name: start for name, (_, _, start) in tensors.items()}
+        if [name for name in tensors if not name.startswith(_PADDING)][: len(_INDEX)] != _INDEX:
+            raise ValueError(f"its first tensors are not {', '.join(_INDEX)}")  # what is fetched to read them is little
         keys = np.frombuffer(source.read(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
         digests = np.frombuffer(source.read(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
         if metadata["index_digest"] != _index_digest(metadata["groups"], keys, digests):
@@ -505,6 +491,16 @@ def map_open_pack(path: Path, fd: int) -> np.ndarray:
         return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
     except (ValueError, OSError) as error:
         raise unreadable(path, error) from error
+
+
+def check_ragged(pack: Pack, data: np.ndarray) -> None:
+    """PackError unless the values of ragged fields follow each other, in a pack whose bytes are `data`."""
+    for group in pack.groups:
+        for column in group.columns:
+            if column.offsets_start is not None:
+                offsets = np.ndarray((group.num + 1,), _INT64, data, column.offsets_start)
+                if offsets[0] < 0 or (np.diff(offsets) < 0).any():
+                    raise PackError(pack.id, f"the offsets of field {column.field} do not ascend")
 
 
 def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:

@@ -254,13 +254,14 @@ def prune(
         bytes_left = sum(sizes.values())
         removal = _Removal()
         if max_bytes is None:
-            removal.remove(disk, disk.catalog.table.packs.keys(), kept, dry_run=dry_run)
+            removal.remove(disk, set(disk.catalog.table.packs), kept, dry_run=dry_run)
             bytes_left -= sum(sizes.get(pack, 0) for pack in removal.packs)
             if not dry_run:
                 disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
         else:
             # More than once where entries of natural length were larger than their pack's average.
-            present = sizes
+            present = dict(sizes)
+            unreadable: dict[str, str] = {}
             while bytes_left > max_bytes:
                 chosen = _longest_unused(disk, present, kept, bytes_left - max_bytes)
                 if not chosen:
@@ -269,9 +270,11 @@ def prune(
                 bytes_left -= sum(chosen.values())
                 if dry_run:
                     break
-                rewrite(disk, chosen, {}, {})
+                rewrite(disk, chosen, {}, unreadable)
                 present = disk.directory.pack_sizes()
                 bytes_left = sum(present.values())
+                for pack in unreadable.keys() & present.keys():  # they stay as they are
+                    del present[pack]
         return PruneReport(
             num_entries=removal.num_entries,
             num_bytes=removal.num_bytes,
@@ -301,11 +304,10 @@ class _Removal:
             if len(removed) < len(entries):
                 empty.remove(pack)
         self.num_entries += len(gone)
-        self.packs |= empty
         if not dry_run:
             disk.catalog.remove(gone)
-            disk.catalog.drop_packs(empty)
-            disk.release(empty)
+            empty = _drop_empty(disk, packs)
+        self.packs |= empty
 
 
 def _check_readers(directory: CacheDirectory) -> None:
@@ -413,10 +415,10 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
     return num_copied
 
 
-def _drop_empty(disk: DiskStore) -> None:
-    empty = disk.catalog.table.empty_packs()
-    disk.catalog.drop_packs(empty)
+def _drop_empty(disk: DiskStore, packs: Collection[str] | None = None) -> set[str]:
+    empty = disk.catalog.drop_empty(packs)
     disk.release(empty)
+    return empty
 
 
 def _copies(
@@ -433,7 +435,8 @@ def _copies(
             records = read_records(path)
             data = map_pack(path, records.row.pack.file_bytes)
         except (StoreError, FileNotFoundError) as error:
-            unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
+            if pack in disk.catalog.table.packs:  # else all of it was removed meanwhile
+                unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
             found = verified_arrays(data, key, location) if records.is_at(key, location) else DISAGREE

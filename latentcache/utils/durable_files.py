@@ -8,9 +8,10 @@ import logging
 import os
 import shutil
 import stat
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +25,8 @@ _IN_THE_WAY = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENX
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 logger = logging.getLogger("latentcache")
+_publishing = threading.Lock()
+"""Held between the look whether a file is there and the renaming."""
 
 
 @contextmanager
@@ -86,23 +89,32 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 @contextmanager
-def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
+def sealed_file(path: Path, num_bytes: int, *, is_new: bool = False) -> Iterator[int]:
     """Yield the descriptor of a temporary sibling, which becomes `path`, durably. An error leaves nothing.
 
-    `num_bytes` is the size of the file, for the message of StorageFullError.
+    `num_bytes` is the size of the file, for the message of StorageFullError. With `is_new` a file that is there is not
+    replaced by any thread: FileExistsError.
     """
+    is_there = False
     with typed_errors(path, num_bytes):
         fd, temporary = _locked_sibling(path)
         try:
             yield fd
             os.fsync(fd)
-            os.rename(temporary, path)
+            with _publishing if is_new else nullcontext():
+                is_there = is_new and path.exists()
+                if not is_there:
+                    os.rename(temporary, path)
+            if is_there:
+                temporary.unlink()
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         finally:
             unlock_and_close(fd)
         sync_folder(path.parent)
+    if is_there:
+        raise FileExistsError(path)
 
 
 def write_sealed(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -196,5 +197,7 @@ def _wait_for(server: SwiftServer, processes: list[subprocess.Popen[bytes]], log
             return
         except OSError as error:
             problem = error
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             time.sleep(0.1)
     raise AssertionError(f"Swift did not start ({problem}):\n{log.read_text(errors='replace')}")

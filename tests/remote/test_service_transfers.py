@@ -43,7 +43,7 @@ def far(running: tuple[RunningServer, Path], monkeypatch: pytest.MonkeyPatch) ->
     with DiskStore(running[1]) as store:
         store.remove(list(store.keys()))
         packs = store.catalog.table.empty_packs()
-        store.catalog.drop_packs(packs)
+        store.catalog.drop_empty(packs)
     for file in (running[1] / "manifests").glob("*"):
         file.unlink()
 

@@ -7,21 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from store_samples import flip, key, same, sample, samples
+from store_samples import key, same, sample, samples
 
 from latentcache.errors import (
-    EntryDamagedError,
-    EntryMissingError,
     PackError,
     ReadOnlyError,
     StoreBusyError,
     StoreError,
 )
+from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.store.base import own_entry
-from latentcache.store.exchange import StoredEntries, take_pack, take_sealed
+from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import compact, verify
+from latentcache.types import Entry, Record
 
 
 @pytest.fixture
@@ -44,12 +44,7 @@ def mapped_packs():
 
 
 def test_entries_go_from_store_to_store(store, tmp_path):
-    entries = StoredEntries(store).read([key(2), key(0), key(3)])
-    owned = [own_entry(sample(number)) for number in (2, 0)]
-    assert [(e.key, e.record, e.digest(), e.spec()) for e in entries[:2]] == [
-        (e.key, e.record, e.digest(), e.spec()) for e in owned
-    ]
-    pack, data = packed(entries)
+    pack, data = packed([own_entry(store.get(key(number))) for number in (2, 0, 3)])
     with DiskStore(tmp_path / "other") as other:
         other.add(samples(0))
         assert take_pack(other, pack, [data[:7], data[7:]], len(data)) == 2
@@ -60,30 +55,29 @@ def test_entries_go_from_store_to_store(store, tmp_path):
         assert not verify(other).damaged
 
 
-def test_records_are_read_from_mapped_packs(store, monkeypatch):
-    """The store's own way parses each of them: it took six times as long as all else."""
-    monkeypatch.setattr(DiskStore, "record", lambda self, key: pytest.fail("a record was read by itself"))
-    for found, number in zip(StoredEntries(store).read([key(2), key(0)]), (2, 0), strict=True):
-        assert found.record == own_entry(sample(number)).record
+def test_another_pack_of_the_same_name_replaces_nothing(store):
+    pack, data = packed([own_entry(sample(7))])
+    _, other = packed([own_entry(sample(8))])
+    assert take_pack(store, pack, [data], len(data)) == 1
+    assert take_pack(store, pack, [other], len(other)) == 0
+    assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
+    assert not list((store.path / "packs").rglob("*.tmp"))
 
 
-def test_a_missing_or_damaged_entry_is_an_error(store):
-    entries = StoredEntries(store)
-    with pytest.raises(EntryMissingError):
-        entries.read([key(0), key(9)])
-    flip(store, 1)
-    with pytest.raises(EntryDamagedError):
-        entries.read([key(1)])
-    assert [entry.key for entry in entries.read([key(0), key(2)])] == [key(0), key(2)]
-
-
-def test_damaged_records_do_not_leave(store):
-    [path] = store.directory.packs.glob("*/*.safetensors")
-    data = bytearray(path.read_bytes())
-    at = data.index(b"photos/2.jpg")
-    path.write_bytes(data[:at] + b"q" + data[at + 1 :])
-    with pytest.raises(EntryDamagedError, match="records"):
-        StoredEntries(store).read([key(2)])
+def test_values_that_entries_share_are_refused(store):
+    """Reading all entries would take far longer than the pack's bytes say."""
+    entries = []
+    for number, length in enumerate((3, 1)):
+        identity = {"number": number}
+        tensors = {"hidden": torch.full((length, 3), float(number))}
+        record = Record(key_of(identity), "text", identity, {})
+        entries.append(own_entry(Entry(record, tensors, frozenset({"hidden"}))))
+    pack, data = packed(entries)
+    at = data.index(np.array([0, 3, 4], "<i8").tobytes())
+    forged = data[:at] + np.array([0, 4, 1], "<i8").tobytes() + data[at + 24 :]
+    with pytest.raises(PackError, match="do not ascend"):
+        take_pack(store, pack, [forged], len(forged))
+    assert take_pack(store, pack, [data], len(data)) == 2
 
 
 def test_a_pack_is_refused_while_upkeep_works_and_by_readers(store, tmp_path):
@@ -121,18 +115,19 @@ def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says what is mapped")
 def test_packs_that_another_process_removed_are_released(store):
-    entries = StoredEntries(store)
-    entries.release()
-    held = entries.read([key(0)])
+    held = store.rows([key(0)])
     [name] = [path.name for path in store.directory.packs.glob("*/*.safetensors")]
-    assert any(name in each for each in mapped_packs())
-    with DiskStore(store.path) as other:
-        other.add(samples(5))
-        other.remove([key(1), key(2), key(3)])
-    compact(store.path)
-    assert entries.release() == {name.partition(".")[0]}
-    values = np.array(held[0].tensors["moments"])  # what was read stays
-    assert np.array_equal(values, sample(0).tensors["moments"].numpy())
-    del held
-    assert not any(name in each for each in mapped_packs())
-    assert [entry.key for entry in entries.read([key(0), key(5)])] == [key(0), key(5)]
+    for number in (5, 6):  # the second time its pack came and went since the last look
+        assert any(name in each for each in mapped_packs())
+        with DiskStore(store.path) as other:
+            other.add(samples(number))
+            other.remove(sorted(set(other.keys()) - {key(0), key(number)}))
+        compact(store.path)
+        store.release_gone()
+        values = np.array(held[0].arrays[0][0])  # what was read stays
+        assert np.array_equal(values, sample(0).tensors["moments"].numpy())
+        del held
+        assert not any(name in each for each in mapped_packs())
+        held = store.rows([key(0)])
+        [name] = [path.name for path in store.directory.packs.glob("*/*.safetensors")]
+    assert len(held) == 1

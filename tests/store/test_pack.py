@@ -26,6 +26,7 @@ from latentcache.store.layout import Location
 from latentcache.store.pack import (
     map_pack,
     new_pack_id,
+    pack_buffers,
     read_entry,
     read_records,
     read_row,
@@ -299,6 +300,9 @@ def groups_as(value):
         in_groups('["moments","moments/4x8x8",null]', '["moments",["moments/4x8x8"],null]'),
         in_groups('["moments","moments/4x8x8",null]', ""),
         in_groups('"hidden/values","hidden/offsets"', '"hidden/values",null'),
+        in_groups(
+            '["moments","moments/4x8x8",null]', '["moments","moments/4x8x8",null],["other","moments/4x8x8",null]'
+        ),
         groups_as("[]"),
         groups_as("{}"),
         groups_as("7"),
@@ -326,6 +330,24 @@ def test_a_shape_that_is_long_to_multiply_is_refused_at_once(path):
     with pytest.raises(PackError, match="the shape of"):
         read_row(path)
     assert time.process_time() - began < 0.3
+
+
+def test_what_describes_the_entries_comes_first(path):
+    """Else a reader of a far pack would fetch its values to come to its keys."""
+    *_, buffers = pack_buffers(path.stem, [own_entry(sample(0))])
+    data = b"".join(buffers)
+    path.write_bytes(data)
+    header, start = raw_header(path)
+    tensors = {name: data[start:][slice(*part["data_offsets"])] for name, part in header.items() if name[0] != "_"}
+    rest = {name: data[start:][slice(*header[name]["data_offsets"])] for name in header if name.startswith("_index")}
+    body, moved = b"", {"__metadata__": header["__metadata__"]}
+    for name, values in [*tensors.items(), *rest.items()]:
+        moved[name] = {**header[name], "data_offsets": [len(body), len(body) + len(values)]}
+        body += values
+    text = json.dumps(moved).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    with pytest.raises(PackError, match="its first tensors"):
+        read_row(path)
 
 
 def test_groups_of_other_kinds_are_read_and_other_records_are_not(path):

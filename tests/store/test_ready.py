@@ -58,22 +58,6 @@ def calls(monkeypatch):
     return counts
 
 
-class Remembering:
-    """Reads as the loader does: rows are remembered as long as the generation is equal."""
-
-    def __init__(self, store):
-        self.store, self.generation, self.rows = store, None, {}
-
-    def read(self, *numbers):
-        generation = self.store.generation
-        if generation != self.generation:
-            self.generation, self.rows = generation, {}
-        new = [key(number) for number in numbers if key(number) not in self.rows]
-        self.rows |= dict(zip(new, self.store.rows(new), strict=True))
-        keys = [key(number) for number in numbers]
-        return stack(keys, [self.rows[key] for key in keys])["moments"]
-
-
 def test_a_batch_is_looked_up_at_once(store, calls, monkeypatch):
     with DiskStore(store.path) as store:
         assert read(store, 3, 1, 4).equal(moments(3, 1, 4))
@@ -106,8 +90,7 @@ def test_what_was_removed_is_gone_at_once(store):
 @pytest.mark.parametrize("by", ["another store", "another process"])
 @pytest.mark.parametrize("what", ["remove", "prune", "mark"])
 def test_what_another_removed_is_gone_with_the_next_look_at_the_index(store, what, by):
-    memory = Remembering(store)
-    assert memory.read(0, 1).equal(moments(0, 1))
+    assert read(store, 0, 1).equal(moments(0, 1))
 
     def change():
         with DiskStore(store.path) as other:
@@ -123,48 +106,41 @@ def test_what_another_removed_is_gone_with_the_next_look_at_the_index(store, wha
     else:
         assert run(change) == 0
     assert key(1) not in set(store.keys())
-    for call in (lambda: memory.read(0, 1), lambda: read(store, 0, 1)):
-        with pytest.raises(EntryDamagedError if what == "mark" else EntryMissingError):
-            call()
-    assert memory.read(0, 2).equal(moments(0, 2))
+    with pytest.raises(EntryDamagedError if what == "mark" else EntryMissingError):
+        read(store, 0, 1)
+    assert read(store, 0, 2).equal(moments(0, 2))
 
 
 def test_what_another_process_compacted_or_added_again_is_read_where_it_is_now(store):
-    memory = Remembering(store)
-    assert memory.read(*range(6)).equal(moments(*range(6)))
+    assert read(store, *range(6)).equal(moments(*range(6)))
     assert run(compact, store.path) == 0
-    assert memory.read(*range(6)).equal(moments(*range(6))), "what was read stays readable"
-    assert list(store.keys()) and memory.read(*range(6)).equal(moments(*range(6)))
+    assert read(store, *range(6)).equal(moments(*range(6))), "what was read stays readable"
+    assert list(store.keys()) and read(store, *range(6)).equal(moments(*range(6)))
     assert read(store, *range(6)).equal(moments(*range(6))) and not store.damaged()
     with DiskStore(store.path) as other:
         other.remove(KEYS[:2])
         other.add(samples(0, 1))
-    assert set(store.keys()) == set(KEYS) and memory.read(0, 1).equal(moments(0, 1))
+    assert set(store.keys()) == set(KEYS) and read(store, 0, 1).equal(moments(0, 1))
 
 
-def test_what_is_new_lets_what_is_remembered_stay(store, calls):
-    memory = Remembering(store)
-    assert memory.read(0, 1).equal(moments(0, 1))
-    generation = store.generation
+def test_what_is_new_is_verified_alone(store, calls):
+    assert read(store, 0, 1).equal(moments(0, 1))
     with DiskStore(store.path) as other:
         other.add(samples(6, 7))
     store.add(samples(8))
     assert store.find([key(6), key(8)]) == {key(6), key(8)} and len(list(store.keys())) == 9
-    assert store.generation == generation
     calls["digests"] = 0
-    assert memory.read(0, 1, 6).equal(moments(0, 1, 6)) and calls["digests"] == 1
+    assert read(store, 0, 1, 6).equal(moments(0, 1, 6)) and calls["digests"] == 1
 
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_what_was_found_damaged_is_not_read_again(store, read_only):
     with DiskStore(store.path, read_only=read_only) as reader:
-        memory = Remembering(reader)
-        assert memory.read(0, 1).equal(moments(0, 1))
+        assert read(reader, 0, 1).equal(moments(0, 1))
         mark(reader, 0)  # the pack is in order again
-        for call in (lambda: memory.read(0, 1), lambda: read(reader, 0, 1)):
-            with pytest.raises(EntryDamagedError, match="digest"):
-                call()
-        assert memory.read(1).equal(moments(1))
+        with pytest.raises(EntryDamagedError, match="digest"):
+            read(reader, 0, 1)
+        assert read(reader, 1).equal(moments(1))
     if not read_only:
         store.add(samples(0))
         assert len(packs(store)) == 4 and read(store, 0, 1).equal(moments(0, 1))
@@ -172,18 +148,15 @@ def test_what_was_found_damaged_is_not_read_again(store, read_only):
 
 @pytest.mark.parametrize("writes", ["marked", "disk full"])
 def test_what_was_found_damaged_after_it_was_read_is_not_returned_any_more(store, monkeypatch, writes):
-    memory, generation = Remembering(store), store.generation
-    assert memory.read(0, 1).equal(moments(0, 1))
+    assert read(store, 0, 1).equal(moments(0, 1))
     flip(store, 0)
     if writes == "disk full":
         monkeypatch.setattr(Index, "transaction", lambda self: (_ for _ in ()).throw(StoreError("disk full")))
     assert set(verify(store).damaged) == {key(0)}
-    assert store.generation != generation
     for _ in range(2):
-        for call in (lambda: memory.read(0, 1), lambda: read(store, 0, 1)):
-            with pytest.raises(EntryDamagedError):
-                call()
-    assert memory.read(1).equal(moments(1)) and read(store, 1).equal(moments(1))
+        with pytest.raises(EntryDamagedError):
+            read(store, 0, 1)
+    assert read(store, 1).equal(moments(1)) and read(store, 1).equal(moments(1))
 
 
 def mapped_and_deleted(store):

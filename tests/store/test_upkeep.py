@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, Index, catalog, upkeep, writer
+from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
+from latentcache.store import DiskStore, Index, catalog, location_table, upkeep, writer
 from latentcache.store.pack import new_pack_id
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -388,6 +391,125 @@ def test_upkeep_and_writers_keep_out_of_each_others_way(store, root):
             with pytest.raises(StoreBusyError, match="writing entries"):
                 call()
     assert_holds(store, 0, 1, 2, 9)
+
+
+@pytest.mark.parametrize("call", [compact, lambda store: prune(store, [key(n) for n in range(6)])])
+def test_no_pack_is_deleted_while_a_thread_reads_the_index_again(store, root, monkeypatch, call):
+    """For a moment of that reading no pack has an entry, as memory says."""
+    add_packs(store, *([n] for n in range(6)))
+    inside, leave = threading.Event(), threading.Event()
+    real = location_table._merged
+
+    def slow(parts):
+        if threading.current_thread() is reader:
+            inside.set()
+            leave.wait(1)
+        return real(parts)
+
+    with DiskStore(root) as other:
+        other.add(samples(9))
+        other.remove([key(9)])
+    monkeypatch.setattr(location_table, "_merged", slow)
+    reader = threading.Thread(target=store.find, args=([key(99)],))
+    reader.start()
+    inside.wait(10)
+    threading.Timer(0.3, leave.set).start()
+    call(store)
+    reader.join()
+    assert set(store.keys()) >= {key(n) for n in range(6)}
+    assert_holds(store, *range(6))
+
+
+def test_a_copy_counts_where_its_original_is_lost(store, root):
+    """As after a death in a compaction, and a disk that then lost the old pack."""
+    add_packs(store, range(3))
+    (first,) = packs(store)
+    copy = store.directory.new_pack_path(new_pack_id())
+    shutil.copy(first, copy)
+    first.unlink()
+    with DiskStore(root) as again:
+        assert again.damaged() == {}
+        assert_holds(again, 0, 1, 2)
+        compact(again)
+        assert_holds(again, 0, 1, 2)
+
+
+@pytest.mark.parametrize("what", ["a folder", "a file"])
+def test_a_rebuild_keeps_what_cannot_be_examined_now(store, monkeypatch, what):
+    add_packs(store, *([n] for n in range(6)))
+    away = pack_of(store, 0)
+    real = os.scandir
+
+    class Entry:
+        def __init__(self, entry):
+            self.name, self.path, self._entry = entry.name, entry.path, entry
+
+        def is_dir(self, **how):
+            return self._entry.is_dir(**how)
+
+        def stat(self):
+            if self.name == away.name:
+                raise OSError(errno.EIO, "a disk that is away")
+            return self._entry.stat()
+
+    @contextmanager
+    def scandir(path):
+        if not isinstance(path, Path):  # not of a pack's folder
+            with real(path) as entries:
+                yield entries
+            return
+        if what == "a folder" and path == away.parent:
+            raise OSError(errno.EIO, "a disk that is away")
+        with real(path) as entries:
+            yield map(Entry, entries)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    report = rebuild(store)
+    assert str(away) in report.unreadable
+    monkeypatch.undo()
+    assert set(store.keys()) == {key(n) for n in range(6)}
+    assert_holds(store, *range(6))
+
+
+def test_a_size_limit_ends_where_a_pack_cannot_be_read(store, monkeypatch):
+    monkeypatch.setattr(upkeep, "HEADER_BYTES", 0)  # else so small a pack is not worth it
+    add_packs(store, [0, 1], [2])
+    broken_pack(store, 0)
+    report = prune(store, [key(0), key(2)], max_bytes=1)
+    assert report.num_entries == 1 and report.file_bytes_left > 1 and set(store.keys()) == {key(0), key(2)}
+
+
+def test_verify_reads_what_another_thread_moves_in_the_index(store):
+    add_packs(store, range(3), range(3, 6), range(6, 9))
+    flip(store, 7)
+    removed = []
+
+    def remove(done, of):
+        if not removed:
+            removed.append(store.remove([key(n) for n in (0, 3, 6)]))
+
+    report = verify(store, progress=remove)
+    assert key(7) in report.damaged
+
+
+def test_a_full_disk_is_no_damage_of_the_index(store, monkeypatch):
+    add_packs(store, [0])
+    real = sqlite3.connect
+
+    class Full(sqlite3.Connection):
+        def execute(self, sql, *arguments):
+            if sql.startswith(("DELETE", "UPDATE", "INSERT OR REPLACE INTO Cache")):
+                super().execute("ROLLBACK")  # as SQLite does by itself
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+            return super().execute(sql, *arguments)
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: real(*a, **({"factory": Full} | k)))
+    with pytest.raises(StorageFullError):
+        store.remove([key(0)])
+    monkeypatch.undo()
+    assert_holds(store, 0)
 
 
 def test_upkeep_wants_a_cache(tmp_path):
