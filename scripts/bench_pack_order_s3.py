@@ -4,7 +4,7 @@
     python scripts/bench_pack_order_s3.py --json     # one document
     python scripts/bench_pack_order_s3.py --tiny     # for correctness only
 
-The object store is a small S3 server in this process, which shares its cores. The methods take turns, and each
+The object store is a real S3 server (Swift) on this machine, which shares its cores. The methods take turns, and each
 reads a whole epoch: samples of 1024x1024 with their captions, 438.5 KiB. The GETs have as many packs on their way at
 once as the store of a bucket, and keep nothing. Pack order writes the packs to a new local folder, compares digests and
 makes batches. Ratios are those of bytes a second; the goal is 0.85.

@@ -4,7 +4,7 @@
     python scripts/bench_transfer.py --json     # one document
     python scripts/bench_transfer.py --tiny     # for correctness only
 
-The object store is a small S3 server in this process, which shares its cores. All methods have as many packs on
+The object store is a real S3 server (Swift) on this machine, which shares its cores. All methods have as many packs on
 their way at once, and take turns: each moves all packs in each round, to a place that is empty. `push` compares every
 entry with its digest before it sends it, and `pull` before it is stored, durably; the GETs keep what came in memory,
 or write it to files and sync these. Ratios are those of the bytes a second of a round; the goal is 0.85.

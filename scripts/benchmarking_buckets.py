@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import obstore
 from benchmarking import environment, in_turns, rate_lines, ratios, spread
 from obstore.store import S3Store
 
+from latentcache.remote.bucket import BucketTransport
+from latentcache.remote.transport import ANY_VERSION
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.comparing_server import comparing_server
+from helpers.swift_server import swift_serving
 
 BUCKET = "bench"
 WANTED_RATIO = 0.85
@@ -23,19 +27,22 @@ WANTED_RATIO = 0.85
 
 @contextmanager
 def serving() -> Iterator[S3Store]:
-    """An empty bucket of a server in this process that speaks S3 and compares; the environment leads to it."""
-    with comparing_server() as server:
-        environment = server.environment("s3")
-        os.environ.update(environment)
-        yield S3Store(
-            BUCKET,
-            endpoint=environment["AWS_ENDPOINT_URL"],
-            access_key_id=environment["AWS_ACCESS_KEY_ID"],
-            secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
-            region=environment["AWS_REGION"],
-            client_options={"allow_http": True},
-            disable_bulk_delete=True,  # it takes no such request
-        )
+    """An empty bucket of a real S3 server on this machine, whose credentials are in the environment.
+
+    It cannot compare before it replaces, which `push` demands; one client alone writes here.
+    """
+
+    def replaced(bucket: BucketTransport, name: str, data: bytes, version: str | None) -> bool:
+        return bucket.write(name, data, version=ANY_VERSION)
+
+    with (
+        patch.object(BucketTransport, "check_compares", lambda bucket: None),
+        patch.object(BucketTransport, "_replaced", replaced),
+        swift_serving() as server,
+    ):
+        server.make_bucket(BUCKET)
+        os.environ.update(server.environment())
+        yield server.store(BUCKET)
 
 
 def measure(
