@@ -71,10 +71,6 @@ class ManifestMemory:
     def end(self, name: str) -> None:
         """Nothing: see `begin`."""
 
-    def unfinished(self) -> dict[str, str]:
-        """Nothing: see `begin`."""
-        return {}
-
 
 class ManifestFolder:
     """Manifests as `<name>.safetensors` files in a folder."""
