@@ -140,7 +140,7 @@ class LatentDataset(Dataset[Batch]):
         self._opened: tuple[int, LatentCache] | None = None
         known = self.cache.dataset_names()
         self.names = known if manifest is None else [manifest] if isinstance(manifest, str) else list(manifest)
-        """Of the manifests."""
+        """The names of the manifests."""
         if not self.names or (manifest is None and len(known) != 1):
             raise StoreError(f"{self.path}: name the manifest; there are: {', '.join(known) or 'none'}")
         named = [flips] if isinstance(flips, str) else flips
