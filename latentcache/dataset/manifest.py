@@ -208,11 +208,11 @@ def read_head(data: bytes | memoryview, name: str, source: str | Path) -> Manife
     """The head of a manifest's file. `data` has at least 8 + MAX_HEADER_BYTES of it, or all. DatasetError."""
     try:
         if data[:1] == b"{":  # no length of a head ends so
-            message = (
+            raise DatasetError(
+                source,
                 "is a manifest of an older version, JSON lines, which this version does not read: run `latentcache "
+                "precache CONFIG` (keys do not change: all hits), or the import that made it, or remove the file",
             )
-            message += "precache CONFIG` (keys do not change: all hits), or the import that made it, or remove the file"
-            raise DatasetError(source, message)
         num_bytes = int.from_bytes(data[:8], "little")
         if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
             raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
