@@ -25,7 +25,7 @@ from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Rule
-from latentcache.identity import canonical_json, digest
+from latentcache.identity import canonical_json, digest, is_key
 from latentcache.utils.json_document import first_fault
 
 FORMAT = "4"
@@ -66,7 +66,7 @@ class Manifest:
         self.rows = RowTable.of(rows or {})
 
     def with_rows(self, rows: Mapping[str, Row]) -> Manifest:
-        """The same with other samples."""
+        """This manifest with other samples."""
         return Manifest(self.name, self.role, self.repeats, self.common, rows)
 
     def keys(self) -> set[str]:
@@ -185,7 +185,7 @@ def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:
 
 
 def _digest_of(document: Mapping[str, Any], data: Sequence[memoryview]) -> str:
-    """Of all that the file holds, but for the digest itself."""
+    """The digest of all that the file holds, but for itself."""
     hasher = blake3(canonical_json(document))
     for part in data:
         hasher.update(part)
@@ -208,9 +208,11 @@ def read_head(data: bytes | memoryview, name: str, source: str | Path) -> Manife
     """The head of a manifest's file. `data` has at least 8 + MAX_HEADER_BYTES of it, or all. DatasetError."""
     try:
         if data[:1] == b"{":  # no length of a head ends so
-            message = "is a manifest of an older version, a list of JSON lines, which this version does not read: run "
-            message += "`latentcache precache CONFIG` again. Keys do not change, so that what it lists is all hits"
-            raise DatasetError(source, message)
+            raise DatasetError(
+                source,
+                "is a manifest of an older version, JSON lines, which this version does not read: run `latentcache "
+                "precache CONFIG` (keys do not change: all hits), or the import that made it, or remove the file",
+            )
         num_bytes = int.from_bytes(data[:8], "little")
         if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
             raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
@@ -220,7 +222,7 @@ def read_head(data: bytes | memoryview, name: str, source: str | Path) -> Manife
             raise ValueError(f"manifest format {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
         stored, header = metadata.pop("digest"), json.loads(metadata["header"])
         checked = _Header.model_validate(header)
-        if not isinstance(stored, str) or len(stored) != 64 or not stored.isalnum():
+        if not is_key(stored):
             raise ValueError(f"its digest is {stored!r:.80}, where 64 hexadecimal digits are needed")
     except ValidationError as error:
         raise DatasetError(source, f"is no manifest: {first_fault(error)[2]}; {REMEDY}") from error

@@ -28,14 +28,14 @@ from latentcache.utils.durable_files import (
 from latentcache.utils.locks import locked
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
-"""Of the name of a manifest of a service. It is never a path."""
+"""How a service names its manifests. A name is never a path."""
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""
 MAX_BYTES = 1 << 36
-"""Of a manifest's file: one of two hundred million samples has about as many."""
+"""The largest file of a manifest: one of two hundred million samples has about as many."""
 SUFFIX, OLD_SUFFIX = ".safetensors", ".jsonl"
-"""Of the file of a manifest, and of one that an older version wrote, which is refused until it is replaced."""
+"""How the file of a manifest ends, and one that an older version wrote, which is refused until it is replaced."""
 _MAX_NOTE_BYTES = 100
 _ATTEMPTS = 8
 """To write a manifest that another client replaces in the middle each time."""
@@ -69,10 +69,6 @@ class ManifestMemory:
 
     def end(self, name: str) -> None:
         """Nothing: see `begin`."""
-
-    def unfinished(self) -> dict[str, str]:
-        """Nothing: see `begin`."""
-        return {}
 
 
 class ManifestFolder:

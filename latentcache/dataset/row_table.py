@@ -246,7 +246,7 @@ class RowTable(Mapping[str, Row]):
         return dict(zip(self.columns["refusal/rows"].tolist(), refusals, strict=True))
 
     def with_refusals(self, refusals: Mapping[int, Refusal]) -> RowTable:
-        """The same rows, of which these are refused too, by their numbers."""
+        """A table of these rows in which those of these numbers are refused too."""
         both = sorted({**self.refusals, **refusals}.items())
         builder = RowTableBuilder()
         builder.add_refusals(both)

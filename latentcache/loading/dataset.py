@@ -26,7 +26,7 @@ from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, SampleRef, bucket_error, keep
+from latentcache.loading.sample import SIZES, SampleRef, keep
 from latentcache.loading.sample_index import PRECACHE
 from latentcache.loading.sampler import Visit
 from latentcache.store.stacking import pad_tensors
@@ -34,23 +34,6 @@ from latentcache.types import Batch, ClipSize, Extent, Size
 
 Order = Literal["random", "packs"]
 ORDERS: tuple[Order, ...] = get_args(Order)
-
-
-class _OwnCache:
-    """Opens a cache once in each process, so that fork and spawn both work."""
-
-    def __init__(self, path: Path | str | CacheConfig, *, unverified: bool, options: RemoteOptions):
-        self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
-        self._opened: tuple[int, LatentCache] | None = None
-
-    def __call__(self) -> LatentCache:
-        """This process's own cache."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), LatentCache(**self._options)
-        return self._opened[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
 
 
 class _Samples:
@@ -152,10 +135,11 @@ class LatentDataset(Dataset[Batch]):
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
         self.caption, self.order = caption, order
-        self.own_cache = _OwnCache(path, unverified=unverified, options=options)
+        self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
+        self._opened: tuple[int, LatentCache] | None = None
         known = self.cache.dataset_names()
         self.names = known if manifest is None else [manifest] if isinstance(manifest, str) else list(manifest)
-        """Of the manifests."""
+        """The names of the manifests."""
         if not self.names or (manifest is None and len(known) != 1):
             raise StoreError(f"{self.path}: name the manifest; there are: {', '.join(known) or 'none'}")
         named = [flips] if isinstance(flips, str) else flips
@@ -184,12 +168,14 @@ class LatentDataset(Dataset[Batch]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_refs": {}}
+        return self.__dict__ | {"_opened": None, "_refs": {}}
 
     @property
     def cache(self) -> LatentCache:
-        """This process's own cache."""
-        return self.own_cache()
+        """This process's own cache: each opens it once, so that fork and spawn both work."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), LatentCache(**self._options)
+        return self._opened[1]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -269,9 +255,6 @@ class LatentDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        buckets = {self.bucket(index) for index in indices}
-        if len(buckets) > 1:  # torch would say that it cannot stack them
-            raise bucket_error(buckets)
         refs = self.refs(indices)
         return _items(self.cache.reader.gather(refs, pad=False), refs)
 

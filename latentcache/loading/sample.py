@@ -20,7 +20,7 @@ from latentcache.loading.batch import CONTROL, BufferPool
 from latentcache.loading.sample_index import PRECACHE, SampleFacts
 from latentcache.store.base import Description, Store
 from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
-from latentcache.types import Batch, Extent, Geometry, Padding, Size
+from latentcache.types import Batch, ClipSize, Geometry, Padding, Size
 
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
@@ -211,21 +211,16 @@ def _stacked(
     return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
 
 
-def bucket_error(buckets: Iterable[Extent | tuple[int, int]]) -> StoreError:
-    """The error of a batch whose samples lie in these buckets."""
-    names = sorted(str(Size(*bucket) if len(bucket) == 2 else bucket) for bucket in buckets)
-    return StoreError(
-        f"a batch has one bucket, but these samples lie in {', '.join(dict.fromkeys(names))}: "
-        "batch them with latentcache.BucketBatchSampler"
-    )
-
-
 def _check_alike(refs: Sequence[SampleRef]) -> None:
     """StoreError unless these samples can be in one batch, as far as their manifests say."""
     first = refs[0]
-    buckets = {ref.layout.target_size for ref in refs}
+    buckets = {ref.layout.extent for ref in refs}
     if len(buckets) > 1:
-        raise bucket_error(buckets)
+        shown = sorted(str(Size(*bucket) if len(bucket) == 2 else ClipSize(*bucket)) for bucket in buckets)
+        raise StoreError(
+            f"a batch has one bucket, but these samples lie in {', '.join(shown)}: "
+            "batch them with latentcache.BucketBatchSampler"
+        )
     families = sorted({ref.facts.family.name for ref in refs})
     if len(families) > 1:
         names = ", ".join(families)

@@ -20,7 +20,7 @@ from latentcache.errors import RequestRefused, StoreError
 from latentcache.types import Size
 
 MAX_VIEWED_BYTES = 1 << 30
-"""Of the files whose views stay in memory. One view stays, however large it is."""
+"""The most that files have whose views stay in memory. One view stays, however large it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,5 +21,5 @@ def test_it_makes_what_it_says(tmp_path):
     report = json.loads(done.stdout)
     assert list(report["steps"]) == ["make_index", "open_index", "make_manifest", "read_manifest", "plan"]
     assert all(figures["seconds"] > 0 and figures["peak_mb"] > 0 for figures in report["steps"].values())
-    assert report["steps"]["make_manifest"]["bytes"] > 300 * report["num_samples"]
+    assert 200 < report["steps"]["make_manifest"]["bytes"] / report["num_samples"] <= 300
     assert list(tmp_path.iterdir()) == []
