@@ -32,7 +32,6 @@ from latentcache.utils.durable_files import (
     TEMPORARY_SUFFIX,
     sweep_temporaries,
     sync_folder,
-    unlock_and_close,
     write_sealed,
 )
 
@@ -194,7 +193,9 @@ def _locked(folder: Path) -> Iterator[None]:
             raise CheckpointError(folder, "another process is writing it; give each process its own folder") from error
         yield
     finally:
-        unlock_and_close(fd)
+        with suppress(OSError):  # a fork has the same lock, and may live on
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def _sweep_dead_siblings(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+from latentcache.utils import file_locks
 
 TEMPORARY_SUFFIX = ".tmp"
 REBUILD = "run `latentcache rebuild`"
@@ -129,10 +129,10 @@ def write_sealed(path: Path, data: bytes) -> None:
 def _locked_sibling(path: Path) -> tuple[int, Path]:
     while True:
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = os.open(temporary, file_locks.OPEN_FLAGS | os.O_EXCL, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # A sweep may have come between open and flock, and removed the name.
+            file_locks.take(fd, wait=True)
+            # A sweep may have come between open and lock, and removed the name.
             if temporary.exists():
                 return fd, temporary
         except BaseException:
@@ -155,11 +155,11 @@ def remove_whole(path: Path) -> None:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Release the `flock` on a descriptor, and close it."""
+    """Release the lock on a descriptor, and close it."""
     # Closing alone is not enough: a child that was forked meanwhile has the same lock until it exits.
     try:
         with suppress(OSError):  # a disk that fails; closing is what is left then
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            file_locks.release(fd)
     finally:
         os.close(fd)
 
@@ -184,11 +184,9 @@ def sweep_temporaries(folder: Path) -> int:
             logger.warning("%s: left alone: %s", folder / name, error)
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / name).unlink(missing_ok=True)
-            num_removed += 1
-        except BlockingIOError:
-            continue
+            if file_locks.take(fd):
+                (folder / name).unlink(missing_ok=True)
+                num_removed += 1
         except OSError as error:
             logger.warning("%s: left alone: %s", folder / name, error)
         finally:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import platform
 import stat
-import struct
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.utils import file_locks
 from latentcache.utils.durable_files import typed_errors, unlock_and_close
 
 _MAX_NOTE_BYTES = 4096
@@ -29,14 +28,11 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
     fd = _open(path)
     owner = os.getpid()
     try:
-        mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         with typed_errors(path, 0):
-            try:
-                fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not file_locks.take(fd, shared=shared, wait=wait):
                 raise StoreBusyError(
                     path.parent, f"{operation} cannot start: {_holder(fd)} works on this cache. Wait until it is done."
-                ) from error
+                )
         if not is_brief:
             with suppress(OSError):  # the note is for messages only, and a full disk has no room for it
                 _sign(fd, operation)
@@ -51,7 +47,7 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
 def _open(path: Path) -> int:
     """Open or make a lock's file. Raises UnsafeStoreError for any other file, which the note would overwrite."""
     with typed_errors(path, _MAX_NOTE_BYTES):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, file_locks.OPEN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
         try:
             status = os.fstat(fd)
         except OSError:
@@ -65,7 +61,7 @@ def _open(path: Path) -> int:
 
 def _sign(fd: int, operation: str) -> None:
     # Each process that shares the lock overwrites the note of the others.
-    note = json.dumps({"operation": operation, "pid": os.getpid(), "host": os.uname().nodename}).encode()
+    note = json.dumps({"operation": operation, "pid": os.getpid(), "host": platform.node()}).encode()
     os.ftruncate(fd, 0)
     os.pwrite(fd, note, 0)
 
@@ -91,10 +87,9 @@ class ReadersLock:
             fd = _open(path)
             # Not __del__, which may run when the modules that it needs are gone.
             self._end = weakref.finalize(self, _unlock_reader, fd, os.getpid())
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.utime(fd)  # no other reader is there
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            if file_locks.take(fd):
+                os.utime(path)  # no other reader is there
+            file_locks.take(fd, shared=True, wait=True)
 
     def close(self) -> None:
         """The process does not read any more."""
@@ -105,7 +100,7 @@ class ReadersLock:
 def _unlock_reader(fd: int, owner: int) -> None:
     if os.getpid() == owner:
         with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a fork has the same lock, and may live on
+            file_locks.release(fd)  # a fork has the same lock, and may live on
     os.close(fd)
 
 
@@ -115,10 +110,7 @@ def readers_since(path: Path) -> float | None:
         return None
     fd = _open(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return os.fstat(fd).st_mtime
+        return None if file_locks.take(fd) else os.fstat(fd).st_mtime
     finally:
         os.close(fd)
 
@@ -128,48 +120,41 @@ class Claims:
 
     A claim is a lock on one byte of a file, and which byte follows from the key. So nothing is to be cleaned up: the
     system releases the claims of a process that ends in any way. Where a file system has no such locks every key is
-    claimed: then two processes may make an entry, of which one is stored. On Linux a lock belongs to the open file. Its
-    forks have it too, until they end or the owner closes. Elsewhere locks are those of the process: its other
-    Claims on the file do not see them, and the first of these to close frees them all.
+    claimed: then two processes may make an entry, of which one is stored. Forks have the claims too, until they end or
+    the owner closes.
     """
 
     def __init__(self, path: Path):
         self._fd, self._owner = _open(path), os.getpid()
+        self._taken: set[int] = set()
 
     def take(self, keys: Iterable[str]) -> set[str]:
         """Claim those keys (hexadecimal) that nobody else has claimed, and return them."""
         taken = set()
         for key in keys:
-            try:
-                _lock_bytes(self._fd, fcntl.LOCK_EX, 1, _byte_of(key))
-            except (BlockingIOError, PermissionError):  # POSIX has both for a lock that another one has
-                continue
-            except OSError:
-                pass
+            with suppress(OSError):  # the file system has no locks
+                if not file_locks.take(self._fd, at=_byte_of(key)):
+                    continue
+                self._taken.add(_byte_of(key))
             taken.add(key)
         return taken
 
     def release(self, keys: Iterable[str]) -> None:
         """Others may claim these keys from now on."""
         for key in keys:
-            with suppress(OSError):
-                _lock_bytes(self._fd, fcntl.LOCK_UN, 1, _byte_of(key))
+            self._release(_byte_of(key))
+
+    def _release(self, byte: int) -> None:
+        self._taken.discard(byte)
+        with suppress(OSError):
+            file_locks.release(self._fd, byte)
 
     def close(self) -> None:
         """Release all claims."""
         if os.getpid() == self._owner:
-            with suppress(OSError):
-                _lock_bytes(self._fd, fcntl.LOCK_UN, 0, 0)  # a fork has the same locks, and may live on
+            for byte in tuple(self._taken):
+                self._release(byte)  # a fork has the same locks, and may live on
         os.close(self._fd)
-
-
-def _lock_bytes(fd: int, operation: int, num_bytes: int, start: int) -> None:
-    """Lock so many bytes (0: all) for nobody else, or unlock them, at once. BlockingIOError, PermissionError: no."""
-    if sys.platform == "linux":
-        kind = fcntl.F_UNLCK if operation == fcntl.LOCK_UN else fcntl.F_WRLCK
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, num_bytes, 0))
-    else:
-        fcntl.lockf(fd, operation | fcntl.LOCK_NB, num_bytes, start)
 
 
 def _byte_of(key: str) -> int:

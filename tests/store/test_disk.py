@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ from latentcache.store import writer as writer_module
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import rebuild
+from latentcache.utils import file_locks
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_live_writers_temporary_file_is_left_alone(root):
         dead.write_bytes(b"half")
         alive = folder / ".1.safetensors.1.tmp"
         with alive.open("wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            assert file_locks.take(file.fileno())
             DiskStore(root).close()
             assert alive.exists() and not dead.exists()
         DiskStore(root).close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 
 import pytest
 
 from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.utils import file_locks
 from latentcache.utils.locks import locked
 
 
@@ -63,18 +63,14 @@ def test_a_lock_overwrites_nothing_else(path, tmp_path, what):
     assert victim.read_text() == "precious"
 
 
-@pytest.mark.parametrize("failing", [fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN])
+@pytest.mark.parametrize("failing", ["take", "release"])
 def test_a_disk_that_fails_is_our_own_error(path, monkeypatch, failing):
-    real = fcntl.flock
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def flock(fd, mode):
-        if mode == failing:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(fd, mode)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(file_locks, failing, refuse)
     before = os.listdir("/dev/fd")
-    if failing == fcntl.LOCK_UN:
+    if failing == "release":
         with locked(path, "first", shared=False):
             pass  # the lock ends with the descriptor
     else:
@@ -84,6 +80,19 @@ def test_a_disk_that_fails_is_our_own_error(path, monkeypatch, failing):
     monkeypatch.undo()
     with locked(path, "second", shared=False):
         pass
+
+
+def test_one_byte_is_locked_and_closing_another_descriptor_frees_nothing(path):
+    one, two, three = (os.open(path, file_locks.OPEN_FLAGS) for _ in range(3))
+    assert file_locks.take(one, at=5) and not file_locks.take(two, at=5) and file_locks.take(two, at=6)
+    os.close(three)
+    assert not file_locks.take(two, shared=True, at=5)
+    file_locks.release(one, 5)
+    assert file_locks.take(two, shared=True, at=5) and file_locks.take(one, shared=True, at=5)
+    assert not file_locks.take(one, at=5), "the other one shares it"
+    os.close(two)
+    assert file_locks.take(one, at=5)
+    os.close(one)
 
 
 def test_a_disk_without_room_for_the_note_can_be_locked(path, monkeypatch):

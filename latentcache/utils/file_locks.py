@@ -1,0 +1,100 @@
+"""Locks on one byte of a file, shared or exclusive, alike on Linux, macOS and Windows.
+
+A lock belongs to the open file (OFD locks, LockFileEx), not to the process, so that closing another descriptor of the
+file frees nothing. The system frees the locks of a process that dies. A child that inherits the descriptor shares the
+lock on POSIX; on Windows children inherit none. macOS has no such locks in Python: there the whole file is locked,
+whatever the byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import sys
+
+OPEN_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""How a file to be locked is opened: it is made if it is not there."""
+FAR = 1 << 62
+"""A byte far beyond the end of any file: Windows lets nobody read a locked byte, and the file's note stays readable."""
+
+if sys.platform == "win32":
+    import ctypes
+    import msvcrt
+    from ctypes import wintypes
+
+    class _Overlapped(ctypes.Structure):
+        _fields_ = (
+            ("internal", ctypes.c_void_p),
+            ("internal_high", ctypes.c_void_p),
+            ("low", wintypes.DWORD),
+            ("high", wintypes.DWORD),
+            ("event", wintypes.HANDLE),
+        )
+
+    _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+    _EXCLUSIVE, _AT_ONCE = 2, 1
+    _TAKEN = (33, 997)  # ERROR_LOCK_VIOLATION, ERROR_IO_PENDING
+
+    def _take(fd: int, shared: bool, wait: bool, at: int) -> bool:
+        where = _Overlapped(low=at & 0xFFFFFFFF, high=at >> 32)
+        flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
+        if _kernel.LockFileEx(wintypes.HANDLE(msvcrt.get_osfhandle(fd)), flags, 0, 1, 0, ctypes.byref(where)):
+            return True
+        code = ctypes.get_last_error()
+        if code in _TAKEN:
+            return False
+        raise ctypes.WinError(code)
+
+    def _release(fd: int, at: int) -> None:
+        where = _Overlapped(low=at & 0xFFFFFFFF, high=at >> 32)
+        _kernel.UnlockFileEx(wintypes.HANDLE(msvcrt.get_osfhandle(fd)), 0, 1, 0, ctypes.byref(where))
+
+else:
+    import fcntl
+
+    def _take(fd: int, shared: bool, wait: bool, at: int) -> bool:
+        try:
+            if hasattr(fcntl, "F_OFD_SETLK"):
+                command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+                fcntl.fcntl(fd, command, _range(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at))
+            else:
+                mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+                fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def _release(fd: int, at: int) -> None:
+        if hasattr(fcntl, "F_OFD_SETLK"):
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, at))
+        else:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def _range(kind: int, at: int) -> bytes:
+        return struct.pack("hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
+
+
+def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
+    """Lock the byte `at` of an open file.
+
+    Args:
+        fd: The file's descriptor: open for writing, or for reading where the lock is shared.
+        shared: Others may have a shared lock on the byte too.
+        wait: Wait until the lock is free.
+        at: The byte's offset. It need not exist.
+
+    Returns:
+        Whether the lock was taken; with `wait` always.
+
+    Raises:
+        OSError: The file system has no locks, or fails.
+    """
+    return _take(fd, shared, wait, at)
+
+
+def release(fd: int, at: int = FAR) -> None:
+    """Release the lock on the byte `at`, for those too who share the open file. OSError: the file system fails."""
+    _release(fd, at)
