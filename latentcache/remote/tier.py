@@ -83,11 +83,6 @@ class Tier:
         self._used: dict[str, float] = {}
         """When this process noted the use of a pack, by its id."""
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether packs may go."""
-        return self._max_bytes is not None
-
     def path(self, pack: str) -> Path:
         """Where a pack lies if it is here."""
         own = self._transport.local_path(pack_name(pack))

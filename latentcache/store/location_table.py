@@ -121,22 +121,6 @@ class _Part:
         """The keys of these rows."""
         return key_names(self.keys[positions].astype(">u8"))
 
-    def first_after(self, after: str, num: int) -> np.ndarray:
-        """Keys [n, 4] that come after the key `after` (or "": all), with the `num` lowest of them, in any order."""
-        start, rows = 0, self.order[:0]
-        if after:
-            [[first, *_]] = key_words([after])
-            begin, start = (int(self.first_words.searchsorted(first, side)) for side in ("left", "right"))
-            ties = self.order[begin:start]  # mostly the key itself
-            rows = ties[[name > after for name in self.names(ties)]]
-        rows = np.concatenate([rows, self.order[start:]])
-        rows = rows[self.live[rows]]
-        if len(rows) > num:
-            words = self.keys[rows, 0]
-            rows = rows[: int(words.searchsorted(words[num], "right"))]  # the order among equal first words is any
-        found: np.ndarray = self.keys[rows]
-        return found
-
 
 class LocationTable:
     """A map of keys to locations. One thread at a time may change it; others may read at the same time.
@@ -252,14 +236,6 @@ class LocationTable:
     def keys(self) -> list[str]:
         """All keys, oldest pack first."""
         return [key for part in self._parts for key in part.names(np.flatnonzero(part.live))]
-
-    def keys_after(self, after: str, num: int) -> np.ndarray:
-        """The `num` lowest keys after the key `after` (or "": of all), ascending: uint8 [n, 32]. StoreError: no key."""
-        words = np.concatenate(
-            [np.empty((0, _KEY_WORDS), np.uint64), *(p.first_after(after, num) for p in self._parts)]
-        )
-        words = words[np.lexsort(words.T[::-1])][:num]
-        return np.frombuffer(words.astype(">u8").tobytes(), np.uint8).reshape(-1, KEY_BYTES)
 
     def empty_packs(self) -> set[str]:
         """The packs in which no entry is live."""

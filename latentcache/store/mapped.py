@@ -59,10 +59,6 @@ class MappedReader:
         except ValueError:  # its bytes have changed
             return None
 
-    def note_good(self, pack: Pack) -> None:
-        """All entries of a pack were found good."""
-        self._flags(pack)[:] = True
-
     def _flags(self, pack: Pack) -> np.ndarray:
         good = self._good.get(pack.id)
         if good is None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
-from latentcache.identity import digest
 from latentcache.store.layout import Column, Pack, PackRow, RowGroup
 from latentcache.store.location_table import LocationTable
 
@@ -133,32 +132,3 @@ def test_reasons_are_read_while_another_thread_changes_them():
         done.set()
         thread.join()
         sys.setswitchinterval(interval)
-
-
-# Pages of keys -------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 5), max_size=60), st.integers(1, 7), st.data())
-def test_keys_come_in_pages_in_ascending_order(firsts, num, data):
-    """Also where many keys have the same first word, in several parts, and some are gone."""
-    keys = [f"{first:016x}" + digest(b"%d" % number)[:48] for number, first in enumerate(firsts)]
-    table = LocationTable()
-    for start in range(0, len(keys), 11):
-        table.add([row_of(start, keys[start : start + 11])])
-    gone = data.draw(st.sets(st.sampled_from(keys))) if keys else set()
-    table.drop(list(gone))
-    found, after = [], ""
-    while len(page := table.keys_after(after, num)):
-        assert len(page) <= num
-        found += [row.tobytes().hex() for row in page]
-        after = found[-1]
-    assert found == sorted(set(keys) - gone)
-    if keys:
-        absent = data.draw(st.sampled_from(keys))[:63] + "0"
-        assert [row.tobytes().hex() for row in table.keys_after(absent, 100)] == [k for k in found if k > absent]
-
-
-def test_no_key_is_no_place_in_the_keys():
-    with pytest.raises(StoreError, match="is not a key"):
-        LocationTable([row_of(0, ["1" * 64])]).keys_after("12", 3)
