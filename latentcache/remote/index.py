@@ -141,7 +141,9 @@ class FarIndex:
         for row in () if is_first else rows:
             # Which pack has a key must not depend on which one came here first.
             names = row.live_names()
-            there = {key: place for key, place in zip(names, self.table.look_up(names), strict=True) if place}
+            found = zip(names, self.table.look_up(names), strict=True)
+            # The pack itself may be known: another thread listed it before the one that sent it came here.
+            there = {key: place for key, place in found if place and place.pack.id != row.pack.id}
             if moved := [key for key, place in there.items() if row.pack.id < place.pack.id]:
                 self.table.drop(moved)
             if stay := there.keys() - set(moved):

@@ -143,6 +143,17 @@ def test_a_key_in_two_packs_is_one_entry(objects: MemoryStore, tmp_path: Path) -
         assert_right(store, KEYS)
 
 
+def test_a_pack_that_is_noted_twice_keeps_its_entries(objects: MemoryStore, tmp_path: Path) -> None:
+    """As where one thread lists what another one has just sent."""
+    bucket = CountingBucket(objects)
+    with RemoteStore(bucket, local=tmp_path / "local") as store:
+        assert store.find(KEYS) == set(KEYS)
+        for row in list(store.index.rows()):
+            store.index.add(row)
+            assert store.index.table.find(KEYS) == set(KEYS)
+        assert sorted(store.keys()) == sorted(KEYS)
+
+
 def test_a_pack_that_was_compacted_away_is_looked_for_elsewhere(objects: MemoryStore, tmp_path: Path) -> None:
     bucket = CountingBucket(objects)
     with RemoteStore(bucket, local=tmp_path / "local") as store:
