@@ -74,15 +74,15 @@ class FarIndex:
             late = [pack for pack, tried in self._tried_at.items() if began - tried < UNREADABLE_S]
             rows = list(self._read_rows({pack: size for pack, size in new.items() if pack not in late}))
             is_first, lost = not self.sizes, gone & self.sizes.keys()
-            for pack in lost:
-                del self.sizes[pack]
-            self.sizes |= {row.pack.id: row.pack.file_bytes for row in rows}
-            self._listed_at = began
+            sizes = {pack: num_bytes for pack, num_bytes in self.sizes.items() if pack not in lost}
+            sizes |= {row.pack.id: row.pack.file_bytes for row in rows}
             self._drop_remembered(gone)
             if lost:
-                self._rebuild()
+                self._rebuild(sizes)
             else:
                 self._add(rows, is_first=is_first)
+                self.sizes = sizes
+            self._listed_at = began
             if gone and there:  # a place that lists nothing at all may be the wrong one
                 self._forget(gone)
 
@@ -123,7 +123,7 @@ class FarIndex:
         """For this process rows of a pack that are damaged there are gone, and other copies count if there are any."""
         with self._lock:
             self._damaged.setdefault(pack, {}).update(damaged)
-            self._rebuild()
+            self._rebuild(self.sizes)
 
     def _marked(self, row: PackRow) -> PackRow:
         if damaged := self._damaged.get(row.pack.id):
@@ -131,10 +131,10 @@ class FarIndex:
             row.reasons = dict(damaged)
         return row
 
-    def _rebuild(self) -> None:
-        table = LocationTable()
-        table.add(without_duplicates(self.rows()))
-        self.table = table
+    def _rebuild(self, sizes: Mapping[str, int]) -> None:
+        """Make the table of these packs. After an error all is as it was; what was not read is asked for again."""
+        rows = without_duplicates(self._marked(row) for row in self._read_rows(sizes))
+        self.table, self.sizes = LocationTable(rows), {row.pack.id: row.pack.file_bytes for row in rows}
 
     def _add(self, rows: Sequence[PackRow], *, is_first: bool) -> None:
         rows = without_duplicates(self._marked(row) for row in rows)
@@ -174,7 +174,7 @@ class FarIndex:
                     logger.warning("%s Its entries are missing.", found)
                     self._tried_at[pack], self.unreadable[pack] = time.monotonic(), str(found)
                     refusals += [found] if isinstance(found, RemoteError) else []
-        if refusals and len(refusals) == len(packs):
+        if refusals and len(refusals) == len(packs) and not self.sizes:
             raise refusals[0]
 
     def _row_or_reason(self, listed: tuple[str, int]) -> PackRow | PackError | RemoteError | None:
@@ -201,8 +201,10 @@ class FarIndex:
     def _remembered_row(self, pack: str, num_bytes: int) -> PackRow | None:
         with suppress(OSError, ValueError):  # a damaged one is read again
             if self._memory is not None:
-                row = PackRow.from_bytes(pack, (self._memory / pack).read_bytes())
-                return row if row.pack.file_bytes == num_bytes else None
+                data = (self._memory / pack).read_bytes()
+                row = PackRow.from_bytes(pack, data[len(pack) :])
+                # The file begins with its pack's id: one that has another's name is not taken for it.
+                return row if row.pack.file_bytes == num_bytes and data.startswith(pack.encode()) else None
         return None
 
     def _remember(self, row: PackRow) -> None:
@@ -213,7 +215,7 @@ class FarIndex:
         temporary = path.with_name(f".{row.pack.id}.{os.getpid()}.{threading.get_ident()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(row.to_bytes())
+            temporary.write_bytes(row.pack.id.encode() + row.to_bytes())
             temporary.replace(path)
         except OSError as error:
             logger.warning("%s: what packs say is not kept there from now on: %s", self._memory, error)
@@ -232,7 +234,12 @@ def _read_row(transport: Transport, pack: str, num_bytes: int) -> PackRow:
 
 def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:
     name = pack_name(pack)
-    return RangedBytes(f"{transport.url}/{name}", num_bytes, lambda start, num: transport.read(name, start, num)[0])
+
+    def fetch(start: int, num: int) -> bytes | memoryview:
+        num = min(num, num_bytes - start)  # a range that begins beyond the end is an error of some stores
+        return transport.read(name, start, num)[0] if num > 0 else b""
+
+    return RangedBytes(f"{transport.url}/{name}", num_bytes, fetch)
 
 
 def without_duplicates(rows: Iterable[PackRow]) -> Sequence[PackRow]:

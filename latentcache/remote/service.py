@@ -23,13 +23,11 @@ from urllib3.util import Retry
 from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
 from latentcache.dataset.manifest_folder import SUFFIX
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
-from latentcache.remote.transport import ANY_VERSION, Listed, Transport
+from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport
 from latentcache.store.base import check_key, is_pack_id
 from latentcache.store.directory import pack_name
 from latentcache.utils.json_document import to_bytes
 
-MAX_BYTES = 8 << 30
-"""The most that is read of an answer. A pack has some 64 MiB, the manifest of a million samples about 1 GiB."""
 KEYS = 4096
 """Keys in one request."""
 ENCODED_PROMPTS = 32

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -47,6 +48,7 @@ from latentcache.types import Entry, Record
 
 LISTED_S = 60.0
 """A writer that looks for the keys of its new entries lists the packs no more often than this."""
+_MAX_ABSENT = 20  # fetches of a pack that is listed and did not come
 _MAX_RECORDS = 8
 _ADD_CHUNK = 1024
 
@@ -79,6 +81,7 @@ class RemoteStore(Store):
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
         self._tried_again: set[tuple[str, int]] = set()
+        self._num_absent: Counter[str] = Counter()
         self._is_closed = False
 
     def check_open(self) -> None:
@@ -250,7 +253,13 @@ class RemoteStore(Store):
             self.mapped.invalidate([location])
             if not self.tier.has(pack.id):  # another process made room, or it is gone there
                 self.index.refresh()
-                return self._locate([key])[0]
+                moved = self._locate([key])[0]
+                if moved.place == location.place:
+                    self._num_absent[pack.id] += 1
+                    if self._num_absent[pack.id] > _MAX_ABSENT:  # it is listed, and cannot be fetched
+                        self.index.lose(pack.id, {location.row: problem})
+                        moved = self._locate([key])[0]
+                return moved
             if pack.id not in self._fetched_again:
                 logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack.id, problem)
                 self._fetched_again.add(pack.id)

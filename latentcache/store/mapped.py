@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,13 @@ Relocate = Callable[[str, Location, str], Location]
 """Is given an entry that is not what was stored, and why. It returns where the entry lies now, or raises."""
 
 
+class _Mapping(NamedTuple):
+    """The bytes of a pack, and which of its entries were found good: a flag a row."""
+
+    data: np.ndarray
+    good: np.ndarray
+
+
 class MappedReader:
     """Reads entries whose locations are known from mapped packs, and verifies each when it is first read.
 
@@ -34,9 +42,7 @@ class MappedReader:
         self._path_of = path_of
         self._relocate = relocate
         self._note_use = note_use
-        self._maps: dict[str, np.ndarray] = {}
-        self._good: dict[str, np.ndarray] = {}
-        """The entries that were found good: a flag a row, by pack."""
+        self._maps: dict[str, _Mapping] = {}
 
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         """The verified arrays of each entry. StoreError: they cannot be read now. Errors of `Relocate`."""
@@ -51,54 +57,49 @@ class MappedReader:
 
     def _known(self, location: Location) -> EntryArrays | None:
         """The arrays of an entry that was found good before."""
-        good, data = self._good.get(location.pack.id), self._maps.get(location.pack.id)
-        if good is None or data is None or not good[location.row]:
+        mapping = self._maps.get(location.pack.id)
+        if mapping is None or not mapping.good[location.row]:
             return None
         try:
-            return arrays_in(data, location)
+            return arrays_in(mapping.data, location)
         except ValueError:  # its bytes have changed
             return None
-
-    def _flags(self, pack: Pack) -> np.ndarray:
-        good = self._good.get(pack.id)
-        if good is None:
-            self._note_use(pack.id)
-            good = self._good.setdefault(pack.id, np.zeros(pack.num_entries, bool))
-        return good
 
     def verify(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
         while True:
-            data, problem = self._map(location.pack, location.end)
-            if data is not None:
-                found = verified_arrays(data, key, location)
+            mapping, problem = self._map(location.pack, location.end)
+            if mapping is not None:
+                found = verified_arrays(mapping.data, key, location)
                 if not isinstance(found, str):
-                    self._flags(location.pack)[location.row] = True
+                    mapping.good[location.row] = True  # of these bytes: another thread may map others
                     return found
                 problem = found
             location = self._relocate(key, location, problem)
 
-    def _map(self, pack: Pack, end: int) -> tuple[np.ndarray | None, str]:
+    def _map(self, pack: Pack, end: int) -> tuple[_Mapping | None, str]:
         """The mapped pack, if its file has its first `end` bytes now, or why not: it is gone, or not what was written.
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
         path = self._path_of(pack.id)
-        data = self._maps.get(pack.id)
+        mapping = self._maps.get(pack.id)
         try:
-            if data is None:
-                data = self._maps.setdefault(pack.id, map_pack(path, end, pack.file_bytes))
-            elif min(data.size, path.stat().st_size) < end:
+            if mapping is None:
+                self._note_use(pack.id)
+                mapped = _Mapping(map_pack(path, end, pack.file_bytes), np.zeros(pack.num_entries, bool))
+                mapping = self._maps.setdefault(pack.id, mapped)
+            elif min(mapping.data.size, path.stat().st_size) < end:
                 # Touching mapped bytes that a truncation took away would kill the process.
                 return None, f"its pack was cut short: {path}"
         except FileNotFoundError:
             # A mapped file stays readable after its name is gone.
-            return (data if data is not None and data.size >= end else None), f"its pack is gone: {path}"
+            return (mapping if mapping is not None and mapping.data.size >= end else None), f"its pack is gone: {path}"
         except (PackError, UnsafeStoreError) as error:
             return None, str(error)
         except OSError as error:
             raise unreadable(path, error) from error
-        return data, ""
+        return mapping, ""
 
     def prefetch(self, locations: Iterable[Location]) -> None:
         """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
@@ -120,8 +121,9 @@ class MappedReader:
     def invalidate(self, locations: Iterable[Location]) -> None:
         """Verify these entries again before they are read: they may not be what was stored."""
         for location in locations:
-            if location.pack.id in self._good:
-                self._good[location.pack.id][location.row] = False
+            mapping = self._maps.get(location.pack.id)
+            if mapping is not None:
+                mapping.good[location.row] = False
 
     def packs(self) -> set[str]:
         """The packs that are mapped."""
@@ -130,12 +132,10 @@ class MappedReader:
     def release(self, packs: Iterable[str]) -> None:
         """Release what is kept of packs that were compacted away."""
         for pack in packs:
-            self._good.pop(pack, None)
             self._maps.pop(pack, None)
 
     def close(self) -> None:
         """Release all."""
-        self._good.clear()
         self._maps.clear()
 
 

@@ -15,7 +15,7 @@ from obstore.store import MemoryStore
 from latentcache import LatentCache
 from latentcache.cli.app import main
 from latentcache.config import Config
-from latentcache.errors import EntryDamagedError, EntryMissingError, ReadOnlyError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, ReadOnlyError, RemoteError, StoreError
 from latentcache.loading.status import status
 from latentcache.precache.run import run_precache
 from latentcache.remote.bucket import BucketTransport
@@ -270,3 +270,64 @@ def test_a_dry_run_into_a_bucket_that_is_no_cache_yet_writes_nothing(
 ) -> None:
     report = run_precache(make_config(**{"cache.path": s3_url}), dry_run=True)
     assert report.num_misses > 5 and not object_server.objects
+
+
+@pytest.mark.parametrize("data", [b"", b"a", b"1234567", b"\xff" * 7 + b"\0" + b"{}"], ids=range(4))
+def test_a_short_object_among_the_packs_costs_nothing_but_itself(
+    objects: MemoryStore, tmp_path: Path, data: bytes
+) -> None:
+    bucket = CountingBucket(objects)
+    bucket.write(pack_name("0" * 32), data, version=ANY_VERSION)
+    with RemoteStore(bucket, local=tmp_path / "local") as store:
+        assert_right(store, KEYS)
+        assert store.index.unreadable.keys() == {"0" * 32}
+
+
+def test_a_new_pack_that_may_not_be_read_leaves_the_others(objects: MemoryStore, tmp_path: Path) -> None:
+    class Archiving(CountingBucket):
+        def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
+            if name == pack_name("0" * 32):
+                raise RemoteError(self.url, "it is archived", "Restore it.", status=403)
+            return super().read(name, start, num_bytes)
+
+    bucket = Archiving(objects)
+    with RemoteStore(bucket, local=tmp_path / "local") as store:
+        assert store.find(KEYS) == set(KEYS)
+        bucket.write(pack_name("0" * 32), bytes(1000), version=ANY_VERSION)
+        assert store.find([*KEYS, "f" * 64]) == set(KEYS) and sorted(store.keys()) == sorted(KEYS)
+        assert_right(store, KEYS)
+
+
+def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: MemoryStore, tmp_path: Path) -> None:
+    class Lacking(CountingBucket):
+        def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
+            if num_bytes is None and name.startswith("packs/"):
+                raise FileNotFoundError(name)
+            return super().read(name, start, num_bytes)
+
+    with RemoteStore(Lacking(objects), local=tmp_path / "local") as store:
+        for call in (store.get, store.record, lambda key: store.rows([key])):
+            with pytest.raises(EntryDamagedError, match="gone"):
+                call(KEYS[0])
+
+
+def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore, tmp_path: Path) -> None:
+    class Failing(CountingBucket):
+        fails = False
+
+        def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
+            if self.fails:
+                raise RemoteError(self.url, "it is away", "Try again.")
+            return super().read(name, start, num_bytes)
+
+    bucket = Failing(objects)
+    with RemoteStore(bucket, local=tmp_path / "local") as store:
+        assert store.find(KEYS) == set(KEYS)
+        Tidying(CountingBucket(objects), prune=False, grace_h=24).run()
+        bucket.remove(map(pack_name, sorted(packs_in(bucket))[:1]))
+        bucket.fails = True
+        with pytest.raises(RemoteError):
+            list(store.keys())
+        bucket.fails = False
+        assert store.find(KEYS) == set(KEYS)
+        assert_right(store, KEYS)
