@@ -48,7 +48,7 @@ OWNERS = {
     "diskcache": ("store/index.py",),
     # diffusion-pipe's cache and Energon's index are SQLite databases, ai-toolkit's cache is safetensors files.
     "sqlite3": (
-        *("store/index.py", "store/connection.py"),
+        "store/index.py",
         *("interop/formats/diffusion_pipe.py", "interop/formats/energon.py"),
     ),
     "safetensors": ("checkpoints/folder.py", "interop/foreign_safetensors.py", "models/lora.py"),

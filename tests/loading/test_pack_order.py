@@ -27,7 +27,6 @@ from latentcache.identity import key_of
 from latentcache.loading.pack_order import Places, spots_ahead
 from latentcache.loading.sampler import Visit
 from latentcache.store import MemoryStore, upkeep
-from latentcache.store.base import MANY_KEYS
 from latentcache.types import Bucket, Crop, Entry, Geometry, Record, Size
 
 SIZES = (Size(64, 64), Size(48, 80))
@@ -243,9 +242,9 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, in
 def test_packs_are_read_by_long_ranges(
     tmp_path: Path, advised: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = LatentDataset(make_cache(tmp_path / "cache", 3, MANY_KEYS), order="packs")
+    dataset = LatentDataset(make_cache(tmp_path / "cache", 3, 256), order="packs")
     with LatentLoader(sampler_of(dataset), device="cpu") as loader:
-        assert sum(len(batch["sample_id"]) for batch in loader) == len(dataset) == 6 * MANY_KEYS
+        assert sum(len(batch["sample_id"]) for batch in loader) == len(dataset) == 6 * 256
     store = dataset.cache.store
     assert isinstance(store, DiskStore)
     kinds = {str(store.directory.pack_path(name)): pack for name, pack in store.catalog.table.packs.items()}
