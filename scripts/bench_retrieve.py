@@ -197,12 +197,12 @@ def to_text(result: Mapping[str, Any]) -> str:
 def warm_lines(result: Mapping[str, Any]) -> list[str]:
     times, wanted = result["us_per_sample"], result["wanted"]
     lines = [f"{'warm':32}{'us/sample':>10}{'x limit':>9}{'wanted':>8}"]
-    for size, wanted_ratio in wanted["ratio_to_limit"].items():
+    for size, goal in wanted["ratio_to_limit"].items():
         lines.append(f"{'limit, B=' + size:32}{times['limit_' + size]:10.1f}{1:9.2f}")
         for way, label in WAYS.items():
             key = "ratio_to_limit" if way == "out" else f"ratio_to_limit_{way}"
             lines.append(
-                f"{f'B={size}, {label}':32}{times[f'ours_{way}_{size}']:10.1f}{result[key][size]:9.2f}{wanted_ratio:8.2f}"
+                f"{f'B={size}, {label}':32}{times[f'ours_{way}_{size}']:10.1f}{result[key][size]:9.2f}{goal:8.2f}"
             )
     lines.append(f"{'LatentLoader, prefetch=0':32}{times['loader_0']:10.1f}")
     lines.append(f"{'LatentLoader, prefetch=2':32}{times['loader_2']:10.1f}")
