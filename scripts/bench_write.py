@@ -64,7 +64,7 @@ LABELS = {
     "diskcache_pickle": "diskcache, default pickle, NOT fsynced",
 }
 DURABLE = ("packs", "files", "files_without_folder")
-WANTED_TIMES = 4.0
+WANTED_TIMES = 3.0
 START_S = 300.0
 """How long processes wait for each other: when one has failed, the others must not wait for ever."""
 SETTLE_S = 10.0
