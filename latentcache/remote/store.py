@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,6 @@ LISTED_S = 60.0
 """A writer that looks for the keys of its new entries lists the packs no more often than this."""
 _MAX_ABSENT = 20  # fetches of a pack that is listed and did not come
 _MAX_RECORDS = 8
-_ADD_CHUNK = 1024
 
 logger = logging.getLogger("latentcache")
 
@@ -110,25 +108,15 @@ class RemoteStore(Store):
     @override
     def writer(self) -> PackWriter:
         self.check_writable()
-        return PackWriter(self._upload, nullcontext(), lambda keys: self._known(list(keys)))
+        return PackWriter(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
 
     @override
-    def add(self, entries: Iterable[Entry]) -> int:
-        iterator = iter(entries)
-        with self.writer() as writer:
-            while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self._known([entry.record.key for entry in chunk])
-                for entry in chunk:
-                    if entry.record.key not in present:
-                        writer.add(entry)
-        return writer.num_added
-
-    def _known(self, keys: Sequence[str]) -> set[str]:
+    def stored(self, keys: Sequence[str]) -> set[str]:
         """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
         return self._found(keys, LISTED_S)
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
-        present = self._known([entry.key for entry in entries])
+        present = self.stored([entry.key for entry in entries])
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
