@@ -50,7 +50,7 @@ class Catalog:
         self._lock = process_lock
         try:
             self.index = Index(directory.index, read_only=read_only)
-            self._catch_up()
+            self.reload()
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             if read_only:
@@ -88,7 +88,7 @@ class Catalog:
     def _start_over(self) -> None:
         self.table, self._position = LocationTable(), None
         self.index = Index(self.directory.index)
-        self._catch_up()
+        self.reload()
 
     def _reconcile(self) -> None:
         """Bring index and packs together: add the sealed packs that have no row, mark what lies in lost ones."""
@@ -96,7 +96,7 @@ class Catalog:
             with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
                 self.directory.sweep()
                 # Rows first, then files: a pack that another writer seals from here on is in neither.
-                self._catch_up()
+                self.reload()
                 known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
                 sizes = self.directory.pack_sizes()
                 rows, refused = read_rows(self.directory, sizes.keys() - known.keys())
@@ -174,7 +174,7 @@ class Catalog:
 
     # Catching up
 
-    def _catch_up(self) -> None:
+    def reload(self) -> None:
         """Bring memory to where the index is now."""
         if self.index is not None:
             with self._lock, self.index.reading(self._position) as reading:
@@ -186,14 +186,10 @@ class Catalog:
         self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
         self._position = reading.position
 
-    def reload(self) -> None:
-        """Bring memory to where the index is now."""
-        self._catch_up()
-
     # Looking up
 
     def find(self, keys: Iterable[str], *, again: bool = False) -> set[str]:
-        """Those that are there, in memory or in the index. StoreError for one that is no key.
+        """Find which keys are there, in memory or in the index. StoreError for one that is no key.
 
         `again`: look at the index in any case, because another process may have removed or marked an entry.
         """
@@ -201,7 +197,7 @@ class Catalog:
         found = set() if again else self.table.find(keys)
         if len(found) < len(set(keys)):
             with self._lock:
-                self._catch_up()
+                self.reload()
                 # Nothing is on its way in memory now, and another thread may have brought them.
                 found = self.table.find(keys)
         return found
@@ -214,7 +210,7 @@ class Catalog:
     def relocate(self, keys: Sequence[str]) -> list[Location | None]:
         """As `look_up`, as the index says now: a compaction may have moved the entries."""
         with self._lock:
-            self._catch_up()
+            self.reload()
             return self.table.look_up(keys)
 
     def keys(self) -> list[str]:
@@ -327,7 +323,7 @@ class Catalog:
         The file goes first, so that a crash leaves a row that the next call sees.
         """
         with self._lock:  # no other thread changes memory between the look and the removal
-            self._catch_up()
+            self.reload()
             empty = self.table.empty_packs()
             if packs is not None:
                 empty &= set(packs)

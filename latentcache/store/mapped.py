@@ -46,14 +46,11 @@ class MappedReader:
 
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         """The verified arrays of each entry. StoreError: they cannot be read now. Errors of `Relocate`."""
-        rows = [self._known(location) for location in locations]
-        if None not in rows:
-            return rows  # type: ignore[return-value]  # mypy does not see that none is None
-        unread = [number for number, row in enumerate(rows) if row is None]
-        self.prefetch([locations[number] for number in unread])
-        for number in unread:
-            rows[number] = self.verify(keys[number], locations[number])
-        return rows  # type: ignore[return-value]  # as above
+        known = [self._known(location) for location in locations]
+        if unread := [location for location, row in zip(locations, known, strict=True) if row is None]:
+            self.prefetch(unread)
+        found = zip(keys, locations, known, strict=True)
+        return [self.verify(key, location) if row is None else row for key, location, row in found]
 
     def _known(self, location: Location) -> EntryArrays | None:
         """The arrays of an entry that was found good before."""
