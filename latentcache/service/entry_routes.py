@@ -32,7 +32,7 @@ class KeyList(BaseModel):
 
 
 class FoundKeys(BaseModel):
-    """Those of the requested keys whose entries are there, each once."""
+    """The requested keys that have entries, each once."""
 
     found: list[Key]
 

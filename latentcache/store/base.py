@@ -308,7 +308,7 @@ class Store(Closing, Protocol):
         return self.find(keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        """Those of the keys whose entries are there."""
+        """Find which of the keys have entries."""
 
     def get(self, key: str) -> Entry:
         """The entry, with CPU tensors that the caller owns. EntryMissingError, EntryDamagedError."""

@@ -166,7 +166,7 @@ class CacheDirectory:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def lost_packs(self, known: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
-        """Those that are gone or have another size. `known`: bytes of the packs; `sizes`: what `pack_sizes` found.
+        """Find packs that are gone or have another size. `known`: bytes of each; `sizes`: what `pack_sizes` found.
 
         A pack of which the system does not say whether it is there is not lost; it is warned of.
         """

@@ -91,7 +91,7 @@ def take_sealed(store: DiskStore, pack: str) -> int:
 
 
 def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in larger parts: a service's come in pieces of some KiB, of an object store in large ones."""
+    """Join chunks to larger parts: a service's come in pieces of some KiB, those of an object store in large ones."""
     buffer = bytearray()
     for chunk in chunks:
         if not buffer and len(chunk) >= _WRITE_BYTES:

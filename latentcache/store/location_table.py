@@ -192,7 +192,7 @@ class LocationTable:
         return [pack.id for part in parts for pack in part.packs], found
 
     def find(self, keys: Sequence[str]) -> set[str]:
-        """Those of the keys that are here."""
+        """Find which of the keys are here."""
         return {keys[at] for _, here, _ in self._search(self._parts, keys) for at in here.tolist()}
 
     def drop(self, keys: Sequence[str]) -> None:
