@@ -20,7 +20,6 @@ from latentcache.store.layout import Location
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.reader import PackReader
 from latentcache.store.writer import PackWriter
-from latentcache.utils.concurrency import noted_on
 from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import Claims, locked
 
@@ -119,13 +118,7 @@ class DiskStore(PackReader):
         if not new:
             return 0, 0
         row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        try:
-            return self.catalog.seal(row), row.pack.file_bytes
-        except StoreError as error:
-            # Whoever opens the cache would take it in, with what was removed since then.
-            with noted_on(error, "the pack that was written cannot be removed"):
-                self.directory.remove_pack(row.pack.id)
-            raise
+        return self.catalog.seal(row), row.pack.file_bytes
 
     @override
     def find(self, keys: Iterable[str]) -> set[str]:

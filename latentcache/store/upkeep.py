@@ -227,9 +227,9 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
             CacheDirectory(store, create=False, repair=True)
     with DiskStore.opened(store) as disk, locked(disk.directory.lock, "rebuild", shared=False):
         disk.release(disk.directory.pack_sizes())  # each entry is verified again
-        num_packs, refused = disk.catalog.rebuild()
+        refused = disk.catalog.rebuild()
         unreadable = {str(disk.directory.pack_path(pack)): str(error) for pack, error in refused.items()}
-        return RebuildReport(len(disk.catalog.table), num_packs, unreadable)
+        return RebuildReport(len(disk.catalog.table), len(disk.catalog.table.packs), unreadable)
 
 
 def prune(

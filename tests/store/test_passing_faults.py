@@ -6,15 +6,13 @@ import errno
 import os
 import shutil
 import sqlite3
-from contextlib import closing
 
 import pytest
 from helpers.other_users import open_to_others
 from store_samples import key, mark, pack_of, packs, run, same, sample, samples, where
 
-from latentcache.errors import EntryDamagedError, StorageFullError, StoreBusyError, StoreError
+from latentcache.errors import EntryDamagedError, StorageFullError, StoreError
 from latentcache.store import DiskStore, catalog, pack
-from latentcache.store import index as index_module
 from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.stacking import read_batch
@@ -136,9 +134,9 @@ def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, erro
         assert len(report.unreadable) == 1
         monkeypatch.undo()
         assert store.damaged() == {}
-        assert_holds(store, 0, 1)
         with DiskStore(root) as again:
             assert_holds(again, 0, 1)
+        assert_holds(store, 0, 1)
 
 
 def test_what_is_gone_or_cut_short_is_damaged(root):
@@ -297,18 +295,3 @@ def test_an_error_of_the_system_at_the_opening_is_a_typed_error(root, monkeypatc
     for call in (DiskStore, verify, compact, rebuild):
         with pytest.raises(StoreError, match="cannot be"):
             call(root)
-
-
-def test_a_pack_that_the_index_does_not_take_is_not_stored(root, monkeypatch):
-    """The writer is told so; the next opening must not add what it was told, and what was removed since then."""
-    monkeypatch.setattr(index_module, "TIMEOUT_S", 0.05)
-    with DiskStore(root) as store:
-        store.add([sample(0)])
-        with closing(sqlite3.connect(root / "index" / "cache.db", isolation_level=None)) as other:
-            with pytest.raises(StoreBusyError), store.writer() as writer:
-                writer.add(sample(1))
-                other.execute("BEGIN IMMEDIATE")
-        assert len(packs(store)) == 1
-    with DiskStore(root) as store:
-        assert store.find([key(0), key(1)]) == {key(0)}
-        assert store.add([sample(1)]) == 1 and same(store.get(key(1)), sample(1))

@@ -11,8 +11,7 @@ import pytest
 from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError
-from latentcache.store import DiskStore
-from latentcache.store import reader
+from latentcache.store import DiskStore, reader
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact
 
