@@ -31,7 +31,7 @@ from latentcache.store.directory import pack_name
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import map_pack, new_pack_id, pack_buffers, read_records, row_problem
 from latentcache.store.reader import DISAGREE, PackReader
-from latentcache.store.writer import PackWriter
+from latentcache.store.writer import Writer
 
 LISTED_S = 60.0
 """A writer that looks for the keys of its new entries lists the packs no more often than this."""
@@ -92,9 +92,9 @@ class RemoteStore(PackReader):
     # Writing
 
     @override
-    def writer(self) -> PackWriter:
+    def writer(self) -> Writer:
         self.check_writable()
-        return PackWriter(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
+        return Writer(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
 
     @override
     def stored(self, keys: Sequence[str]) -> set[str]:

@@ -240,7 +240,7 @@ class Catalog:
                 changed.live[left[changed.pack.id]] = False
 
             self._rewrite(rows, left, change)
-            rows.add(PACK_PREFIX + row.pack.id, row.to_bytes())
+            rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
             return int(row.live.sum())
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:

@@ -19,7 +19,7 @@ from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.reader import PackReader
-from latentcache.store.writer import PackWriter
+from latentcache.store.writer import Writer
 from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import Claims, locked
 
@@ -94,11 +94,11 @@ class DiskStore(PackReader):
             yield
 
     @override
-    def writer(self) -> PackWriter:
+    def writer(self) -> Writer:
         if self.read_only:
             raise ReadOnlyError(self.path)
         # Without reading all rows again: each pack that is sealed asks the index for its keys.
-        return PackWriter(
+        return Writer(
             self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
             partial(self.catalog.find, again=True),
