@@ -29,8 +29,8 @@ from latentcache.remote.transport import ANY_VERSION, Transport
 from latentcache.store.base import OwnedEntry, StoreStats, check_key
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import map_pack, new_pack_id, pack_buffers, read_records, row_problem
-from latentcache.store.reader import DISAGREE, PackReader
+from latentcache.store.pack import DISAGREE, map_pack, new_pack_id, pack_buffers, read_records, row_problem
+from latentcache.store.reader import PackReader
 from latentcache.store.writer import Writer
 
 LISTED_S = 60.0

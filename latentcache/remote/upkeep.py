@@ -33,7 +33,7 @@ from latentcache.store.directory import DAMAGED, pack_name
 from latentcache.store.exchange import part_of, problems_of
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, read_pack_bytes, verified_arrays
+from latentcache.store.pack import WholePack, new_pack_id, pack_buffers, read_pack_bytes
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 REMOVALS = "removals"
@@ -366,10 +366,10 @@ class Tidying:
                 continue
             data, is_whole = np.frombuffer(found, np.uint8), True
             for key, location in entries.items():
-                arrays = verified_arrays(data, key, location)
-                if isinstance(arrays, str):
-                    self.report.damaged[key], is_whole = arrays, False
+                copy = WholePack(records, data).copy(key, location)
+                if isinstance(copy, str):
+                    self.report.damaged[key], is_whole = copy, False
                 else:
-                    yield read_entry(arrays, records, location)
+                    yield copy
             if is_whole:
                 done.add(pack)
