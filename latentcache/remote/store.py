@@ -96,7 +96,6 @@ class RemoteStore(PackReader):
         self.check_writable()
         return Writer(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
 
-    @override
     def stored(self, keys: Sequence[str]) -> set[str]:
         """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
         return self._found(keys, LISTED_S)
