@@ -21,7 +21,7 @@ from urllib3.response import BaseHTTPResponse
 from urllib3.util import Retry
 
 from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
-from latentcache.dataset.manifest_folder import SUFFIX
+from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
 from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport
 from latentcache.store.base import check_key, is_pack_id
@@ -239,7 +239,10 @@ class ServiceTransport(Transport):
 
     @override
     def remove(self, names: Iterable[str]) -> None:
-        """Nothing: the service ends the note of a run when it takes its manifest, and `prune` there removes packs."""
+        """End the notes of runs that are among these. Other files stay: `prune` there removes packs."""
+        for name in names:
+            if name.endswith(UNFINISHED):
+                self.request("DELETE", _route(name))
 
     @override
     def check(self, *, create: bool = False) -> None:
@@ -342,12 +345,13 @@ def _strange(url: str, what: str) -> RemoteError:
 
 
 def _route(name: str) -> str:
-    """The route of a file: `packs/ID`, `manifests/NAME`, or `manifests/NAME/unfinished` for the note of a run."""
+    """The route of a file: `packs/ID`, `manifests/NAME`, or that of a run's note."""
     path = PurePosixPath(name)
     if path.parts[0] == "packs":
         return f"packs/{path.stem}"
-    route = f"manifests/{quote(path.stem.partition('+')[0], safe='')}"
-    return f"{route}/unfinished" if path.suffix == ".unfinished" else route
+    manifest, _, owner = path.stem.partition("+")
+    route = f"manifests/{quote(manifest, safe='')}"
+    return f"{route}/unfinished?owner={owner}" if path.suffix == UNFINISHED else route
 
 
 def _chunks(keys: Sequence[str]) -> list[list[str]]:

@@ -115,9 +115,8 @@ class End:
         if isinstance(found, Path):
             directory = DirectoryTransport(found, is_target=is_target, dry_run=dry_run)
             is_there = directory.is_open
-            return cls(
-                directory, ManifestFolder(found / "manifests") if is_there else ManifestMemory(), FarIndex(directory)
-            )
+            folder = ManifestFolder(found / "manifests", source=source)
+            return cls(directory, folder if is_there else ManifestMemory(), FarIndex(directory))
         if is_target and kind_of(found) == "hub":
             raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
         transport = open_transport(found, retry_s=RETRY_S)
@@ -385,7 +384,7 @@ def transfer(
         if unknown := sorted(set(manifests) - set(known)):
             there = ", ".join(known) or "none"
             raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
-        pushed = os.path.abspath(first.name) if isinstance(first.transport, DirectoryTransport) else ""
-        second = End.open(target, is_target=True, dry_run=dry_run, source=pushed)
+        read = os.path.abspath(first.name) if isinstance(first.transport, DirectoryTransport) else first.name
+        second = End.open(target, is_target=True, dry_run=dry_run, source=read)
         stack.callback(second.transport.close)
         return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

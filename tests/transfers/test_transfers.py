@@ -95,6 +95,22 @@ def test_a_dry_run_says_so_and_makes_nothing(tmp_path: Path) -> None:
     ) == before
 
 
+def test_a_push_ends_its_own_note_alone(tmp_path: Path, run_json: Run) -> None:
+    """What a precache has encoded into the target, and has in no manifest yet, stays."""
+    source, target = fill(tmp_path / "a", range(8)), fill(tmp_path / "b", range(8, 16), None)
+    notes = ManifestFolder(target / "manifests")
+    notes.begin("photos")
+    assert transfer(source, target).ok
+    code, error = run_json("prune", target)
+    assert code == 2 and "not finished: photos" in error["error"]
+    check(target, range(16))
+    notes.write(make_manifest("photos", 16))
+    assert notes.unfinished() == {} and run_json("prune", target)[1]["num_entries"] == 0
+    notes.begin("photos")
+    assert run_json("prune", target, "--unfinished", "--dry-run")[0] == 0 and notes.unfinished()
+    assert run_json("prune", target, "--unfinished")[0] == 0 and notes.unfinished() == {}
+
+
 def test_only_what_a_manifest_needs(tmp_path: Path) -> None:
     source = fill(tmp_path / "a", range(16), "first")
     fill(source, range(16, 32), "second")
