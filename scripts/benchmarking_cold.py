@@ -35,7 +35,7 @@ from latentcache import LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
-from latentcache.store.mapped import MappedReader
+from latentcache.store.reader import PackReader
 
 BATCH = 16
 WAYS = {"batch": True, "batch_never": False}
@@ -120,7 +120,7 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
             drop(packs)  # before it is mapped
             with ExitStack() as patched, DiskStore(path) as store:
                 if not advises:
-                    patched.enter_context(patch.object(MappedReader, "prefetch", lambda *_: None))
+                    patched.enter_context(patch.object(PackReader, "_advise", lambda *_: None))
                 cache = LatentCache(store=store, manifests=ManifestFolder(path / "manifests"))
                 cache.sample_ids()
                 out = samples.out(size)

@@ -1,6 +1,6 @@
 """RemoteStore: the entries of a cache that is elsewhere, read from whole packs on this disk.
 
-keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched if need be) -> MappedReader -> arrays
+keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched if need be) -> PackReader -> arrays
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from typing_extensions import override
 
 from latentcache.errors import (
     EntryDamagedError,
-    EntryMissingError,
     PackError,
     ReadOnlyError,
     RemoteError,
@@ -28,32 +26,21 @@ from latentcache.errors import (
 from latentcache.remote.index import FarIndex
 from latentcache.remote.tier import Tier, default_folder, rows_folder
 from latentcache.remote.transport import ANY_VERSION, Transport
-from latentcache.store.base import (
-    Description,
-    EntryArrays,
-    OwnedEntry,
-    Store,
-    StoreStats,
-    check_key,
-)
+from latentcache.store.base import OwnedEntry, StoreStats, check_key
 from latentcache.store.directory import pack_name
-from latentcache.store.disk import DISAGREE
 from latentcache.store.layout import Location, Pack
-from latentcache.store.mapped import MappedReader
 from latentcache.store.pack import map_pack, new_pack_id, pack_buffers, read_records, row_problem
-from latentcache.store.stacking import stack
+from latentcache.store.reader import DISAGREE, PackReader
 from latentcache.store.writer import PackWriter
-from latentcache.types import Entry, Record
 
 LISTED_S = 60.0
 """A writer that looks for the keys of its new entries lists the packs no more often than this."""
 _MAX_ABSENT = 20  # fetches of a pack that is listed and did not come
-_MAX_RECORDS = 8
 
 logger = logging.getLogger("latentcache")
 
 
-class RemoteStore(Store):
+class RemoteStore(PackReader):
     """A `base.Store` in a bucket, a service or a folder, which `transport` reads. Threads and processes may share it.
 
     Packs are fetched whole and kept in `local`, by default in the user's cache folder, up to `local_max_bytes`. An
@@ -70,12 +57,11 @@ class RemoteStore(Store):
         local: str | Path | None = None,
         local_max_bytes: int | None = None,
     ):
+        super().__init__()
         self.transport, self.url, self._read_only = transport, transport.url, read_only
         folder = default_folder(self.url) if local is None else Path(local).expanduser()
-        self.tier = Tier(transport, folder, local_max_bytes, self._release)
+        self.tier = Tier(transport, folder, local_max_bytes, self.release)
         self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.forget)
-        self.mapped = MappedReader(self._path_of, self._relocate, lambda pack: None)
-        self._read_records = lru_cache(_MAX_RECORDS)(read_records)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
         self._tried_again: set[tuple[str, int]] = set()
@@ -170,50 +156,7 @@ class RemoteStore(Store):
         self.index.find([check_key(key) for key in keys])
         return self.index.table.places(keys)
 
-    def _locate(self, keys: Sequence[str]) -> list[Location]:
-        self.check_open()
-        locations = []
-        for key, location in zip(keys, self.index.look_up([check_key(key) for key in keys]), strict=True):
-            if location is None:
-                reason = self.index.table.reason(key)
-                raise EntryMissingError(key) if reason is None else EntryDamagedError(key, reason, is_marked=False)
-            locations.append(location)
-        return locations
-
-    @override
-    def describe(self, key: str) -> Description:
-        [location] = self._locate([key])
-        group = location.group
-        return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
-
     # Reading
-
-    @override
-    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        locations = self._locate(keys)
-        self.tier.bring({location.pack.id for location in locations})
-        return self.mapped.rows(keys, locations)
-
-    @override
-    def get(self, key: str) -> Entry:
-        record, rows = self.record(key), self.rows([key])
-        ragged = self._locate([key])[0].group.ragged
-        return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, ragged)
-
-    @override
-    def record(self, key: str) -> Record:
-        [location] = self._locate([key])
-        while True:
-            problem = DISAGREE
-            try:
-                records = self._read_records(self._path_of(location.pack.id))
-                if records.is_at(key, location):
-                    return records.record(location.row)
-            except FileNotFoundError as error:
-                problem = f"its pack is gone: {error}"
-            except (PackError, UnsafeStoreError, ValueError) as error:
-                problem = str(error)
-            location = self._relocate(key, location, problem)
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -222,38 +165,48 @@ class RemoteStore(Store):
         packs = dict.fromkeys(place.pack.id for place in found)
         self.tier.bring_soon(packs)
         here = {pack for pack in packs if self.tier.has(pack)}
-        self.mapped.prefetch([place for place in found if place.pack.id in here])
+        self._advise([place for place in found if place.pack.id in here])
 
-    def _path_of(self, pack: str) -> Path:
+    @override
+    def key_index(self) -> FarIndex:
+        self.check_open()
+        return self.index
+
+    @override
+    def path_of(self, pack: str) -> Path:
         if not self.tier.has(pack):
             self.tier.forget([pack])
             self.tier.bring([pack])
         return self.tier.path(pack)
 
-    def _release(self, packs: Iterable[str]) -> None:
-        self.mapped.release(packs)
-        self._read_records.cache_clear()
+    @override
+    def bring(self, packs: set[str]) -> None:
+        self.tier.bring(packs)
 
-    def _relocate(self, key: str, location: Location, problem: str) -> Location:
+    def _damaged_error(self, key: str, reason: str) -> EntryDamagedError:
+        return EntryDamagedError(key, reason, is_marked=False)  # for this process alone
+
+    @override
+    def relocate(self, key: str, location: Location, problem: str) -> Location:
         """Where an entry lies that is not what was stored, or raise that it is damaged or gone."""
         pack = location.pack
         with self._repairing:
-            self.mapped.invalidate([location])
+            self.invalidate([location])
             if not self.tier.has(pack.id):  # another process made room, or it is gone there
                 self.index.refresh()
-                moved = self._locate([key])[0]
+                moved = self.locate([key])[0]
                 if moved.place == location.place:
                     self._num_absent[pack.id] += 1
                     if self._num_absent[pack.id] > _MAX_ABSENT:  # it is listed, and cannot be fetched
                         self.index.lose(pack.id, {location.row: problem})
-                        moved = self._locate([key])[0]
+                        moved = self.locate([key])[0]
                 return moved
             if pack.id not in self._fetched_again:
                 logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack.id, problem)
                 self._fetched_again.add(pack.id)
                 self.tier.fetch_again(pack.id)
                 return location
-            self._release([pack.id])
+            self.release([pack.id])
             damaged = self._problems(pack)
             if location.place in self._tried_again:
                 damaged.setdefault(location.row, problem)
@@ -261,7 +214,7 @@ class RemoteStore(Store):
             if damaged:
                 logger.warning("%s: pack %s has %d damaged entries: %s", self.url, pack.id, len(damaged), problem)
                 self.index.lose(pack.id, damaged)
-            return self._locate([key])[0]
+            return self.locate([key])[0]
 
     def _problems(self, pack: Pack) -> dict[int, str]:
         """Why rows of a pack are not what was stored, of those that are so."""
@@ -290,20 +243,11 @@ class RemoteStore(Store):
     def stats(self) -> StoreStats:
         self.check_open()
         self.index.refresh()
-        counts = self.index.table.counts()
-        return StoreStats(
-            num_entries={kind: num for kind, (num, _) in counts.items()},
-            num_damaged=len(self.damaged()),
-            num_packs=len(self.index.sizes),
-            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
-            file_bytes=sum(self.index.sizes.values()),
-            index_bytes=0,
-        )
+        return self._stats(self.index.sizes, 0)
 
     def close(self) -> None:
         """End what is on its way. What was returned stays readable, and packs stay on this disk."""
         self._is_closed = True
         self.tier.close()
         self.transport.close()
-        self.mapped.close()
-        self._read_records.cache_clear()
+        self.release_all()

@@ -205,7 +205,7 @@ class DirectoryTransport(FolderTransport):
         pack = Path(name).stem
         if self._store is None or not is_pack_id(pack):
             raise ReadOnlyError(self.path, f"{name} cannot be written here")
-        if self._store.directory.pack_size(pack) is None:
+        if not self._store.directory.pack_path(pack).exists():
             take_checked(self._store, read_pack_bytes(data, pack), data)
         else:
             take_sealed(self._store, pack)

@@ -109,7 +109,7 @@ def _take(context: ServiceContext, pack: str, request: Request) -> tuple[int, bo
     If it was there the body is read to its end all the same: a client sends it before it listens.
     """
     chunks = body_chunks(request)
-    if context.store.directory.pack_size(pack) is not None:
+    if context.store.directory.pack_path(pack).exists():
         for _ in chunks:
             pass
         return take_sealed(context.store, pack), False

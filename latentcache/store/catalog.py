@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from latentcache.errors import (
     IndexDamagedError,
@@ -91,86 +91,57 @@ class Catalog:
         self.reload()
 
     def _reconcile(self) -> None:
-        """Bring index and packs together: add the sealed packs that have no row, mark what lies in lost ones."""
         try:
             with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
                 self.directory.sweep()
-                # Rows first, then files: a pack that another writer seals from here on is in neither.
-                self.reload()
-                known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
-                sizes = self.directory.pack_sizes()
-                rows, refused = read_rows(self.directory, sizes.keys() - known.keys())
-                for error in refused.values():
+                for error in self._take_in().values():
                     advice = "; `latentcache compact` puts it aside" if is_damage(error) else ""
                     logger.warning("%s Its entries are missing%s.", error, advice)
-                lost = self.directory.lost_packs(known, sizes)
-                if rows or lost:
-                    self._add_and_lose(rows.values(), lost)
         except StoreBusyError as error:
             logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
         except StorageFullError as error:
             logger.warning("%s", error)  # what is there can be read all the same, and removed
 
-    def _add_and_lose(self, found: Collection[PackRow], lost: Collection[str]) -> None:
+    def _take_in(self) -> dict[str, StoreError]:
+        """Forget the packs that are gone, and add those that the index lacks. Returns why others cannot be read."""
+        # Rows first, then files: a pack that another writer seals from here on is in neither.
+        self.reload()
+        known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
+        sizes = self.directory.pack_sizes()
+        found, refused = read_rows(self.directory, sizes.keys() - known.keys())
         # First what is lost: a copy of it that was found counts then.
-        if lost:
+        if lost := self.directory.lost_packs(known, sizes):
+            num_lost = sum([num for pack, (num, _) in self.table.live_sizes().items() if pack in lost])
             with self._changing() as rows:
-                num_lost = sum([self._lose(rows, pack) for pack in lost])
-            message = "%s: %d packs are gone or damaged; %d entries are lost"
+                for pack in lost:
+                    rows.remove(PACK_PREFIX + pack)
+            message = "%s: %d packs are gone or have another size; %d entries are lost"
             logger.warning(message, self.directory.path, len(lost), num_lost)
         if found:
             with self._changing() as rows:
-                for row in found:
+                for row in found.values():
                     self._add_row(rows, row)
             logger.info("%s: added %d packs that the index did not know", self.directory.path, len(found))
+        return refused
 
-    def _lose(self, rows: Transaction, pack: str) -> int:
-        """Mark the live entries of a pack whose file is gone. Returns how many there were."""
-        row = _row_of(rows, pack, self.directory)
-        if row is None:
-            return 0
-        live = row.live.nonzero()[0].tolist()
-        reason = f"its pack is gone or has another size: {self.directory.pack_path(pack)}"
-        row.reasons |= dict.fromkeys(live, reason)
-        self._drop_row(rows, row)
-        return len(live)
-
-    def rebuild(self) -> tuple[int, Mapping[str, StoreError]]:
+    def rebuild(self) -> dict[str, StoreError]:
         """Put what the packs say in the place of the index, while the caller keeps all others away.
 
-        A pack that cannot be read now may be whole: what the index says of it stays.
-
         Returns:
-            How many packs there are, and why others could not be read, by pack.
+            Why packs could not be read, by pack. Those that can be read later are added by an opening.
         """
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
+        aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
         with self._lock:
-            sizes = self.directory.pack_sizes()
-            rows, refused = read_rows(self.directory, sizes)
-            for pack in self.table.packs.keys() - sizes.keys():
-                try:
-                    if self.directory.pack_size(pack) is not None:
-                        raise StoreError(f"{self.directory.pack_path(pack)}: its folder cannot be listed now")
-                except StoreError as error:
-                    refused[pack] = error
-            values = {PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()}
-            unclear = {PACK_PREFIX + pack for pack, error in refused.items() if not is_damage(error)}
-            known = LocationTable(rows.values())
-            for name, value in self.index.get_many(unclear).items() if unclear else ():
-                kept = parsed_row(name, value, self.directory)
-                drop_known(kept, known)
-                values[name] = kept.to_bytes()
-            new, aside = (self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}" for _ in range(2))
-            Index(new).replace_many(values)
-            with typed_errors(self.directory.index, 0):
-                # A death in between leaves no index: the next opening fills it from the packs.
-                if self.directory.index.exists():
-                    self.directory.index.rename(aside)
-                new.rename(self.directory.index)
+            with typed_errors(self.directory.index, 0), suppress(FileNotFoundError):
+                # After a death from here on, the next opening adds what the index lacks.
+                self.directory.index.rename(aside)
             self._start_over()
-            remove_whole(aside)
-        return len(rows), refused
+            refused = self._take_in()
+            if aside.exists():
+                remove_whole(aside)
+        return refused
 
     # Catching up
 
@@ -250,8 +221,7 @@ class Catalog:
 
     def _add_row(self, rows: Transaction, row: PackRow) -> int:
         """Add a pack's row, with the entries that are live in no other pack. Returns how many are."""
-        before = _row_of(rows, row.pack.id, self.directory)
-        if before is not None and not before.is_gone:
+        if rows.get(PACK_PREFIX + row.pack.id) is not None:
             return 0  # another process took it in
         drop_known(row, self.table)
         rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
@@ -312,10 +282,11 @@ class Catalog:
 
     def _rewrite(self, rows: Transaction, packs: Collection[str], change: Callable[[PackRow], None]) -> None:
         for pack in packs:
-            row = _row_of(rows, pack, self.directory)
-            if row is not None:
+            name = PACK_PREFIX + pack
+            if (value := rows.get(name)) is not None:
+                row = parsed_row(name, value, self.directory)
                 change(row)
-                _put_row(rows, row)
+                rows.put(name, row.to_bytes())
 
     def drop_empty(self, packs: Collection[str] | None = None) -> set[str]:
         """Delete the packs, of `packs` if given, in which no entry is live, and return them.
@@ -332,19 +303,8 @@ class Catalog:
                     self.directory.remove_pack(pack)
                 with self._changing() as rows:
                     for pack in empty:
-                        row = _row_of(rows, pack, self.directory)
-                        if row is not None:
-                            self._drop_row(rows, row)
+                        rows.remove(PACK_PREFIX + pack)
             return empty
-
-    def _drop_row(self, rows: Transaction, row: PackRow) -> None:
-        """Replace the row of a pack whose file is gone by one of its damaged entries, or by nothing."""
-        row.live[:] = False
-        row.is_gone = True
-        places = zip(row.reasons, self.table.look_up(list(row.damaged())), strict=True)
-        elsewhere = {at for at, place in places if place is not None and place.pack.id != row.pack.id}
-        row.reasons = {at: reason for at, reason in row.reasons.items() if at not in elsewhere}
-        _put_row(rows, row)
 
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""
@@ -397,17 +357,3 @@ def drop_known(row: PackRow, table: LocationTable) -> None:
     known = table.find(keys)
     if known:
         row.live &= [key not in known for key in keys]
-
-
-def _row_of(rows: Transaction, pack: str, directory: CacheDirectory) -> PackRow | None:
-    """A pack's row, as the index has it now. Its arrays may be changed."""
-    value = rows.get(PACK_PREFIX + pack)
-    return None if value is None else parsed_row(PACK_PREFIX + pack, value, directory)
-
-
-def _put_row(rows: Transaction, row: PackRow) -> None:
-    """Replace a pack's row. One without a file is there for its reasons alone."""
-    if row.is_gone and not row.reasons:
-        rows.remove(PACK_PREFIX + row.pack.id)
-    else:
-        rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())

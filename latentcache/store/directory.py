@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -128,10 +127,7 @@ class CacheDirectory:
             return 0.0
 
     def pack_sizes(self) -> dict[str, int]:
-        """Bytes of each pack's file, by id.
-
-        A folder or a file that cannot be examined now is left out, with a warning: `pack_size` says more of one pack.
-        """
+        """Bytes of each pack's file, by id. A folder that cannot be listed now is left out, with a warning."""
         sizes = {}
         for folder in self._pack_folders():
             try:
@@ -139,44 +135,30 @@ class CacheDirectory:
                     for entry in entries:
                         pack = entry.name.removesuffix(PACK_SUFFIX)
                         if entry.name != pack and is_pack_id(pack) and pack[:2] == folder.name:
-                            try:
-                                status = entry.stat()
-                            except FileNotFoundError:
-                                continue  # compacted away since it was listed
-                            except OSError as error:  # as of a link to a disk that is away
-                                logger.warning("%s: cannot be examined: %s", entry.path, error)
-                                continue
-                            if stat.S_ISREG(status.st_mode):
-                                sizes[pack] = status.st_size
+                            with suppress(FileNotFoundError):  # compacted away since it was listed
+                                if entry.is_file():
+                                    sizes[pack] = entry.stat().st_size
             except FileNotFoundError:
                 continue
             except OSError as error:
                 logger.warning("%s: its packs cannot be listed: %s", folder, error)
         return sizes
 
-    def pack_size(self, pack: str) -> int | None:
-        """Bytes of a pack's file now, or None if it is not there or no regular file. StoreError: it is unclear."""
-        path = self.pack_path(pack)
-        try:
-            status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise unreadable(path, error) from error
-        return status.st_size if stat.S_ISREG(status.st_mode) else None
-
     def lost_packs(self, known: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
         """Find packs that are gone or have another size. `known`: bytes of each; `sizes`: what `pack_sizes` found.
 
-        A pack of which the system does not say whether it is there is not lost; it is warned of.
+        A pack of which the system does not say whether it is there is not lost.
         """
         lost = set()
         for pack, num_bytes in known.items():
-            try:
-                if sizes.get(pack) != num_bytes and self.pack_size(pack) != num_bytes:
+            if sizes.get(pack) != num_bytes:
+                try:
+                    if self.pack_path(pack).stat().st_size != num_bytes:
+                        lost.add(pack)
+                except (FileNotFoundError, NotADirectoryError):
                     lost.add(pack)
-            except StoreError as error:
-                logger.warning("%s", error)
+                except OSError as error:
+                    logger.warning("%s: cannot be examined: %s", self.pack_path(pack), error)
         return lost
 
     def index_bytes(self) -> int:

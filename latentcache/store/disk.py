@@ -6,47 +6,27 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from typing_extensions import override
 
-from latentcache.errors import (
-    EntryDamagedError,
-    EntryMissingError,
-    PackError,
-    ReadOnlyError,
-    StoreError,
-    UnsafeStoreError,
-)
-from latentcache.store.base import (
-    Description,
-    EntryArrays,
-    OwnedEntry,
-    Store,
-    StoreStats,
-    check_key,
-)
+from latentcache.errors import ReadOnlyError, StoreError
+from latentcache.store.base import OwnedEntry, StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
-from latentcache.store.mapped import MappedReader
-from latentcache.store.pack import new_pack_id, read_records, write_pack
-from latentcache.store.stacking import stack
+from latentcache.store.pack import new_pack_id, write_pack
+from latentcache.store.reader import PackReader
 from latentcache.store.writer import PackWriter
-from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import Claims, locked
 
 logger = logging.getLogger("latentcache")
 
-_MAX_RECORDS = 8  # a full pack's records are a few MiB
-_MAX_PATHS = 1 << 14
-DISAGREE = "its pack and the index do not agree"
 
-
-class DiskStore(Store):
+class DiskStore(PackReader):
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
@@ -63,15 +43,12 @@ class DiskStore(Store):
         read_only: bool = False,
         create: bool = True,
     ):
+        super().__init__()
         self.read_only = read_only
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
             self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self.path = self.directory.path
-        self._read_records = lru_cache(_MAX_RECORDS)(read_records)
-        self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        note_use = (lambda pack: None) if read_only else self.directory.note_use
-        self.mapped = MappedReader(self._path_of, self._relocate, note_use)
 
     @classmethod
     @contextmanager
@@ -91,6 +68,20 @@ class DiskStore(Store):
         if self._catalog is None:
             raise StoreError(f"{self.path}: the store is closed; open it again")
         return self._catalog
+
+    @override
+    def key_index(self) -> Catalog:
+        return self.catalog
+
+    @override
+    def path_of(self, pack: str) -> Path:
+        return self.directory.pack_path(pack)
+
+    @override
+    def bring(self, packs: set[str]) -> None:
+        if not self.read_only:
+            for pack in packs - self._maps.keys():
+                self.directory.note_use(pack)
 
     @contextmanager
     def lock(self, operation: str, *, shared: bool) -> Iterator[None]:
@@ -143,66 +134,25 @@ class DiskStore(Store):
         return iter(self.catalog.keys())
 
     @override
-    def describe(self, key: str) -> Description:
-        group = _locate(self, [key])[0].group
-        return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
-
-    @override
-    def get(self, key: str) -> Entry:
-        record = self.record(key)
-        [location] = _locate(self, [key])
-        rows = self.mapped.rows([key], [location])
-        return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
-
-    @override
-    def record(self, key: str) -> Record:
-        [location] = _locate(self, [key])
-        while True:
-            path, problem = self._path_of(location.pack.id), DISAGREE
-            try:
-                records = self._read_records(path)
-                if records.is_at(key, location):
-                    return records.record(location.row)
-            except FileNotFoundError:
-                problem = f"its pack is gone: {path}"
-            except (PackError, UnsafeStoreError) as error:
-                problem = f"its pack's records cannot be read: {error}"
-            except ValueError as error:
-                problem = str(error)
-            location = self._relocate(key, location, problem)
-
-    @override
-    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return self.mapped.rows(keys, _locate(self, keys))
-
-    @override
-    def prefetch(self, keys: Iterable[str]) -> None:
-        found = self.catalog.table.look_up(list(dict.fromkeys(keys)))
-        self.mapped.prefetch([location for location in found if location is not None])
-
-    def _relocate(self, key: str, location: Location, problem: str) -> Location:
+    def relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        self.mapped.invalidate([location])
+        self.invalidate([location])
         moved = self.catalog.relocate([key])[0]
         if moved is None:
-            raise _absent(self, key)  # it was removed, or found damaged, elsewhere
+            [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
         if moved.place != location.place:
             return moved
         self.mark_damaged({key: (location, problem)})
-        raise EntryDamagedError(key, problem, is_marked=not self.read_only)
+        raise self._damaged_error(key, problem)
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
         # Also where nothing can be written: they are verified again, and fail.
-        self.mapped.invalidate([location for location, _ in damaged.values()])
+        self.invalidate([location for location, _ in damaged.values()])
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
             logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
-
-    def release(self, packs: Iterable[str]) -> None:
-        """Release packs that were compacted away."""
-        self.mapped.release(packs)
 
     def release_gone(self) -> None:
         """Release the packs that this process or another removed.
@@ -210,7 +160,7 @@ class DiskStore(Store):
         A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
         """
         self.catalog.reload()
-        self.release(self.mapped.packs() - self.catalog.table.packs.keys())
+        self.release(self.mapped_packs() - self.catalog.table.packs.keys())
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
@@ -223,35 +173,12 @@ class DiskStore(Store):
 
     @override
     def stats(self) -> StoreStats:
-        counts = self.catalog.counts()
-        sizes = self.directory.pack_sizes()
-        return StoreStats(
-            num_entries={kind: num for kind, (num, _) in counts.items()},
-            num_damaged=len(self.catalog.table.damaged()),
-            num_packs=len(sizes),
-            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
-            file_bytes=sum(sizes.values()),
-            index_bytes=self.directory.index_bytes(),
-        )
+        self.catalog.reload()
+        return self._stats(self.directory.pack_sizes(), self.directory.index_bytes())
 
     def close(self) -> None:
         """Release files. Tensors that were returned are copies and stay."""
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
-        self.mapped.close()
-        self._read_records.cache_clear()
-
-
-def _locate(store: DiskStore, keys: Sequence[str]) -> list[Location]:
-    locations = []
-    for key, location in zip(keys, store.catalog.look_up(keys), strict=True):
-        if location is None:
-            raise _absent(store, key)
-        locations.append(location)
-    return locations
-
-
-def _absent(store: DiskStore, key: str) -> StoreError:
-    reason = store.catalog.table.reason(key)
-    return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason, is_marked=not store.read_only)
+        self.release_all()

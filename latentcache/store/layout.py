@@ -173,7 +173,7 @@ class PackRow:
     """One pack as the index knows it. `keys` [n, 32], `digests` [n, 16] (uint8), `live` [n] (bool), a row an entry.
 
     A row that is not live was removed, was found damaged, or lies in another pack. `reasons` says, by row, why an
-    entry is damaged. `is_gone`: there is no such file any more, and the row is there for its reasons.
+    entry is damaged.
     """
 
     pack: Pack
@@ -181,7 +181,6 @@ class PackRow:
     digests: np.ndarray
     live: np.ndarray
     reasons: dict[int, str] = field(default_factory=dict)
-    is_gone: bool = False
 
     @classmethod
     def new(cls, pack: Pack, keys: np.ndarray, digests: np.ndarray) -> PackRow:
@@ -193,12 +192,7 @@ class PackRow:
         reasons: dict[str, list[int]] = {}
         for row, reason in self.reasons.items():
             reasons.setdefault(reason, []).append(row)
-        value = {
-            "file_bytes": self.pack.file_bytes,
-            "groups": self.pack.to_json(),
-            "is_gone": self.is_gone,
-            "reasons": reasons,
-        }
+        value = {"file_bytes": self.pack.file_bytes, "groups": self.pack.to_json(), "reasons": reasons}
         head = json.dumps(value, separators=(",", ":")).encode("ascii")
         arrays = (self.keys.tobytes(), self.digests.tobytes(), np.packbits(self.live).tobytes())
         data = b"".join((len(head).to_bytes(4, "little"), head, *arrays))
@@ -212,7 +206,7 @@ class PackRow:
             raise ValueError("its bytes do not have the checksum that was stored with them")
         at = 4 + int.from_bytes(body[:4], "little")
         try:
-            groups, file_bytes, is_gone, by_reason = _parsed_head(body[4:at])
+            groups, file_bytes, by_reason = _parsed_head(body[4:at])
             layout = Pack(pack, file_bytes, groups)
             num = layout.num_entries
             reasons = {row: reason for reason, rows in by_reason.items() for row in rows}
@@ -224,7 +218,7 @@ class PackRow:
         keys = np.frombuffer(body, np.uint8, sizes[0], at).reshape(num, KEY_BYTES)
         digests = np.frombuffer(body, np.uint8, sizes[1], at + sizes[0]).reshape(num, DIGEST_BYTES)
         live = np.unpackbits(np.frombuffer(body, np.uint8, sizes[2], at + sizes[0] + sizes[1]), count=num).view(bool)
-        return cls(layout, keys, digests, live, reasons, is_gone)
+        return cls(layout, keys, digests, live, reasons)
 
     def key(self, row: int) -> str:
         """The key of a row."""
@@ -248,10 +242,10 @@ class PackRow:
 
 
 @lru_cache(256)  # of damaged entries they are long
-def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, bool, dict[str, list[int]]]:
-    """The groups, bytes of the file, `is_gone`, and rows by reason that a row's head lists. Full packs often share one.
+def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, dict[str, list[int]]]:
+    """The groups, bytes of the file, and rows by reason that a row's head lists. Full packs often share one.
 
     Do not change what it returns.
     """
     value = json.loads(str(text, "ascii"))
-    return _groups_from_json(value["groups"]), value["file_bytes"], bool(value["is_gone"]), dict(value["reasons"])
+    return _groups_from_json(value["groups"]), value["file_bytes"], dict(value["reasons"])

@@ -145,9 +145,8 @@ class LocationTable:
             for row in chunk:
                 if row.reasons:
                     self._reasons[row.pack.id] = row.damaged()
-                if not row.is_gone:
-                    self.packs[row.pack.id] = row.pack
-            live = [row for row in chunk if row.live.any() and not row.is_gone]
+                self.packs[row.pack.id] = row.pack
+            live = [row for row in chunk if row.live.any()]
             if live:
                 packs += [row.pack for row in live]
                 keys, digests, flags = _joined([(row.keys, row.digests, row.live) for row in live])

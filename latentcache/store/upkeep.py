@@ -25,7 +25,7 @@ from latentcache.errors import PackError, StoreBusyError, StoreError, UnsafeStor
 from latentcache.store.base import OwnedEntry, StoreReport, check_key
 from latentcache.store.catalog import is_damage, read_rows
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.disk import DISAGREE, DiskStore
+from latentcache.store.disk import DiskStore
 from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import (
@@ -38,6 +38,7 @@ from latentcache.store.pack import (
     verified_arrays,
     write_pack,
 )
+from latentcache.store.reader import DISAGREE
 from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors, unreadable
 from latentcache.utils.locks import locked, readers_since
@@ -226,9 +227,9 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
             CacheDirectory(store, create=False, repair=True)
     with DiskStore.opened(store) as disk, locked(disk.directory.lock, "rebuild", shared=False):
         disk.release(disk.directory.pack_sizes())  # each entry is verified again
-        num_packs, refused = disk.catalog.rebuild()
+        refused = disk.catalog.rebuild()
         unreadable = {str(disk.directory.pack_path(pack)): str(error) for pack, error in refused.items()}
-        return RebuildReport(len(disk.catalog.table), num_packs, unreadable)
+        return RebuildReport(len(disk.catalog.table), len(disk.catalog.table.packs), unreadable)
 
 
 def prune(

@@ -528,7 +528,7 @@ def test_what_describes_the_entries_is_compared_with_its_digest(tmp_path, field)
         with path.open("r+b") as file:
             os.pwrite(file.fileno(), bytes([path.read_bytes()[begin] ^ 1]), begin)
         assert read_batch(store, [sample(0).record.key])["moments"].shape[0] == 1, "the payload is in order"
-        with pytest.raises(EntryDamagedError, match="records cannot be read"):
+        with pytest.raises(EntryDamagedError, match="its records cannot be read"):
             store.record(sample(0).record.key)
     with pytest.raises(PackError):
         read_records(path)

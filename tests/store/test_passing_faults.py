@@ -134,9 +134,9 @@ def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, erro
         assert len(report.unreadable) == 1
         monkeypatch.undo()
         assert store.damaged() == {}
-        assert_holds(store, 0, 1)
         with DiskStore(root) as again:
             assert_holds(again, 0, 1)
+        assert_holds(store, 0, 1)
 
 
 def test_what_is_gone_or_cut_short_is_damaged(root):

@@ -15,7 +15,7 @@ import xxhash
 from store_samples import flip, key, mark, pack_of, packs, run, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
-from latentcache.store import DiskStore, Index, mapped
+from latentcache.store import DiskStore, Index, reader
 from latentcache.store.catalog import Catalog
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, verify
@@ -244,18 +244,18 @@ def test_threads_that_remove_and_read_never_see_what_is_gone(store):
 
 def test_bytes_that_were_mapped_meanwhile_are_verified_too(store, monkeypatch):
     """An entry is verified in one mapping of its pack; the next read is of another, of a copy that is damaged."""
-    real = mapped.verified_arrays
+    real = reader.verified_arrays
 
     def then_another_copy(data, name, location):
         found = real(data, name, location)
-        monkeypatch.setattr(mapped, "verified_arrays", real)
+        monkeypatch.setattr(reader, "verified_arrays", real)
         store.release([location.pack.id])
         flip(store, 0)
         with pytest.raises(EntryDamagedError):
             store.rows([key(0)])
         return found
 
-    monkeypatch.setattr(mapped, "verified_arrays", then_another_copy)
+    monkeypatch.setattr(reader, "verified_arrays", then_another_copy)
     assert len(store.rows([key(0)])) == 1
     with pytest.raises(EntryDamagedError):
         read(store, 0)

@@ -11,8 +11,7 @@ import pytest
 from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError
-from latentcache.store import DiskStore
-from latentcache.store import disk as disk_module
+from latentcache.store import DiskStore, reader
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact
 
@@ -21,7 +20,7 @@ NUMBERS = range(12)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "_MAX_RECORDS", 2)
+    monkeypatch.setattr(reader, "_MAX_RECORDS", 2)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     with DiskStore(tmp_path / "cache") as store:

@@ -1,0 +1,248 @@
+"""PackReader: entries that are read from mapped packs on this disk, and verified once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError, UnsafeStoreError
+from latentcache.store.base import Description, EntryArrays, Store, StoreStats
+from latentcache.store.layout import Location, Pack
+from latentcache.store.location_table import LocationTable
+from latentcache.store.pack import arrays_in, map_pack, read_records, verified_arrays
+from latentcache.store.stacking import stack
+from latentcache.types import Entry, Record
+from latentcache.utils.durable_files import open_regular, unreadable
+
+DISAGREE = "its pack and the index do not agree"
+_MAX_RECORDS = 8  # a full pack's records are a few MiB
+
+
+class KeyIndex(Protocol):
+    """Where entries lie: `table` as far as memory knows, `look_up` after a look at what others added."""
+
+    table: LocationTable
+
+    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
+        """Where the entries lie, None for those that are not there. StoreError for what is no key."""
+
+
+class _Mapping(NamedTuple):
+    """The bytes of a pack, and which of its entries were found good: a flag a row."""
+
+    data: np.ndarray
+    good: np.ndarray
+
+
+class PackReader(Store):
+    """A store whose entries lie in packs on this disk, or come there when they are read. Any thread may use it.
+
+        keys -> key_index (which pack, which row) -> path_of (the pack's file here) -> mapped bytes -> arrays
+
+    A pack is mapped when it is first read. An entry is compared with its digest when it is first read; what does not
+    fit is given to `relocate`.
+    """
+
+    def __init__(self) -> None:
+        self._maps: dict[str, _Mapping] = {}
+        self._read_records = lru_cache(_MAX_RECORDS)(read_records)
+
+    def key_index(self) -> KeyIndex:
+        """Where entries lie. StoreError when the store is closed."""
+        raise NotImplementedError
+
+    def path_of(self, pack: str) -> Path:
+        """The file of a pack, by its id."""
+        raise NotImplementedError
+
+    def relocate(self, key: str, location: Location, problem: str) -> Location:
+        """Where an entry lies now that is not what was stored (`problem`). EntryMissingError, EntryDamagedError."""
+        raise NotImplementedError
+
+    def bring(self, packs: set[str]) -> None:
+        """Bring the files of these packs to this disk, if they are elsewhere, and note that they are used."""
+        raise NotImplementedError
+
+    # Looking up
+
+    def locate(self, keys: Sequence[str]) -> list[Location]:
+        """Where the entries lie. EntryMissingError, EntryDamagedError; StoreError for what is no key."""
+        index, locations = self.key_index(), list[Location]()
+        for key, location in zip(keys, index.look_up(keys), strict=True):
+            if location is None:
+                reason = index.table.reason(key)
+                raise EntryMissingError(key) if reason is None else self._damaged_error(key, reason)
+            locations.append(location)
+        return locations
+
+    def _damaged_error(self, key: str, reason: str) -> EntryDamagedError:
+        return EntryDamagedError(key, reason, is_marked=not self.read_only)
+
+    @override
+    def describe(self, key: str) -> Description:
+        group = self.locate([key])[0].group
+        return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
+
+    # Reading
+
+    @override
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
+        return self._rows(keys, self.locate(keys))
+
+    def _rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        self.bring({location.pack.id for location in locations})
+        known = [self._known(location) for location in locations]
+        if unread := [location for location, row in zip(locations, known, strict=True) if row is None]:
+            self._advise(unread)
+        found = zip(keys, locations, known, strict=True)
+        return [self._verified(key, location) if row is None else row for key, location, row in found]
+
+    @override
+    def get(self, key: str) -> Entry:
+        [location] = self.locate([key])
+        record, rows = self._record(key, location), self._rows([key], [location])
+        return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
+
+    @override
+    def record(self, key: str) -> Record:
+        return self._record(key, self.locate([key])[0])
+
+    def _record(self, key: str, location: Location) -> Record:
+        while True:
+            problem = DISAGREE
+            try:
+                records = self._read_records(self.path_of(location.pack.id))
+                if records.is_at(key, location):
+                    return records.record(location.row)
+            except FileNotFoundError as error:
+                problem = f"its pack is gone: {error}"
+            except (PackError, UnsafeStoreError, ValueError) as error:
+                problem = f"its records cannot be read: {error}"
+            location = self.relocate(key, location, problem)
+
+    @override
+    def prefetch(self, keys: Iterable[str]) -> None:
+        found = self.key_index().table.look_up(list(dict.fromkeys(keys)))
+        self._advise([location for location in found if location is not None])
+
+    def _known(self, location: Location) -> EntryArrays | None:
+        """The arrays of an entry that was found good before."""
+        mapping = self._maps.get(location.pack.id)
+        if mapping is None or not mapping.good[location.row]:
+            return None
+        try:
+            return arrays_in(mapping.data, location)
+        except ValueError:  # its bytes have changed
+            return None
+
+    def _verified(self, key: str, location: Location) -> EntryArrays:
+        """The entry's arrays, mapped and compared with its digest, where they lie now."""
+        while True:
+            mapping, problem = self._map(location.pack, location.end)
+            if mapping is not None:
+                found = verified_arrays(mapping.data, key, location)
+                if not isinstance(found, str):
+                    mapping.good[location.row] = True  # of these bytes: another thread may map others
+                    return found
+                problem = found
+            location = self.relocate(key, location, problem)
+
+    def _map(self, pack: Pack, end: int) -> tuple[_Mapping | None, str]:
+        """The mapped pack, if its file has its first `end` bytes now, or why not: it is gone, or not what was written.
+
+        A plain StoreError: it cannot be read now, which says nothing about its bytes.
+        """
+        path = self.path_of(pack.id)
+        mapping = self._maps.get(pack.id)
+        try:
+            if mapping is None:
+                mapped = _Mapping(map_pack(path, end, pack.file_bytes), np.zeros(pack.num_entries, bool))
+                mapping = self._maps.setdefault(pack.id, mapped)
+            elif min(mapping.data.size, path.stat().st_size) < end:
+                # Touching mapped bytes that a truncation took away would kill the process.
+                return None, f"its pack was cut short: {path}"
+        except FileNotFoundError:
+            # A mapped file stays readable after its name is gone.
+            return (mapping if mapping is not None and mapping.data.size >= end else None), f"its pack is gone: {path}"
+        except (PackError, UnsafeStoreError) as error:
+            return None, str(error)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return mapping, ""
+
+    def _advise(self, locations: Iterable[Location]) -> None:
+        """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
+
+        Where a system takes no such advice (macOS, Windows), or a pack cannot be opened, nothing is done: the read
+        that follows says why.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for pack, together in groupby(sorted(locations, key=attrgetter("place")), key=attrgetter("pack.id")):
+            with suppress(OSError, StoreError):
+                fd = open_regular(self.path_of(pack))
+                try:
+                    for offset, num_bytes in joined(part for location in together for part in location.ranges()):
+                        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(fd)
+
+    # What is kept of packs
+
+    def invalidate(self, locations: Iterable[Location]) -> None:
+        """Verify these entries again before they are read: they may not be what was stored."""
+        for location in locations:
+            mapping = self._maps.get(location.pack.id)
+            if mapping is not None:
+                mapping.good[location.row] = False
+
+    def release(self, packs: Iterable[str]) -> None:
+        """Release what is kept of packs that are gone, or have come again."""
+        for pack in packs:
+            self._maps.pop(pack, None)
+        self._read_records.cache_clear()
+
+    def mapped_packs(self) -> set[str]:
+        """The packs that are mapped."""
+        return set(self._maps.copy())
+
+    def release_all(self) -> None:
+        """Release what is kept of all packs. Arrays that were returned keep their memory."""
+        self._maps.clear()
+        self._read_records.cache_clear()
+
+    def _stats(self, sizes: Mapping[str, int], index_bytes: int) -> StoreStats:
+        """Counts and sizes. `sizes`: bytes of each pack's file."""
+        table = self.key_index().table
+        counts = table.counts()
+        return StoreStats(
+            num_entries={kind: num for kind, (num, _) in counts.items()},
+            num_damaged=len(table.damaged()),
+            num_packs=len(sizes),
+            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
+            file_bytes=sum(sizes.values()),
+            index_bytes=index_bytes,
+        )
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges (offset, number of bytes), joined where one begins at the end of another: rows that follow each other."""
+    parts: list[list[int]] = []
+    by_end: dict[int, list[int]] = {}
+    for offset, num_bytes in ranges:
+        part = by_end.pop(offset, None)
+        if part is None:
+            part = [offset, 0]
+            parts.append(part)
+        part[1] += num_bytes
+        by_end[offset + num_bytes] = part
+    return [(offset, num_bytes) for offset, num_bytes in parts]
