@@ -209,6 +209,8 @@ class ServiceTransport(Transport):
             with _understood(self.request("GET", "packs")) as document:
                 sizes = {each["id"]: int(each["num_bytes"]) for each in document["packs"] if is_pack_id(each["id"])}
                 return {pack_name(pack): Listed(num_bytes) for pack, num_bytes in sizes.items()}
+        if folder != "manifests":
+            return {}
         with _understood(self.request("GET", "manifests")) as document:
             names = [str(each["name"]) for each in document["manifests"]]
             return {f"manifests/{name}{SUFFIX}": Listed(0) for name in names}

@@ -23,7 +23,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.remote.index import FarIndex
+from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.tier import Tier, default_folder, rows_folder
 from latentcache.remote.transport import ANY_VERSION, Transport
 from latentcache.store.base import OwnedEntry, StoreStats, check_key
@@ -33,8 +33,6 @@ from latentcache.store.pack import map_pack, new_pack_id, pack_buffers, read_rec
 from latentcache.store.reader import DISAGREE, PackReader
 from latentcache.store.writer import PackWriter
 
-LISTED_S = 60.0
-"""A writer that looks for the keys of its new entries lists the packs no more often than this."""
 _MAX_ABSENT = 20  # fetches of a pack that is listed and did not come
 
 logger = logging.getLogger("latentcache")
@@ -61,7 +59,7 @@ class RemoteStore(PackReader):
         self.transport, self.url, self._read_only = transport, transport.url, read_only
         folder = default_folder(self.url) if local is None else Path(local).expanduser()
         self.tier = Tier(transport, folder, local_max_bytes, self.release)
-        self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.forget)
+        self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.remove)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
         self._tried_again: set[tuple[str, int]] = set()

@@ -205,13 +205,18 @@ class Tier:
         return found
 
     def forget(self, packs: Collection[str]) -> None:
-        """Let packs go that were removed here, or are gone there."""
+        """Let packs go whose files are gone. Another process may have fetched them again meanwhile: files stay."""
         for pack in packs:
             self._used.pop(pack, None)
+        self._release(packs)
+
+    def remove(self, packs: Collection[str]) -> None:
+        """Remove packs that are gone there."""
+        for pack in packs:
             if self._transport.local_path(pack_name(pack)) is None:
                 with suppress(OSError):
                     self.path(pack).unlink(missing_ok=True)
-        self._release(packs)
+        self.forget(packs)
 
     def _sweep(self) -> None:
         for path in self._packs.glob("*/*.part"):

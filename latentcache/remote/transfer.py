@@ -7,7 +7,7 @@ there. So a transfer that died is repeated by the same command, which moves what
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -33,8 +33,7 @@ from latentcache.remote.index import FarIndex
 from latentcache.remote.locations import kind_of, open_transport, parse_location
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_pack
-from latentcache.remote.upkeep import packs_to_go
+from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_pack, removals_in
 from latentcache.store.directory import pack_name
 from latentcache.store.exchange import part_of, problems_of
 from latentcache.store.pack import PackRecords, read_pack_bytes
@@ -129,11 +128,15 @@ class End:
         manifests = RemoteManifests(transport, read_only=not is_written, source=source)
         return cls(transport, manifests, FarIndex(transport, rows_folder(found)))
 
-    def packs(self) -> dict[str, int]:
-        """The bytes of each pack that is there now, by its id. What is gone is not found any more."""
+    def packs(self) -> tuple[dict[str, int], Set[str]]:
+        """The bytes of each pack that is there now, by its id, and the packs that are listed for removal.
+
+        What is gone is not found any more.
+        """
         if self.index.sizes:  # else what is there was not asked for yet
             self.index.refresh()
-        return {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}
+        sizes = {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}
+        return sizes, removals_in(self.transport).keys()
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries, those that count if an index says so. FileNotFoundError; PackError."""
@@ -170,20 +173,17 @@ class Move:
         progress = progress or Progress()
         manifests = self._manifests(names)
         # After the manifests: what they name was sealed before they were written.
-        packs, self._there = self.source.packs(), self.target.packs()
-        self._may_lie_elsewhere = not self._there.keys() <= packs.keys()
-        new = sorted(packs.keys() - self._there.keys())
+        (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
+        staying = packs.keys() - leaving  # other packs have what is needed of the rest, or the manifests say so
+        self._may_lie_elsewhere = bool(dying) or not self._there.keys() <= packs.keys()
+        new = sorted(staying - (self._there.keys() - dying))
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
-        self.report.num_there = len(packs) - len(new)
+        self.report.num_there = len(staying) - len(new)
         progress.start("move packs", len(new))
-        leaving = packs_to_go(self.source.transport)
-        late = [pack for pack in new if pack in leaving]
-        self._count(self._outcomes([pack for pack in new if pack not in leaving], packs, wanted), progress)
-        if late:
-            # Only what is needed and has not come from another pack. A dry run takes it that all of it has.
-            self._may_lie_elsewhere = True
-            needed = {key for manifest in manifests for key in manifest.keys()}
-            self._count(self._outcomes([] if self.dry_run else late, packs, needed), progress)
+        for outcome in self._outcomes(new, packs, wanted):
+            self.report.num_left += outcome.num_bytes is None
+            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
+            progress.advance()
         progress.finish()
         for manifest in manifests:
             try:
@@ -191,12 +191,6 @@ class Move:
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         return self.report
-
-    def _count(self, outcomes: Iterator[Outcome], progress: Progress) -> None:
-        for outcome in outcomes:
-            self.report.num_left += outcome.num_bytes is None
-            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
-            progress.advance()
 
     # Packs
 
@@ -315,14 +309,14 @@ class Move:
     def _move_manifest(self, manifest: Manifest, sizes: dict[str, int]) -> None:
         """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
-            self._there = self.target.packs()  # what was removed there meanwhile is missing
+            self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
         missing = self._missing(manifest)
         if missing and not self.dry_run:
             for _ in self._outcomes(sorted(sizes), sizes, missing):
                 pass
             missing = self._missing(manifest)
         if self.dry_run:
-            missing -= self.source.find(missing)
+            missing -= self.source.find(missing) | self.source.index.table.find(list(missing))
         if missing:
             row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
             raise DatasetError(

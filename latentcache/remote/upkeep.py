@@ -1,17 +1,17 @@
 """Verify, prune and compact a cache that is elsewhere while others read it.
 
-`prune` and `compact` write new packs first. Then a small file in `removals/` lists the packs that they stand for, or
-that no manifest needs. A later run deletes these packs, when the list is older than the grace time and no manifest
-needs what only they have. So a reader that listed the packs before reads them to the end, and a push that counted on
-one of them loses nothing. A run that dies leaves entries in two packs, of which the next one lists the older packs.
+`prune` and `compact` write new packs first. Then an empty file in `removals/` names each pack that these stand for, or
+of which no manifest needs anything. Writers take such a pack as absent from then on. A later run deletes it, when it
+was listed for longer than the grace time and no manifest needs what only it has. So a reader that looked at the packs
+before reads them to the end; a push or a precache that counted on one before it was listed ends within the grace time,
+or has a note, which keeps `prune` away; and one that looks later sends its entries again. A run that dies leaves
+entries in two packs, of which the next one lists the older packs.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -26,8 +26,16 @@ from latentcache.remote.index import FarIndex
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, Transport, packs_in, read_pack
-from latentcache.store.base import OwnedEntry, is_pack_id
+from latentcache.remote.transport import (
+    ANY_VERSION,
+    REMOVALS,
+    Transport,
+    in_threads,
+    packs_in,
+    read_pack,
+    removals_in,
+)
+from latentcache.store.base import OwnedEntry
 from latentcache.store.catalog import drop_known
 from latentcache.store.directory import DAMAGED, pack_name
 from latentcache.store.exchange import part_of, problems_of
@@ -35,8 +43,6 @@ from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, read_pack_bytes, verified_arrays
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
-
-REMOVALS = "removals"
 
 logger = logging.getLogger("latentcache")
 
@@ -169,45 +175,6 @@ class TidyReport:
         return asdict(self)
 
 
-def removals_in(transport: Transport) -> dict[str, tuple[float, list[str]]]:
-    """The lists of packs to remove: when each was written, and the packs, by the name of the file."""
-    lists = {}
-    for name, listed in transport.list(REMOVALS).items():
-        try:
-            packs = json.loads(bytes(transport.read(name)[0]))["packs"]
-            if not all(isinstance(pack, str) and is_pack_id(pack) for pack in packs):
-                raise ValueError("it lists what is no pack")
-        except FileNotFoundError:
-            continue  # another run has done what it says
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("%s/%s is no list of packs (%s), and is left alone", transport.url, name, error)
-            continue
-        lists[name] = listed.modified, packs
-    return lists
-
-
-def packs_to_go(transport: Transport) -> set[str]:
-    """The packs that are listed for removal: other packs have what is needed of them."""
-    if not isinstance(transport, BucketTransport):
-        return set()
-    return {pack for _, packs in removals_in(transport).values() for pack in packs}
-
-
-def _time_at(transport: Transport, *, dry_run: bool) -> datetime:
-    """The time by the clock of the store, which dates its objects; a dry run, which writes none, has only its own."""
-    if dry_run:
-        return datetime.now(UTC)
-    name = f"{PROBES}/{uuid.uuid4().hex}"
-    try:
-        transport.write(name, b"what time is it", version=ANY_VERSION)
-        listed = transport.list(PROBES).get(name)
-    finally:
-        transport.remove([name])
-    if listed is None:
-        raise StoreError(f"{transport.url}: {name} is gone right after it was written: run the same again")
-    return datetime.fromtimestamp(listed.modified, UTC)
-
-
 class Tidying:
     """One run of `prune` or `compact` on a bucket. `prune`: entries go that no manifest needs.
 
@@ -227,12 +194,13 @@ class Tidying:
         transport.check()
         self._manifests = RemoteManifests(transport, read_only=dry_run)
         self._prune, self._unfinished = prune, unfinished
-        self._oldest = _time_at(transport, dry_run=dry_run) - timedelta(hours=grace_h)
+        # By this machine's clock: a store refuses one that is far from its own.
+        self._oldest = datetime.now(UTC) - timedelta(hours=grace_h)
         self.report = TidyReport(transport.url, grace_h, dry_run)
 
     def run(self) -> TidyReport:
         """Remove what may go, write new packs, and list the old ones. StoreError if it is unclear what is needed."""
-        lists, written_at = removals_in(self._transport), packs_in(self._transport)
+        listed, written_at = removals_in(self._transport), packs_in(self._transport)
         index = FarIndex(self._transport, rows_folder(self._transport.url))
         index.refresh()
         self.report.unreadable = dict(index.unreadable)
@@ -242,16 +210,15 @@ class Tidying:
         _ = self._runs
         if self._prune:
             self._check_prune()
-        listed = {pack for _, packs in lists.values() for pack in packs} & sizes.keys()
         table = LocationTable()
         # Full packs first: what a run copied that died is live in the new pack.
         for row in sorted(rows.values(), key=lambda row: (-row.pack.file_bytes, row.pack.id)):
             if row.pack.id not in listed:
                 drop_known(row, table)
                 table.add([row])
-        removed = self._remove_due(lists, rows, table)
-        self.report.num_packs = len(sizes) - len(listed)
-        self.report.num_waiting = len(listed) - len(removed)
+        num_listed = len(listed.keys() & sizes.keys())
+        removed = self._remove_due(listed, rows, table)
+        self.report.num_packs, self.report.num_waiting = len(sizes) - num_listed, num_listed - len(removed)
         if self._prune:
             limit = self._oldest.timestamp()
             old = [pack for pack in table.packs if pack in written_at and written_at[pack].modified <= limit]
@@ -260,15 +227,16 @@ class Tidying:
         gone = sorted(empty | self._rewrite(chosen))
         self.report.num_listed, self.report.listed_bytes = len(gone), sum(sizes[pack] for pack in gone)
         if not self.report.dry_run:
-            if gone:
-                note = {"listed": datetime.now(UTC).isoformat(timespec="seconds"), "packs": gone}
-                name = f"{REMOVALS}/{uuid.uuid4().hex}.json"
-                self._transport.write(name, json.dumps(note).encode(), version=ANY_VERSION)
+            for _ in in_threads(self._list, gone):
+                pass
             self._remove_old(PROBES)
             self._remove_old(DAMAGED)
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report
+
+    def _list(self, pack: str) -> None:
+        self._transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)
 
     def _remove_old(self, folder: str) -> None:
         listed = self._transport.list(folder).items()
@@ -305,34 +273,27 @@ class Tidying:
 
     # Removing
 
-    def _remove_due(
-        self, lists: Mapping[str, tuple[float, list[str]]], rows: Mapping[str, PackRow], table: LocationTable
-    ) -> set[str]:
-        """Remove the packs of lists that are old enough. One that is needed after all is a pack as any other again."""
-        gone: set[str] = set()
-        for name, (written, packs) in lists.items():
-            if written > self._oldest.timestamp():
+    def _remove_due(self, listed: Mapping[str, float], rows: Mapping[str, PackRow], table: LocationTable) -> set[str]:
+        """Remove packs that were listed long enough ago. One that is needed after all is a pack as any other again."""
+        gone, done = set[str](), list[str]()
+        for pack, listed_at in listed.items():
+            row = rows.get(pack)
+            # What cannot be read is left alone. Of what is gone already the list says nothing any more.
+            if listed_at > self._oldest.timestamp() or (row is None and pack in self.report.unreadable):
                 continue
-            is_done = True
-            for pack in packs:
-                row = rows.get(pack)
-                if row is None:
-                    is_done &= pack not in self.report.unreadable  # what cannot be read is left alone
-                    continue
-                if pack in table.packs:
-                    continue  # another list has it too, and it was found to be needed
+            if row is not None:
                 only_here = set(row.live_names()) - table.find(row.names())
-                if only_here and not only_here.isdisjoint(self._in_use):
+                if not only_here.isdisjoint(self._in_use if only_here else ()):
                     drop_known(row, table)
                     table.add([row])
                 elif only_here and (self._runs or not self._prune):
-                    is_done = False  # only prune removes what no manifest needs
+                    continue  # only prune removes what no manifest needs
                 else:
                     gone.add(pack)
-            if not self.report.dry_run:
-                self._transport.remove(map(pack_name, gone.intersection(packs)))
-                if is_done:
-                    self._transport.remove([name])
+            done.append(f"{REMOVALS}/{pack}")
+        if not self.report.dry_run:
+            self._transport.remove(map(pack_name, gone))
+            self._transport.remove(done)
         self.report.num_removed = len(gone)
         self.report.removed_bytes = sum(rows[pack].pack.file_bytes for pack in gone)
         return gone

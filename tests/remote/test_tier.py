@@ -266,6 +266,27 @@ def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(
         assert path.read_bytes() == whole and read(store, 0, 8)
 
 
+def test_what_another_process_fetched_in_between_stays(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served_store(server.url, token=server.token, local=tmp_path / "local") as store:
+        assert read(store, 0, 8)
+        (path,) = packs_in(tmp_path / "local")
+        data, has = path.read_bytes(), Tier.has
+        path.unlink()
+        store.release_all()
+
+        def fetched_after(self: Tier, pack: str) -> bool:
+            is_here = has(self, pack)
+            path.write_bytes(data) if not is_here else None
+            return is_here
+
+        monkeypatch.setattr(Tier, "has", fetched_after)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda *_, **__: pytest.fail("what is here is removed"))
+            assert store.record(KEYS[0]) == IMAGES[0].record and read(store, 0, 8)
+
+
 def test_a_cache_is_no_tier(server: RunningServer, tmp_path: Path) -> None:
     """What is unused there would go."""
     make_cache(tmp_path / "own")
