@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from latentcache.cache_config import RETRY_S
 from latentcache.dataset.manifest import Manifest, merged_rows
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, update_manifest
@@ -33,10 +31,10 @@ from latentcache.remote.index import FarIndex
 from latentcache.remote.locations import kind_of, open_transport, parse_location
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_pack, removals_in
+from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_checked, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.exchange import part_of, problems_of
-from latentcache.store.pack import PackRecords, read_pack_bytes
+from latentcache.store.exchange import part_of
+from latentcache.store.pack import PackRecords
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
@@ -46,6 +44,8 @@ REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
 """Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
 Location = str | Path
+_Outcome = tuple[int | None, str | None]
+"""What became of a pack: the bytes that were sent, 0 if none had to be, None if none are wanted; why it was refused."""
 
 
 @dataclass(slots=True)
@@ -86,14 +86,6 @@ class TransferReport:
         lines.append(f"manifests   {', '.join(self.manifests) or 'none that differs'}")
         lines += [f"refused     {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a pack: the bytes that were sent, 0 if none had to be; None: nothing of it is wanted."""
-
-    num_bytes: int | None
-    refused: str | None = None
 
 
 class End:
@@ -165,8 +157,6 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
-        self._may_lie_elsewhere = True
-        """Whether the target has packs that the source lacks: then entries of a pack may lie in these."""
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
         """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
@@ -175,14 +165,13 @@ class Move:
         # After the manifests: what they name was sealed before they were written.
         (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
         staying = packs.keys() - leaving  # other packs have what is needed of the rest, or the manifests say so
-        self._may_lie_elsewhere = bool(dying) or not self._there.keys() <= packs.keys()
         new = sorted(staying - (self._there.keys() - dying))
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(staying) - len(new)
         progress.start("move packs", len(new))
-        for outcome in self._outcomes(new, packs, wanted):
-            self.report.num_left += outcome.num_bytes is None
-            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
+        for num_bytes, refused in self._moved(new, packs, wanted):
+            self.report.num_left += num_bytes is None
+            self.report.num_there += num_bytes == 0 and refused is None
             progress.advance()
         progress.finish()
         for manifest in manifests:
@@ -194,9 +183,9 @@ class Move:
 
     # Packs
 
-    def _outcomes(
+    def _moved(
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[_Outcome]:
         """Move these packs, several at a time, and count what was moved and refused."""
         move = partial(self._move, sizes, wanted)
         with (
@@ -204,78 +193,57 @@ class Move:
             closing(bounded_map(executor, move, chosen, 2 * NUM_THREADS)) as moved,
         ):
             for pack, future in moved:
-                outcome = future.result()
-                if outcome.refused is not None:
-                    self.report.refused[pack] = outcome.refused
-                if outcome.num_bytes:
+                num_bytes, refused = future.result()
+                if refused is not None:
+                    self.report.refused[pack] = refused
+                if num_bytes:
                     self.report.num_packs += 1
-                    self.report.num_bytes += outcome.num_bytes
-                yield outcome
+                    self.report.num_bytes += num_bytes
+                yield num_bytes, refused
 
-    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> Outcome:
+    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> _Outcome:
         """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
         try:
-            if wanted is None and not self._may_lie_elsewhere:
-                return Outcome(sizes[pack]) if self.dry_run else self._send(pack, None)
             keys = self.source.keys_of(pack, sizes[pack])
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
-                    return Outcome(None)
+                    return None, None
             missing = set(keys) - self.target.find(keys)
-            if not missing:
-                return Outcome(0)
-            return Outcome(sizes[pack]) if self.dry_run else self._send(pack, missing)
+            if not missing or self.dry_run:
+                return sizes[pack] if missing else 0, None
+            return self._send(pack, missing)
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            return Outcome(0, "is gone since it was listed: run the same command again, which finds where it is now")
+            return 0, "is gone since it was listed: run the same command again, which finds where it is now"
         except StoreError as error:
-            if isinstance(error, RemoteError) and not self._is_of_pack(error):
+            # Of this pack alone: it cannot be had there, as an archived one, or was found damaged.
+            is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED
+            if isinstance(error, RemoteError) and not is_refused and error.kind != PackError.__name__:
                 raise
-            return Outcome(0, str(error))
+            return 0, str(error)
 
-    def _is_of_pack(self, error: RemoteError) -> bool:
-        """Whether this pack alone cannot be had, or was found damaged: others can be had."""
-        is_refused = error.url == self.source.name and error.status in REFUSED
-        return error.kind == PackError.__name__ or is_refused
-
-    def _send(self, pack: str, missing: set[str] | None) -> Outcome:
-        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken.
-
-        `missing` None: all that is in use.
-        """
-        for is_last in (False, True):  # what was damaged on its way comes whole the second time
-            data = read_pack(self.source.transport, pack)
-            array = np.frombuffer(data, np.uint8)
-            try:
-                records = read_pack_bytes(data, pack)
-            except PackError:
-                if is_last:
-                    raise
-                continue
-            problems = dict(problems_of(records, array))
-            if not problems:
-                break
+    def _send(self, pack: str, missing: set[str]) -> _Outcome:
+        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
+        records, data, problems = read_checked(self.source.transport, pack)
         if not problems and pack not in self._there:
-            self.target.send(records, data)
-            return Outcome(len(data))
-        missing = set(self.source.keys_of(pack, len(data))) if missing is None else missing
-        good = missing - problems.keys()
+            self.target.send(records, data.data)
+            return data.size, None
         reason = None
-        if missing & problems.keys():
-            key, problem = next((key, problem) for key, problem in problems.items() if key in missing)
+        if lost := missing & problems.keys():
+            key = min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
             reason = (
-                f"entry {key}{others}: {problem}. `latentcache verify {self.source.name}` marks what is damaged, and "
-                "`latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the pack "
-                "was sent"
+                f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "
+                "and `latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the "
+                "pack was sent"
             )
-        if not good:
-            return Outcome(0, reason)
-        part, copy = part_of(records, array, good)
+        if missing == lost:
+            return 0, reason
+        part, copy = part_of(records, data, missing - lost)
         self.target.send(part, copy)
-        return Outcome(len(copy), reason)
+        return len(copy), reason
 
     # Manifests
 
@@ -312,7 +280,7 @@ class Move:
             self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
         missing = self._missing(manifest)
         if missing and not self.dry_run:
-            for _ in self._outcomes(sorted(sizes), sizes, missing):
+            for _ in self._moved(sorted(sizes), sizes, missing):
                 pass
             missing = self._missing(manifest)
         if self.dry_run:

@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
 from typing_extensions import override
 
-from latentcache.errors import ReadOnlyError, StoreError
+from latentcache.errors import PackError, ReadOnlyError, StoreError
 from latentcache.store.base import PACK_SUFFIX, Closing, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.disk import DiskStore
-from latentcache.store.exchange import take_checked, take_sealed
-from latentcache.store.pack import map_pack, read_pack_bytes
+from latentcache.store.exchange import problems_of, take_checked, take_sealed
+from latentcache.store.pack import PackRecords, map_pack, read_pack_bytes
 from latentcache.utils.concurrency import bounded_map
 
 NUM_THREADS = 16
@@ -122,6 +123,25 @@ def removals_in(transport: Transport) -> dict[str, float]:
 def read_pack(transport: Transport, pack: str) -> memoryview:
     """The bytes of a pack, unchecked. FileNotFoundError if it is gone."""
     return transport.read(pack_name(pack))[0]
+
+
+def read_checked(transport: Transport, pack: str) -> tuple[PackRecords, np.ndarray, dict[str, str]]:
+    """A pack, its bytes, and why entries are not what was stored, by key: what does not fit is fetched once more.
+
+    FileNotFoundError if it is gone; PackError if its records cannot be read.
+    """
+    for is_last in (False, True):
+        data = np.frombuffer(read_pack(transport, pack), np.uint8)
+        try:
+            records = read_pack_bytes(data.data, pack)
+            problems = dict(problems_of(records, data))
+        except PackError:
+            if is_last:
+                raise
+            continue
+        if is_last or not problems:
+            return records, data, problems
+    raise AssertionError
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -18,8 +18,6 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.bucket import FORBIDDEN, PROBES, BucketTransport
 from latentcache.remote.index import FarIndex
@@ -32,16 +30,16 @@ from latentcache.remote.transport import (
     Transport,
     in_threads,
     packs_in,
-    read_pack,
+    read_checked,
     removals_in,
 )
 from latentcache.store.base import OwnedEntry
 from latentcache.store.catalog import drop_known
 from latentcache.store.directory import DAMAGED, pack_name
-from latentcache.store.exchange import part_of, problems_of
+from latentcache.store.exchange import part_of
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, read_pack_bytes, verified_arrays
+from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, verified_arrays
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 logger = logging.getLogger("latentcache")
@@ -68,12 +66,10 @@ def verify(
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
     packs = sorted([pack for pack in packs_in(transport) if int(pack[:8], 16) % num_parts == part - 1])
-    suspects, unreadable = dict[str, str](), dict[str, str]()
-    good = set[str]()
-    bytes_read = 0
+    suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
     for number, pack in enumerate(packs, 1):
         try:
-            keys, problems, num_bytes = _checked_pack(transport, pack, unreadable)
+            keys, problems, num_bytes = _checked(transport, pack, unreadable)
             bytes_read += num_bytes
             good |= keys - problems.keys()
             suspects |= problems
@@ -107,38 +103,28 @@ def verify(
     )
 
 
-def _checked_pack(transport: Transport, pack: str, unreadable: dict[str, str]) -> tuple[set[str], dict[str, str], int]:
-    """The keys of a pack, why entries are not what was stored, and the bytes that were fetched.
+def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tuple[set[str], dict[str, str], int]:
+    """The keys of a pack, why entries are not what was stored, and its bytes. What is damaged is put aside.
 
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
-    bytes_read = 0
-    for is_last in (False, True):
+    try:
+        records, data, problems = read_checked(transport, pack)
+    except FileNotFoundError:
+        return set(), {}, 0
+    except PackError as error:
+        unreadable[pack] = str(error)
+        return set(), {}, 0
+    keys = set(records.row.names())
+    if problems and isinstance(transport, BucketTransport):
         try:
-            data = read_pack(transport, pack)
-        except FileNotFoundError:
-            return set(), {}, bytes_read
-        bytes_read += len(data)
-        try:
-            records = read_pack_bytes(data, pack)
-        except PackError as error:
-            if is_last:
-                unreadable[pack] = str(error)
-            continue
-        problems = dict(problems_of(records, np.frombuffer(data, np.uint8)))
-        if problems and not is_last:
-            continue
-        names = set(records.row.names())
-        if problems and isinstance(transport, BucketTransport):
-            try:
-                if whole := names - problems.keys():
-                    part, copy = part_of(records, np.frombuffer(data, np.uint8), whole)
-                    transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
-                transport.move(pack_name(pack), f"{DAMAGED}/{pack}")
-            except RemoteError as error:
-                logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
-        return names, problems, bytes_read
-    return set(), {}, bytes_read
+            if whole := keys - problems.keys():
+                part, copy = part_of(records, data, whole)
+                transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
+            transport.move(pack_name(pack), f"{DAMAGED}/{pack}")
+        except RemoteError as error:
+            logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
+    return keys, problems, data.size
 
 
 # Pruning and compacting
@@ -318,19 +304,21 @@ class Tidying:
     def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
-                found = read_pack(self._transport, pack)
-                records = read_pack_bytes(found, pack)
+                records, data, problems = read_checked(self._transport, pack)
             except FileNotFoundError:
                 continue  # another run was faster
             except PackError as error:
                 self.report.unreadable[pack] = str(error)
                 continue
-            data, is_whole = np.frombuffer(found, np.uint8), True
             for key, location in entries.items():
+                if key in problems:
+                    continue
                 arrays = verified_arrays(data, key, location)
-                if isinstance(arrays, str):
-                    self.report.damaged[key], is_whole = arrays, False
+                if isinstance(arrays, str):  # the pack is another one than its row says
+                    problems[key] = arrays
                 else:
                     yield read_entry(arrays, records, location)
-            if is_whole:
+            if lost := entries.keys() & problems.keys():
+                self.report.damaged |= {key: problems[key] for key in lost}
+            else:
                 done.add(pack)

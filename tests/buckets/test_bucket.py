@@ -83,13 +83,11 @@ def test_large_packs_go_in_parts(swift_url: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_errors_say_what_to_do(swift_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RemoteError, match="tools make a bucket") as caught:
-        BucketTransport.open("s3://no-such-bucket/cache").list("packs")
-    assert caught.value.status == 404 and caught.value.url == "s3://no-such-bucket/cache"
-    with pytest.raises(RemoteError, match="does not exist"):
-        BucketTransport.open("s3://no-such-bucket/cache").write("x", b"", version=ANY_VERSION)
-    with pytest.raises(RemoteError, match="tools make a bucket"):
-        BucketTransport.open("s3://no-such-bucket/cache").remove(["x"])
+    absent = BucketTransport.open("s3://no-such-bucket/cache")
+    for call in (lambda: absent.list(""), lambda: absent.write("x", b"", version=ANY_VERSION)):
+        with pytest.raises(RemoteError, match=r"does not exist.*Check the URL") as caught:
+            call()
+        assert caught.value.status == 404 and caught.value.url == absent.url
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     for call in (
         lambda bucket: bucket.list("packs"),
@@ -115,20 +113,12 @@ def test_credentials_that_lack_a_half_are_asked_for(swift_url: str, monkeypatch:
         BucketTransport.open("gs://bucket/cache")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
-        ("AWS_ENDPOINT_URL", ""),
-        ("AWS_ENDPOINT_URL", "http://host:port"),
-        ("AWS_ACCESS_KEY_ID", "test:tester\n"),
-    ],
-)
-def test_a_variable_on_which_obstore_panics_is_an_error(
-    swift_url: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "", "http://host:port"])
+def test_an_endpoint_on_which_obstore_panics_is_an_error(
+    swift_url: str, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(RemoteError, match=rf"cannot use.*{variable}"):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(RemoteError, match=r"Check AWS_ENDPOINT_URL"):
         BucketTransport.open(swift_url).list("packs")
 
 
