@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from latentcache.cache_config import RETRY_S
 from latentcache.dataset.manifest import Manifest, merged_rows
@@ -28,13 +30,14 @@ from latentcache.errors import (
     StoreError,
 )
 from latentcache.remote.index import FarIndex
-from latentcache.remote.locations import kind_of, open_transport, parse_location
+from latentcache.remote.locations import open_transport, parse_location
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_checked, removals_in
+from latentcache.remote.transport import ANY_VERSION, Transport, packs_in, read_checked, read_pack, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.exchange import part_of
-from latentcache.store.pack import PackRecords
+from latentcache.store.disk import DiskStore
+from latentcache.store.exchange import part_of, take_checked
+from latentcache.store.pack import PackRecords, map_pack, read_row
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
@@ -89,26 +92,22 @@ class TransferReport:
 
 
 class End:
-    """One end of a transfer: the packs and manifests of a cache, wherever it is."""
+    """One end of a transfer: the packs and manifests of a cache, here of one behind a transport."""
 
-    def __init__(self, transport: Transport, manifests: Manifests, index: FarIndex):
-        self.transport, self.manifests, self.index = transport, manifests, index
-        self.name = transport.url
-        self._has_index = transport.find([]) is not None
+    def __init__(self, transport: Transport, manifests: Manifests):
+        self.name, self.manifests, self._transport = transport.url, manifests, transport
+        self._index = FarIndex(transport, rows_folder(transport.url))
 
-    @classmethod
-    def open(cls, location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
+    @staticmethod
+    def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
         """The cache that a user names: a directory, or a URL. `is_target`: it is sent to, from the `source`.
 
         StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
         """
-        found = parse_location(location)[1]
+        kind, found = parse_location(location)
         if isinstance(found, Path):
-            directory = DirectoryTransport(found, is_target=is_target, dry_run=dry_run)
-            is_there = directory.is_open
-            folder = ManifestFolder(found / "manifests", source=source)
-            return cls(directory, folder if is_there else ManifestMemory(), FarIndex(directory))
-        if is_target and kind_of(found) == "hub":
+            return _Directory(found, is_target=is_target, dry_run=dry_run, source=source)
+        if is_target and kind == "hub":
             raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
         transport = open_transport(found, retry_s=RETRY_S)
         is_written = is_target and not dry_run
@@ -117,34 +116,103 @@ class End:
             transport.check_compares()
         if is_written or not is_target:  # to a target of a dry run there may be nothing yet
             transport.check(create=is_written)
-        manifests = RemoteManifests(transport, read_only=not is_written, source=source)
-        return cls(transport, manifests, FarIndex(transport, rows_folder(found)))
+        return End(transport, RemoteManifests(transport, read_only=not is_written, source=source))
 
     def packs(self) -> tuple[dict[str, int], Set[str]]:
         """The bytes of each pack that is there now, by its id, and the packs that are listed for removal.
 
         What is gone is not found any more.
         """
-        if self.index.sizes:  # else what is there was not asked for yet
-            self.index.refresh()
-        sizes = {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}
-        return sizes, removals_in(self.transport).keys()
+        if self._index.sizes:  # else what is there was not asked for yet
+            self._index.refresh()
+        sizes = {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}
+        return sizes, removals_in(self._transport).keys()
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries, those that count if an index says so. FileNotFoundError; PackError."""
-        keys = self.index.row(pack, num_bytes).names()
-        return self.transport.live(pack, keys) if isinstance(self.transport, DirectoryTransport) else keys
+        return self._index.row(pack, num_bytes).names()
 
     def find(self, keys: Collection[str]) -> set[str]:
-        """Find which of the keys have entries there."""
-        found = self.transport.find(list(keys))
-        return self.index.find(keys) if found is None else found
+        """Find which of the keys have entries there that stay."""
+        found = self._transport.find(list(keys))
+        return self._index.find(keys) if found is None else found
 
-    def send(self, records: PackRecords, data: bytes | memoryview) -> None:
+    def leaving(self, keys: Collection[str]) -> set[str]:
+        """Find which of the keys have entries in packs that are listed for removal, after `find`."""
+        return self._index.table.find(list(keys))
+
+    def read(self, pack: str) -> memoryview:
+        """The bytes of a pack. FileNotFoundError if it is gone."""
+        return read_pack(self._transport, pack)
+
+    def send(self, records: PackRecords, data: memoryview) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
-        self.transport.write(pack_name(records.row.pack.id), data, version=ANY_VERSION)
-        if not self._has_index:
-            self.index.add(records.row)
+        self._transport.write(pack_name(records.row.pack.id), data, version=ANY_VERSION)
+        self._index.add(records.row)
+
+    def close(self) -> None:
+        """Close the connection, or the store."""
+        self._transport.close()
+
+
+class _Directory(End):
+    """A cache in a directory, with its index, which is made if it is a target and not there.
+
+    With `dry_run` nothing is made or written: what is not there holds nothing.
+    """
+
+    def __init__(self, path: Path, *, is_target: bool, dry_run: bool, source: str):
+        self.name, self.manifests = str(path), ManifestMemory()
+        self._store: DiskStore | None = None
+        is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if not (is_target and dry_run and is_new):
+            self._store = DiskStore(path, read_only=dry_run or not is_target, create=is_target)
+            self.manifests = ManifestFolder(path / "manifests", source=source)
+
+    @override
+    def packs(self) -> tuple[dict[str, int], Set[str]]:
+        if self._store is None:
+            return {}, set()
+        self._store.catalog.reload()
+        return {pack: each.file_bytes for pack, each in self._store.catalog.table.packs.copy().items()}, set()
+
+    @override
+    def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
+        # Others were removed, are damaged, or lie in another pack.
+        keys = read_row(self.store.directory.pack_path(pack)).names()
+        found = zip(keys, self.store.catalog.table.look_up(keys), strict=True)
+        return [key for key, place in found if place is not None and place.pack.id == pack]
+
+    @override
+    def find(self, keys: Collection[str]) -> set[str]:
+        return set() if self._store is None else self._store.find(keys)
+
+    @override
+    def leaving(self, keys: Collection[str]) -> set[str]:
+        return set()
+
+    @override
+    def read(self, pack: str) -> memoryview:
+        layout = self.store.catalog.table.packs.get(pack)
+        if layout is None:
+            raise FileNotFoundError(pack)
+        # Only what the index says: what may follow a pack's own bytes is not sent.
+        return map_pack(self.store.directory.pack_path(pack), layout.file_bytes).data
+
+    @override
+    def send(self, records: PackRecords, data: memoryview) -> None:
+        take_checked(self.store, records, data)
+
+    @property
+    def store(self) -> DiskStore:
+        """The store, which the target of a dry run need not have."""
+        assert self._store is not None
+        return self._store
+
+    @override
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
 
 class Move:
@@ -226,7 +294,7 @@ class Move:
 
     def _send(self, pack: str, missing: set[str]) -> _Outcome:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
-        records, data, problems = read_checked(self.source.transport, pack)
+        records, data, problems = read_checked(self.source.read, pack)
         if not problems and pack not in self._there:
             self.target.send(records, data.data)
             return data.size, None
@@ -242,7 +310,7 @@ class Move:
         if missing == lost:
             return 0, reason
         part, copy = part_of(records, data, missing - lost)
-        self.target.send(part, copy)
+        self.target.send(part, memoryview(copy))
         return len(copy), reason
 
     # Manifests
@@ -284,7 +352,7 @@ class Move:
                 pass
             missing = self._missing(manifest)
         if self.dry_run:
-            missing -= self.source.find(missing) | self.source.index.table.find(list(missing))
+            missing -= self.source.find(missing) | self.source.leaving(missing)
         if missing:
             row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
             raise DatasetError(
@@ -339,14 +407,11 @@ def transfer(
 
     StoreError for a manifest that `source` lacks, before `target` is made.
     """
-    with ExitStack() as stack:
-        first = End.open(source)
-        stack.callback(first.transport.close)
+    with closing(End.open(source)) as first:
         known = first.manifests.names() if manifests else []
         if unknown := sorted(set(manifests) - set(known)):
             there = ", ".join(known) or "none"
             raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
-        read = os.path.abspath(first.name) if isinstance(first.transport, DirectoryTransport) else first.name
-        second = End.open(target, is_target=True, dry_run=dry_run, source=read)
-        stack.callback(second.transport.close)
-        return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)
+        read = os.path.abspath(first.name) if isinstance(first, _Directory) else first.name
+        with closing(End.open(target, is_target=True, dry_run=dry_run, source=read)) as second:
+            return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from latentcache.errors import PackError, RemoteError, StoreError
@@ -31,6 +31,7 @@ from latentcache.remote.transport import (
     in_threads,
     packs_in,
     read_checked,
+    read_pack,
     removals_in,
 )
 from latentcache.store.base import OwnedEntry
@@ -109,7 +110,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
     try:
-        records, data, problems = read_checked(transport, pack)
+        records, data, problems = read_checked(partial(read_pack, transport), pack)
     except FileNotFoundError:
         return set(), {}, 0
     except PackError as error:
@@ -304,7 +305,7 @@ class Tidying:
     def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
-                records, data, problems = read_checked(self._transport, pack)
+                records, data, problems = read_checked(partial(read_pack, self._transport), pack)
             except FileNotFoundError:
                 continue  # another run was faster
             except PackError as error:

@@ -159,7 +159,7 @@ def test_pushes_pulls_and_compaction_at_once(tmp_path: Path, s3_url: str) -> Non
         for number in range(3):
             source, target = End.open(s3_url), End.open(tmp_path / f"pulled{number}", is_target=True)
             assert Move(source, target).run().ok
-            target.transport.close()
+            target.close()
 
     works = [
         lambda: [tidy(s3_url) for _ in range(3)],

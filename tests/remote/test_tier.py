@@ -23,7 +23,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, LatentCache
 from latentcache.remote import index
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import Tier
-from latentcache.remote.transport import DirectoryTransport
+from latentcache.remote.transport import FolderTransport
 from latentcache.store import DiskStore
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact
@@ -394,12 +394,12 @@ def test_what_was_fetched_stays_while_another_process_makes_room(tmp_path: Path)
     tiers[0].bring(packs[1:2])
     other.join(20)
     assert tiers[0].has(packs[1]) or tiers[0].has(packs[0])
-    tiers[0].forget([packs[1]])
+    tiers[0].remove([packs[1]])
     tiers[0].bring(packs[1:2])
     assert tiers[0].path(packs[1]).stat().st_size == packs_in(tmp_path / "cache")[1].stat().st_size
 
 
-class DirectoryOfFiles(DirectoryTransport):
+class DirectoryOfFiles(FolderTransport):
     """A directory that is read as if it were far away."""
 
     while_reading: Callable[[], object] | None = None

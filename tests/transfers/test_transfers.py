@@ -233,23 +233,25 @@ def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
     assert transfer(source, target).num_packs == 0
 
 
-def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(tmp_path: Path) -> None:
+def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = fill(tmp_path / "a", range(32)), fill(tmp_path / "b", range(40, 48), "others")
     gone, lock = set(packs_of(source)), threading.Lock()
 
-    class Asking(End):
-        """Lets its source be compacted before it says what it has itself."""
+    def find(keys: Collection[str]) -> set[str]:
+        """Let the source be compacted before the target says what it has itself."""
+        with lock:  # packs move in several threads
+            compact(source)
+        here.packs()
+        return target_finds(keys)
 
-        def find(self, keys: Collection[str]) -> set[str]:
-            with lock:  # packs move in several threads
-                compact(source)
-            here.packs()
-            return super().find(keys)
-
-    here, there = End.open(source), Asking.open(target, is_target=True)
+    here, there = End.open(source), End.open(target, is_target=True)
+    target_finds = there.find
+    monkeypatch.setattr(there, "find", find)
     report = Move(here, there).run()
     for end in (here, there):
-        end.transport.close()
+        end.close()
     assert report.refused.keys() == {*gone, "photos"}
     assert all("is gone since it was listed: run the same command again" in report.refused[pack] for pack in gone)
     assert transfer(source, target).ok
