@@ -219,13 +219,6 @@ class BucketTransport(Transport):
         for _ in in_threads(remove, names):
             pass
 
-    def move(self, name: str, target: str) -> None:
-        """Give an object another name."""
-        import obstore
-
-        with self._errors(f"{name} cannot be moved"):
-            obstore.rename(self._store, name, target)
-
     def close(self) -> None:
         """Nothing is open between calls."""
 

@@ -27,7 +27,6 @@ LISTED_S = 60.0
 UNREADABLE_S = 60.0
 """Packs whose headers could not be read are asked for again after this: they may have been damaged on their way."""
 _FORBIDDEN = 403
-_KEPT_PACKS = 256  # at once: what was read is not read again where the network ends the rest
 
 logger = logging.getLogger("latentcache")
 
@@ -108,7 +107,11 @@ class FarIndex:
 
     def row(self, pack: str, num_bytes: int) -> PackRow:
         """The row of a pack with so many bytes. PackError; FileNotFoundError: it is not there."""
-        return self._remembered_row(pack, num_bytes) or _read_row(self._transport, pack, num_bytes)
+        row = self._remembered_row(pack, num_bytes)
+        if row is None:
+            row = row_in(pack, _ranged(self._transport, pack, num_bytes))[0]
+            self._remember(row)
+        return row
 
     def rows(self) -> Iterator[PackRow]:
         """The rows of all packs that are known, by id, without what this process found damaged."""
@@ -149,25 +152,15 @@ class FarIndex:
     # The rows of packs
 
     def _read_rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
-        """The rows of these packs, those that are remembered first. What cannot be read is left out, with a warning."""
-        new = []
-        for pack, num_bytes in packs.items():
-            row = self._remembered_row(pack, num_bytes)
-            if row is None:
-                new.append((pack, num_bytes))
-            else:
-                yield row
+        """The rows of these packs. What cannot be read is left out, with a warning."""
         refusals: list[RemoteError] = []
-        for first in range(0, len(new), _KEPT_PACKS):
-            part = new[first : first + _KEPT_PACKS]
-            for (pack, _), found in zip(part, in_threads(self._row_or_reason, part), strict=True):
-                if isinstance(found, PackRow):
-                    self._remember(found)
-                    yield found
-                elif found is not None:
-                    logger.warning("%s Its entries are missing.", found)
-                    self.unreadable[pack] = str(found)
-                    refusals += [found] if isinstance(found, RemoteError) else []
+        for pack, found in zip(packs, in_threads(self._row_or_reason, packs.items()), strict=True):
+            if isinstance(found, PackRow):
+                yield found
+            elif found is not None:
+                logger.warning("%s Its entries are missing.", found)
+                self.unreadable[pack] = str(found)
+                refusals += [found] if isinstance(found, RemoteError) else []
         if refusals and len(refusals) == len(packs) and not self.sizes:
             raise refusals[0]
 
@@ -175,9 +168,9 @@ class FarIndex:
         """The row of a pack, why it cannot be read, or None for one that is gone since it was listed."""
         try:
             try:
-                return _read_row(self._transport, *listed)
+                return self.row(*listed)
             except PackError:  # it may have been damaged on its way
-                return _read_row(self._transport, *listed)
+                return self.row(*listed)
         except FileNotFoundError:
             return None
         except PackError as error:
@@ -220,10 +213,6 @@ class FarIndex:
             with suppress(OSError):
                 if self._memory is not None:
                     (self._memory / pack).unlink()
-
-
-def _read_row(transport: Transport, pack: str, num_bytes: int) -> PackRow:
-    return row_in(pack, _ranged(transport, pack, num_bytes))[0]
 
 
 def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:

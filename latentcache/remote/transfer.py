@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from latentcache.cache_config import RETRY_S
+from latentcache.cache_config import RETRY_S, location_of
 from latentcache.dataset.manifest import Manifest, merged_rows
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, update_manifest
 from latentcache.errors import (
@@ -30,7 +30,7 @@ from latentcache.errors import (
     StoreError,
 )
 from latentcache.remote.index import FarIndex
-from latentcache.remote.locations import open_transport, parse_location
+from latentcache.remote.locations import kind_of, open_transport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import ANY_VERSION, Transport, packs_in, read_checked, read_pack, removals_in
@@ -104,10 +104,10 @@ class End:
 
         StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
         """
-        kind, found = parse_location(location)
+        found = location_of(location)
         if isinstance(found, Path):
             return _Directory(found, is_target=is_target, dry_run=dry_run, source=source)
-        if is_target and kind == "hub":
+        if is_target and kind_of(found) == "hub":
             raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
         transport = open_transport(found, retry_s=RETRY_S)
         is_written = is_target and not dry_run

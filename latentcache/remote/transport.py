@@ -29,7 +29,7 @@ MAX_BYTES = 8 << 30
 ANY_VERSION = "*"
 """For `Transport.write`: whatever is there, or nothing, is replaced."""
 REMOVALS = "removals"
-"""A folder of empty files, named by the packs that are to be removed."""
+"""A folder of files that are named by the packs that are to be removed."""
 _PACK_NAME = re.compile(rf"packs/[0-9a-f]{{2}}/([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}")
 
 Item = TypeVar("Item")
@@ -112,10 +112,10 @@ def packs_in(transport: Transport) -> dict[str, Listed]:
     return {match[1]: each for match, each in found if match and pack_name(match[1]) == match[0]}
 
 
-def removals_in(transport: Transport) -> dict[str, float]:
-    """The packs that are listed for removal, and when each was listed (seconds since 1970)."""
+def removals_in(transport: Transport) -> dict[str, Listed]:
+    """The packs that are listed for removal, and their files there, of which one of a damaged pack is not empty."""
     found = ((name.removeprefix(f"{REMOVALS}/"), each) for name, each in transport.list(REMOVALS).items())
-    return {pack: each.modified for pack, each in found if is_pack_id(pack)}
+    return {pack: each for pack, each in found if is_pack_id(pack)}
 
 
 def read_pack(transport: Transport, pack: str) -> memoryview:

@@ -27,6 +27,7 @@ from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import (
     ANY_VERSION,
     REMOVALS,
+    Listed,
     Transport,
     in_threads,
     packs_in,
@@ -36,7 +37,7 @@ from latentcache.remote.transport import (
 )
 from latentcache.store.base import OwnedEntry
 from latentcache.store.catalog import drop_known
-from latentcache.store.directory import DAMAGED, pack_name
+from latentcache.store.directory import pack_name
 from latentcache.store.exchange import part_of
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
@@ -60,13 +61,15 @@ def verify(
     What does not fit is fetched once more: it may have been damaged on its way. An entry is damaged that is whole in no
     pack. A service that takes this client's writes then reads these entries on its own disk, and makes those misses
     that it finds damaged too. In a bucket that may be written what is whole of a damaged pack is sent as a new one, and
-    the old one is moved to the folder `damaged`: so its damaged entries are misses for all. Then precache makes them
-    again, or a push brings them. `subset` and `progress` are those of `store.upkeep.verify`.
+    the old one is listed for removal: so its damaged entries are misses for all writers. Then precache makes them
+    again, or a push brings them. Packs that are listed are not read. `subset` and `progress` are those of
+    `store.upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
-    packs = sorted([pack for pack in packs_in(transport) if int(pack[:8], 16) % num_parts == part - 1])
+    staying = packs_in(transport).keys() - removals_in(transport).keys()
+    packs = sorted([pack for pack in staying if int(pack[:8], 16) % num_parts == part - 1])
     suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
     for number, pack in enumerate(packs, 1):
         try:
@@ -83,7 +86,7 @@ def verify(
     if suspects and num_parts > 1:  # their copies may lie in packs of the other parts
         index = FarIndex(transport)
         index.refresh()
-        elsewhere = [row for row in index.rows() if row.pack.id not in packs]
+        elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
     num_entries = len(good | suspects.keys())
     damaged = {key: problem for key, problem in suspects.items() if key not in good}
@@ -105,7 +108,7 @@ def verify(
 
 
 def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tuple[set[str], dict[str, str], int]:
-    """The keys of a pack, why entries are not what was stored, and its bytes. What is damaged is put aside.
+    """The keys of a pack, why entries are not what was stored, and its bytes. A damaged pack is put on the list.
 
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
@@ -122,7 +125,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
             if whole := keys - problems.keys():
                 part, copy = part_of(records, data, whole)
                 transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
-            transport.move(pack_name(pack), f"{DAMAGED}/{pack}")
+            transport.write(f"{REMOVALS}/{pack}", b"damaged", version=ANY_VERSION)
         except RemoteError as error:
             logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
     return keys, problems, data.size
@@ -216,18 +219,15 @@ class Tidying:
         if not self.report.dry_run:
             for _ in in_threads(self._list, gone):
                 pass
-            self._remove_old(PROBES)
-            self._remove_old(DAMAGED)
+            probes = self._transport.list(PROBES).items()
+            old = [name for name, each in probes if each.modified <= self._oldest.timestamp()]
+            self._transport.remove(old)
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report
 
     def _list(self, pack: str) -> None:
         self._transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)
-
-    def _remove_old(self, folder: str) -> None:
-        listed = self._transport.list(folder).items()
-        self._transport.remove([name for name, each in listed if each.modified <= self._oldest.timestamp()])
 
     # What is needed
 
@@ -260,17 +260,20 @@ class Tidying:
 
     # Removing
 
-    def _remove_due(self, listed: Mapping[str, float], rows: Mapping[str, PackRow], table: LocationTable) -> set[str]:
+    def _remove_due(self, listed: Mapping[str, Listed], rows: Mapping[str, PackRow], table: LocationTable) -> set[str]:
         """Remove packs that were listed long enough ago. One that is needed after all is a pack as any other again."""
         gone, done = set[str](), list[str]()
-        for pack, listed_at in listed.items():
+        for pack, note in listed.items():
             row = rows.get(pack)
             # What cannot be read is left alone. Of what is gone already the list says nothing any more.
-            if listed_at > self._oldest.timestamp() or (row is None and pack in self.report.unreadable):
+            if note.modified > self._oldest.timestamp() or (row is None and pack in self.report.unreadable):
                 continue
             if row is not None:
                 only_here = set(row.live_names()) - table.find(row.names())
-                if not only_here.isdisjoint(self._in_use if only_here else ()):
+                is_needed = not only_here.isdisjoint(self._in_use if only_here else ())
+                if is_needed and note.num_bytes:
+                    continue  # what it alone has is damaged, and was not made again yet
+                if is_needed:
                     drop_known(row, table)
                     table.add([row])
                 elif only_here and (self._runs or not self._prune):
