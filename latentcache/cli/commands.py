@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -230,8 +231,10 @@ def prune(
     path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
-    keep = partial(keys_in_use, manifests, unfinished=unfinished)
+    keep, began = partial(keys_in_use, manifests, unfinished=unfinished), datetime.now(UTC)
     report = prune_store(path, keep, max_bytes=limit, dry_run=dry_run)
+    if unfinished and not dry_run:
+        manifests.give_up(began)
     code = _finish_upkeep(report, options.as_json)
     if limit is not None and report.file_bytes_left > limit:
         logger.warning(

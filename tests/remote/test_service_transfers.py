@@ -18,6 +18,7 @@ from helpers.remote_samples import make_cache
 from helpers.serving import RunningServer, serving
 from transfers.test_transfers import check, fill, manifest_of, packs_of
 
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ReadOnlyError, RemoteError
 from latentcache.remote.transfer import TransferReport, transfer
 from latentcache.store import DiskStore
@@ -66,11 +67,15 @@ def test_push_and_pull_give_the_same_cache(tmp_path: Path, far: Path, url: str, 
     code, report = run_json("push", here, url)
     assert code == 0 and report["num_packs"] == 4 and report["manifests"] == ["photos"]
     assert packs_of(far) == packs_of(here) and manifest_of(far) == manifest_of(here)
-    assert not list((far / "manifests").glob("*.unfinished"))
+    assert ManifestFolder(far / "manifests").unfinished() == {}
+    ManifestFolder(far / "manifests").begin("photos")  # of a run on the server's machine, which goes on
     assert run_json("push", here, url)[1]["num_there"] == 4
+    assert transfer(fill(tmp_path / "more", range(32, 40)), url).ok
+    assert list(ManifestFolder(far / "manifests").unfinished()) == ["photos"]
+    here = fill(here, range(40))
     code, report = run_json("pull", url, back)
-    assert code == 0 and report["num_packs"] == 4 and packs_of(back) == packs_of(here)
-    check(back, range(32))
+    assert code == 0 and report["num_packs"] == 5 and manifest_of(back) == manifest_of(here)
+    check(back, range(40))
     assert run_json("pull", url, back)[1]["num_packs"] == 0
 
 
@@ -156,7 +161,7 @@ def test_killed_in_the_middle_and_then_again(
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    assert manifest_of(target) is None and (target / "manifests" / "photos.unfinished").exists()
+    assert manifest_of(target) is None and ManifestFolder(target / "manifests").unfinished()
     time.sleep(0.5)  # the service finishes what it was sent
     num_there, slow.change = len(packs_of(target)), None
     assert 10 <= num_there < 48 and verify(target).ok
@@ -168,7 +173,7 @@ def test_killed_in_the_middle_and_then_again(
         "what is there is not sent again"
     )
     assert packs_of(here) == packs_of(far) and manifest_of(target) is not None
-    assert not list(here.rglob("*.tmp")) and not list((target / "manifests").glob("*.unfinished"))
+    assert not list(here.rglob("*.tmp")) and not ManifestFolder(target / "manifests").unfinished()
     check(target, range(96))
 
 

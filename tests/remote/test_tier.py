@@ -23,7 +23,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, LatentCache
 from latentcache.remote import index
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import Tier
-from latentcache.remote.transport import DirectoryTransport
+from latentcache.remote.transport import FolderTransport
 from latentcache.store import DiskStore
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact
@@ -266,6 +266,27 @@ def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(
         assert path.read_bytes() == whole and read(store, 0, 8)
 
 
+def test_what_another_process_fetched_in_between_stays(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served_store(server.url, token=server.token, local=tmp_path / "local") as store:
+        assert read(store, 0, 8)
+        (path,) = packs_in(tmp_path / "local")
+        data, has = path.read_bytes(), Tier.has
+        path.unlink()
+        store.release_all()
+
+        def fetched_after(self: Tier, pack: str) -> bool:
+            is_here = has(self, pack)
+            path.write_bytes(data) if not is_here else None
+            return is_here
+
+        monkeypatch.setattr(Tier, "has", fetched_after)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda *_, **__: pytest.fail("what is here is removed"))
+            assert store.record(KEYS[0]) == IMAGES[0].record and read(store, 0, 8)
+
+
 def test_a_cache_is_no_tier(server: RunningServer, tmp_path: Path) -> None:
     """What is unused there would go."""
     make_cache(tmp_path / "own")
@@ -373,12 +394,12 @@ def test_what_was_fetched_stays_while_another_process_makes_room(tmp_path: Path)
     tiers[0].bring(packs[1:2])
     other.join(20)
     assert tiers[0].has(packs[1]) or tiers[0].has(packs[0])
-    tiers[0].forget([packs[1]])
+    tiers[0].remove([packs[1]])
     tiers[0].bring(packs[1:2])
     assert tiers[0].path(packs[1]).stat().st_size == packs_in(tmp_path / "cache")[1].stat().st_size
 
 
-class DirectoryOfFiles(DirectoryTransport):
+class DirectoryOfFiles(FolderTransport):
     """A directory that is read as if it were far away."""
 
     while_reading: Callable[[], object] | None = None
