@@ -91,7 +91,7 @@ def build(root: Path, num_entries: int) -> None:
     with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
         for row in rows(0, num_entries):
             make_file(store, row)
-            transaction.add(PACK_PREFIX + row.pack.id, row.to_bytes())
+            transaction.put(PACK_PREFIX + row.pack.id, row.to_bytes())
 
 
 def resident_mb() -> float:

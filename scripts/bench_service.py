@@ -76,7 +76,7 @@ def fill(root: Path, num_samples: int, num_indexed: int) -> None:
         with Index(store.directory.index).transaction() as transaction:
             for row in rows(0, num_indexed) if num_indexed else ():
                 make_file(store, row)
-                transaction.add(PACK_PREFIX + row.pack.id, row.to_bytes())
+                transaction.put(PACK_PREFIX + row.pack.id, row.to_bytes())
 
 
 def server(root: str) -> None:

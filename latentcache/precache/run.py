@@ -35,7 +35,7 @@ from latentcache.precache.prompts import prompts_of_others
 from latentcache.precache.report import Failure, Report, RunContext, timed
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace, open_workspace
-from latentcache.store.base import Writer
+from latentcache.store.writer import Writer
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 

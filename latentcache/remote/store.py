@@ -28,9 +28,9 @@ from latentcache.remote.transport import ANY_VERSION, Transport
 from latentcache.store.base import OwnedEntry, StoreStats, check_key
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import map_pack, new_pack_id, pack_buffers, read_records, row_problem
-from latentcache.store.reader import DISAGREE, PackReader
-from latentcache.store.writer import PackWriter
+from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
+from latentcache.store.reader import PackReader
+from latentcache.store.writer import Writer
 
 _MAX_ABSENT = 20  # looks for an entry whose pack is listed and did not come, or went again
 _MAX_DAMAGED = 2  # looks for one that is damaged in a pack in which all else is whole
@@ -89,11 +89,10 @@ class RemoteStore(PackReader):
     # Writing
 
     @override
-    def writer(self) -> PackWriter:
+    def writer(self) -> Writer:
         self.check_writable()
-        return PackWriter(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
+        return Writer(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
 
-    @override
     def stored(self, keys: Sequence[str]) -> set[str]:
         """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
         return self._found(keys, LISTED_S)
@@ -207,16 +206,11 @@ class RemoteStore(PackReader):
         """Why rows of a pack are not what was stored, of those that are so."""
         row = self.index.row(pack.id, pack.file_bytes)
         try:
-            records = read_records(self.tier.path(pack.id))
-            data = map_pack(self.tier.path(pack.id), pack.file_bytes)
+            whole = WholePack.in_file(self.tier.path(pack.id))
         except (PackError, UnsafeStoreError, FileNotFoundError) as error:
             return dict.fromkeys(range(pack.num_entries), str(error))
-        found = {}
-        for at, key in enumerate(row.names()):
-            problem = row_problem(records, data, at) if records.is_at(key, row.location(at)) else DISAGREE
-            if problem is not None:
-                found[at] = problem
-        return found
+        found = ((at, whole.problem(key, row.location(at))) for at, key in enumerate(row.names()))
+        return {at: problem for at, problem in found if problem is not None}
 
     # The whole
 

@@ -38,10 +38,9 @@ from latentcache.remote.transport import (
 from latentcache.store.base import OwnedEntry
 from latentcache.store.catalog import drop_known
 from latentcache.store.directory import pack_name
-from latentcache.store.exchange import part_of
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, verified_arrays
+from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 logger = logging.getLogger("latentcache")
@@ -113,22 +112,22 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
     try:
-        records, data, problems = read_checked(partial(read_pack, transport), pack)
+        found, problems = read_checked(partial(read_pack, transport), pack)
     except FileNotFoundError:
         return set(), {}, 0
     except PackError as error:
         unreadable[pack] = str(error)
         return set(), {}, 0
-    keys = set(records.row.names())
+    keys = set(found.row.names())
     if problems and isinstance(transport, BucketTransport):
         try:
             if whole := keys - problems.keys():
-                part, copy = part_of(records, data, whole)
-                transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
+                row, copy = found.part(whole)
+                transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
             transport.write(f"{REMOVALS}/{pack}", b"damaged", version=ANY_VERSION)
         except RemoteError as error:
             logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
-    return keys, problems, data.size
+    return keys, problems, found.data.size
 
 
 # Pruning and compacting
@@ -308,21 +307,19 @@ class Tidying:
     def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
-                records, data, problems = read_checked(partial(read_pack, self._transport), pack)
+                found, problems = read_checked(partial(read_pack, self._transport), pack)
             except FileNotFoundError:
                 continue  # another run was faster
             except PackError as error:
                 self.report.unreadable[pack] = str(error)
                 continue
+            lost = dict[str, str]()
             for key, location in entries.items():
-                if key in problems:
-                    continue
-                arrays = verified_arrays(data, key, location)
-                if isinstance(arrays, str):  # the pack is another one than its row says
-                    problems[key] = arrays
+                copy = problems.get(key) or found.copy(key, location)
+                if isinstance(copy, str):
+                    lost[key] = copy
                 else:
-                    yield read_entry(arrays, records, location)
-            if lost := entries.keys() & problems.keys():
-                self.report.damaged |= {key: problems[key] for key in lost}
-            else:
+                    yield copy
+            self.report.damaged |= lost
+            if not lost:
                 done.add(pack)

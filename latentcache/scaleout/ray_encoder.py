@@ -21,7 +21,7 @@ from latentcache.precache.serving_models import EntryTask, ServingModels, kind_o
 from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import open_workspace
 from latentcache.scaleout.messages import EncoderAnswer, Problem
-from latentcache.store.base import Writer
+from latentcache.store.writer import Writer
 from latentcache.types import Kind, Refusal
 
 

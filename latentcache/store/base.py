@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -18,10 +17,12 @@ from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest, is_key, key_of
 from latentcache.types import Entry, Record
 
+if TYPE_CHECKING:
+    from latentcache.store.writer import Writer
+
 MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. A pack holds thousands of them."""
 
-_ADD_CHUNK = 1024  # keys looked up at once by `add`
 PACK_SUFFIX = ".safetensors"
 
 ALIGNMENT = 64
@@ -220,41 +221,6 @@ class StoreStats(StoreReport):
     index_bytes: int
 
 
-class Writer(Protocol):
-    """Adds entries in the order given. Leaving the block seals, on an exception too: what was added is whole.
-
-    One thread calls `add`. A background thread seals; its errors come up at the next `add`, `seal` or on leaving.
-    """
-
-    num_added: int
-    """Entries that are durable and were not there before."""
-    bytes_written: int
-    """Bytes of the files written."""
-
-    def add(self, entry: Entry) -> None:
-        """Copy the entry and buffer it. StoreError if it cannot be stored."""
-
-    def claim(self, keys: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Of the keys that are not there: those that this process should make now, and those that another one makes.
-
-        The first are claimed until they are durable or released, or until the writer is left. Of the second, look again
-        later: their entries come, or the other process ends. Seal before you wait: it may wait for yours.
-        """
-
-    def release(self, keys: Iterable[str]) -> None:
-        """Give up claims: these entries cannot be made here."""
-
-    def pending(self) -> set[str]:
-        """The keys that were added and are not durable yet."""
-
-    def seal(self) -> None:
-        """Make all that was added durable."""
-
-    def __enter__(self) -> Writer: ...
-
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EntryArrays:
     """One entry's verified bytes: an array [1, *shape] for each field of `description`, in its order.
@@ -294,18 +260,10 @@ class Store(Closing, Protocol):
 
     def add(self, entries: Iterable[Entry]) -> int:
         """Add entries and return how many are new. Durable on return. Entries that are there stay as they are."""
-        iterator = iter(entries)
         with self.writer() as writer:
-            while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self.stored([entry.record.key for entry in chunk])
-                for entry in chunk:
-                    if entry.record.key not in present:
-                        writer.add(entry)
+            for entry in entries:
+                writer.add(entry)
         return writer.num_added
-
-    def stored(self, keys: Sequence[str]) -> set[str]:
-        """As `find`, also where another process removed or marked an entry that memory has."""
-        return self.find(keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Find which of the keys have entries."""

@@ -19,7 +19,7 @@ from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.reader import PackReader
-from latentcache.store.writer import PackWriter
+from latentcache.store.writer import Writer
 from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import Claims, locked
 
@@ -94,26 +94,22 @@ class DiskStore(PackReader):
             yield
 
     @override
-    def writer(self) -> PackWriter:
+    def writer(self) -> Writer:
         if self.read_only:
             raise ReadOnlyError(self.path)
         # Without reading all rows again: each pack that is sealed asks the index for its keys.
-        return PackWriter(
+        return Writer(
             self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
             partial(self.catalog.find, again=True),
             partial(Claims, self.directory.claims),
         )
 
-    @override
-    def stored(self, keys: Sequence[str]) -> set[str]:
-        # What memory lacks may be there: the index decides when a pack is sealed.
-        present = self.catalog.table.find(keys)
-        return self.catalog.find(keys, again=True) if present else present
-
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        present = self.stored([entry.key for entry in entries])
+        present = self.catalog.table.find([entry.key for entry in entries])
+        if present:  # as far as memory knows. What it lacks may be there: the index decides when the pack is sealed
+            present = self.catalog.find(present, again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0

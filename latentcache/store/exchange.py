@@ -1,4 +1,4 @@
-"""Packs that come from elsewhere, which are checked whole, and copies of a part of one."""
+"""Packs that come from elsewhere, which are checked whole."""
 
 from __future__ import annotations
 
@@ -12,21 +12,8 @@ import numpy as np
 from latentcache.errors import PackError
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import PackRow
-from latentcache.store.pack import (
-    PackRecords,
-    check_ragged,
-    map_open_pack,
-    new_pack_id,
-    pack_buffers,
-    read_entry,
-    read_open_records,
-    read_pack_bytes,
-    row_problem,
-    verified_arrays,
-)
+from latentcache.store.pack import PackRecords, WholePack, read_pack_bytes
 from latentcache.utils.durable_files import open_regular, sealed_file, write_all
-
-_WRITE_BYTES = 1 << 20
 
 
 def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> int:
@@ -39,15 +26,15 @@ def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview],
     path = store.directory.new_pack_path(pack)
 
     def fill(fd: int) -> PackRow:
-        for part in _gathered(chunks):
+        for part in chunks:
             write_all(fd, part)
-        return checked_pack(path, fd).row
+        return _checked_row(path, fd)
 
     return _take(store, path, num_bytes, fill)
 
 
 def take_checked(store: DiskStore, records: PackRecords, data: bytes | memoryview) -> int:
-    """Write a pack that is in memory, and in which `problems_of` finds nothing, and seal it.
+    """Write a pack that is in memory, and in which `WholePack.problems` finds nothing, and seal it.
 
     Returns how many entries are new. Errors as for `take_pack`.
     """
@@ -84,56 +71,26 @@ def take_sealed(store: DiskStore, pack: str) -> int:
     with store.lock("taking a pack", shared=True):
         fd = open_regular(path)
         try:
-            row = checked_pack(path, fd).row
+            row = _checked_row(path, fd)
         finally:
             os.close(fd)
         return store.catalog.seal(row)
 
 
-def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Join chunks to larger parts: a service's come in pieces of some KiB, those of an object store in large ones."""
-    buffer = bytearray()
-    for chunk in chunks:
-        if not buffer and len(chunk) >= _WRITE_BYTES:
-            yield chunk
-            continue
-        buffer += chunk
-        if len(buffer) >= _WRITE_BYTES:
-            yield bytes(buffer)
-            buffer.clear()
-    yield bytes(buffer)
-
-
-def checked_pack(path: Path, fd: int) -> PackRecords:
-    """The records of an open pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
-    records = read_open_records(path, fd)
-    data = map_open_pack(path, fd)
-    for key, problem in problems_of(records, data):
+def _checked_row(path: Path, fd: int) -> PackRow:
+    """The row of an open pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
+    whole = WholePack.in_open_file(path, fd)
+    for key, problem in whole.problems():
         raise PackError(path, f"entry {key}: {problem}")
-    return records
+    return whole.row
 
 
 def problems_of(records: PackRecords, data: np.ndarray) -> Iterator[tuple[str, str]]:
-    """The entries of a pack that are not what was stored: key and reason. `data` has the pack's bytes (uint8, flat).
-
-    PackError where entries share values: then reading all takes far longer than the pack's bytes say.
-    """
-    check_ragged(records.row.pack, data)
-    for at, key in enumerate(records.row.names()):
-        if (problem := row_problem(records, data, at)) is not None:
-            yield key, problem
+    """SHIM."""
+    return WholePack(records, data).problems()
 
 
 def part_of(records: PackRecords, data: np.ndarray, keys: Collection[str]) -> tuple[PackRecords, bytes]:
-    """A new pack, in memory, of these entries of another one, of which `problems_of` says nothing."""
-    names = {key: at for at, key in enumerate(records.row.names()) if key in keys}
-    entries = []
-    for key, at in names.items():
-        location = records.row.location(at)
-        found = verified_arrays(data, key, location)
-        if isinstance(found, str):
-            raise PackError(records.row.pack.id, f"entry {key}: {found}")
-        entries.append(read_entry(found, records, location))
-    pack = new_pack_id()
-    copy = b"".join(pack_buffers(pack, entries)[2])
-    return read_pack_bytes(copy, pack), copy
+    """SHIM."""
+    row, copy = WholePack(records, data).part(keys)
+    return read_pack_bytes(copy, row.pack.id), copy

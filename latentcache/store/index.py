@@ -14,9 +14,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diskcache
 from diskcache.core import DBNAME, MODE_RAW
@@ -55,6 +54,9 @@ _PASSING_S, _POLL_S = 2.0, 0.05
 _UNREACHABLE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM)
 
 
+Execute = Callable[..., sqlite3.Cursor]
+"""Runs a statement with its values: `execute(statement, *values)`."""
+
 process_lock = threading.RLock()
 """One lock for all indexes. A fork of this process waits for it, and both sides find it free.
 
@@ -69,7 +71,7 @@ class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no type
     """Bytes in rows, and nothing else: no pickle, no file."""
 
     def put(self, key: str) -> tuple[str, bool]:
-        return _checked_name(key), True
+        return key, True
 
     def get(self, key: object, raw: object) -> str:
         if raw != 1 or type(key) is not str:
@@ -113,24 +115,15 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far a reader has read. As long as `generation` is the same, what it read counts, and later rows follow.
-
-    The last row's number and name tell an index that was put back from a copy.
-    """
+class Position(NamedTuple):
+    """How far a reader has read. As long as `generation` is the same, what it read counts, and later rows follow."""
 
     generation: bytes | None
     last_row: int
-    last_name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Names and values of rows, oldest first, and where they bring their reader.
-
-    `is_whole`: all rows, not only later ones.
-    """
+class Reading(NamedTuple):
+    """Names and values of rows, oldest first, and where they bring their reader. `is_whole`: these are all rows."""
 
     position: Position
     is_whole: bool
@@ -141,9 +134,7 @@ class Transaction:
     """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
 
     def __init__(self, index: Index, cache: _Cache):
-        self._index, self._cache = index, cache
-        self.generation: bytes | None = None
-        """The index's new generation, if a row was replaced or removed."""
+        self._index, self._cache, self._is_new_generation = index, cache, False
         self.changed: dict[str, bytes | None] = {}
         """The rows that were added or replaced, and None for those that were removed."""
 
@@ -156,37 +147,32 @@ class Transaction:
         value: bytes | None = self._cache.get(name)
         return value
 
-    def add(self, name: str, value: bytes) -> bool:
-        """Add a row unless there is one of this name. True if it was added."""
-        added = bool(self._cache.add(_not_reserved(name), value))
-        if added:
-            self.changed[name] = value
-        return added
-
     def put(self, name: str, value: bytes) -> None:
         """Add or replace a row."""
-        if not self.add(name, value):
+        if self._cache.add(name, value):
+            self.changed[name] = value
+        else:
             self._cache.set(name, value)
             self._replaced(name, value)
 
     def remove(self, name: str) -> bool:
         """Remove a row. True if there was one."""
-        removed = bool(self._cache.delete(_not_reserved(name)))
+        removed = bool(self._cache.delete(name))
         if removed:
             self._replaced(name, None)
         return removed
 
     def _replaced(self, name: str, value: bytes | None) -> None:
         self.changed[name] = value
-        if self.generation is None:
-            self.generation = uuid.uuid4().bytes
-            self._cache.set(GENERATION, self.generation)
+        if not self._is_new_generation:
+            self._cache.set(GENERATION, uuid.uuid4().bytes)
+            self._is_new_generation = True
 
 
 class Index:
     """A map of names to bytes, kept in the folder `path`. Safe for threads, for forks, and for many processes.
 
-    Names are UTF-8, and values have at most MAX_VALUE_BYTES; anything else is a StoreError. IndexDamagedError: the
+    Values have at most MAX_VALUE_BYTES; anything else is a StoreError. IndexDamagedError: the
     database is broken, holds what latentcache did not write, or (read-only) does not exist.
     """
 
@@ -213,19 +199,13 @@ class Index:
     def _has_tables(self) -> bool:
         if not self._database.exists():
             return False
-        with self._reading() as connection:
-            found = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = ?", [_MADE_LAST])
-            return bool(found.fetchone()[0])
+        with self._reading() as execute:
+            return bool(execute("SELECT COUNT(*) FROM sqlite_master WHERE name = ?", _MADE_LAST).fetchone()[0])
 
     def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
         """The rows of those names that have one."""
-        wanted = [_checked_name(name) for name in names]
-        with self._reading() as connection:
-
-            def execute(statement: str, *values: object) -> sqlite3.Cursor:
-                return connection.execute(statement, values)
-
-            return dict(row for name in wanted for row in self._rows(execute, "WHERE key = ?", name))
+        with self._reading() as execute:
+            return dict(row for name in names for row in self._rows(execute, "WHERE key = ?", name))
 
     def items(self) -> dict[str, bytes]:
         """All rows, oldest first."""
@@ -238,23 +218,19 @@ class Index:
 
         Other processes cannot change the index while the block runs.
         """
-        with self._reading() as connection:
-            yield self.read_with(lambda statement, *values: connection.execute(statement, values), since)
+        with self._reading() as execute:
+            yield self.read_with(execute, since)
 
-    def read_with(self, execute: Callable[..., sqlite3.Cursor], since: Position | None) -> Reading:
+    def read_with(self, execute: Execute, since: Position | None) -> Reading:
         """As `reading`, by a connection that has begun to read: `execute(statement, *values)` uses it."""
         generation = dict(self._rows(execute, "WHERE key = ?", GENERATION)).get(GENERATION)
-        follows = since is not None and since.generation == generation
-        if since is not None and since.last_row != _BEFORE_ALL:  # else it was empty
-            found = execute("SELECT key FROM Cache WHERE rowid = ?", since.last_row).fetchone()
-            follows = follows and found == (since.last_name,)
-        start = since.last_row if follows and since is not None else _BEFORE_ALL
-        last = execute("SELECT rowid, key FROM Cache ORDER BY rowid DESC LIMIT 1").fetchone()
-        position = Position(generation, *(last or (_BEFORE_ALL, "")))
-        rows = self._rows(execute, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", start, GENERATION)
-        return Reading(position, not follows, rows)
+        if since is None or since.generation != generation:
+            since = Position(None, _BEFORE_ALL)
+        last = execute("SELECT max(rowid) FROM Cache").fetchone()[0]
+        rows = self._rows(execute, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", since.last_row, GENERATION)
+        return Reading(Position(generation, _BEFORE_ALL if last is None else last), since.generation is None, rows)
 
-    def _rows(self, execute: Callable[..., sqlite3.Cursor], where: str, *values: object) -> Iterator[tuple[str, bytes]]:
+    def _rows(self, execute: Execute, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
         for name, value, is_ours in execute(_SELECT + where, *values):
             if is_ours != 1:
                 raise IndexDamagedError(self.path, f"row {name!r:.80} was not written by latentcache")
@@ -302,10 +278,10 @@ class Index:
         return self._cache
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection in a transaction that reads: nothing changes under it any more."""
+    def _reading(self) -> Iterator[Execute]:
+        """Run statements in a transaction that reads: nothing changes under it any more."""
         with self.lock, self._typed_errors(), closing(self._connect()) as connection:
-            yield connection
+            yield lambda statement, *values: connection.execute(statement, values)
 
     def _connect(self) -> sqlite3.Connection:
         # A live writer's journal can look like a dead one's for a moment, which is rolled back by writing.
@@ -364,19 +340,3 @@ class Index:
 def _primary(error: BaseException) -> int | None:
     code = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
-
-
-def _not_reserved(name: str) -> str:
-    if name == GENERATION:
-        raise StoreError(f"the index keeps {GENERATION!r} for itself; give the row another name")
-    return name
-
-
-def _checked_name(name: str) -> str:
-    if type(name) is not str:
-        raise StoreError(f"a name in the index is text, got {type(name).__name__}")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise StoreError(f"a name in the index is UTF-8: {name!r:.100} ({error.reason}); use its digest") from error
-    return name

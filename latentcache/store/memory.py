@@ -21,7 +21,7 @@ from latentcache.store.base import (
     record_of,
 )
 from latentcache.store.layout import description_of
-from latentcache.store.writer import PackWriter
+from latentcache.store.writer import Writer
 from latentcache.types import Entry, Record
 from latentcache.utils.accelerator import current_accelerator
 
@@ -47,8 +47,8 @@ class MemoryStore(Store):
         return self._entries
 
     @override
-    def writer(self) -> PackWriter:
-        return PackWriter(self._seal, nullcontext(), self.find)
+    def writer(self) -> Writer:
+        return Writer(self._seal, nullcontext(), self.find)
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         new = [entry for entry in entries if entry.key not in self._open]

@@ -18,7 +18,7 @@ import math
 import mmap
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -56,6 +56,7 @@ from latentcache.types import Record
 from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_all
 
 PACK_FORMAT = "2"
+DISAGREE = "its pack and the index do not agree; `latentcache rebuild` may bring it back"
 HEADER_BYTES = 16 << 10
 """The header of a pack stays below, whatever the number of its entries."""
 MAX_HEADER_BYTES = 1 << 20
@@ -429,14 +430,9 @@ def read_records(path: Path) -> PackRecords:
     """As `read_row`, with the records of the entries. They are compared with their digest, not parsed."""
     fd = open_regular(path)
     try:
-        return read_open_records(path, fd)
+        return records_in(path.stem, PackBytes.in_file(path, fd))
     finally:
         os.close(fd)
-
-
-def read_open_records(path: Path, fd: int) -> PackRecords:
-    """As `read_records`, of an open file that is to lie at `path`, and may have another name still."""
-    return records_in(path.stem, PackBytes.in_file(path, fd))
 
 
 def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
@@ -485,14 +481,6 @@ def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
         os.close(fd)
 
 
-def map_open_pack(path: Path, fd: int) -> np.ndarray:
-    """An open file's bytes, mapped as by `map_pack`, until the array is dropped. `path` names it in errors."""
-    try:
-        return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
-    except (ValueError, OSError) as error:
-        raise unreadable(path, error) from error
-
-
 def check_ragged(pack: Pack, data: np.ndarray) -> None:
     """PackError if entries share the values of ragged fields, in a pack whose bytes are `data`.
 
@@ -528,29 +516,6 @@ def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:
     return EntryArrays(description_of(*fields), tuple(arrays))
 
 
-def read_entry(found: EntryArrays, records: PackRecords, location: Location) -> OwnedEntry:
-    """A copy of the entry that `verified_arrays` found."""
-    tensors = {}
-    for (name, (dtype, shape)), array in zip(found.description.items(), found.arrays, strict=True):
-        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
-        np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
-        tensors[name] = tensor
-    group, at = location.group, location.row
-    return OwnedEntry(records.row.key(at), group.kind, records.json(at), tensors, group.ragged)
-
-
-def row_problem(records: PackRecords, data: np.ndarray, at: int) -> str | None:
-    """Why an entry is not what was stored: by its payload, which lies in `data`, or by its record. None: it is."""
-    found = verified_arrays(data, records.row.key(at), records.row.location(at))
-    if isinstance(found, str):
-        return found
-    try:
-        records.record(at)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArrays | str:
     """The entry's arrays in `data`, which `map_pack` gave and in which it ends, or why they are not what was stored."""
     try:
@@ -559,3 +524,94 @@ def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArra
         return str(error)
     digest_now = payload_digest(key, found.description, found.arrays)
     return found if digest_now == location.digest else f"digest {digest_now.hex()}, stored as {location.digest.hex()}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholePack:
+    """A pack with all of its bytes (`data`: uint8, flat), to check or copy many of its entries."""
+
+    records: PackRecords
+    data: np.ndarray
+
+    @classmethod
+    def in_file(cls, path: Path) -> WholePack:
+        """The pack at `path`, mapped. Errors as for `read_row`."""
+        fd = open_regular(path)
+        try:
+            return cls.in_open_file(path, fd)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def in_open_file(cls, path: Path, fd: int) -> WholePack:
+        """The pack in an open file that is to lie at `path`, and may have another name still."""
+        records = records_in(path.stem, PackBytes.in_file(path, fd))
+        try:
+            return cls(records, np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8))
+        except (ValueError, OSError, MemoryError) as error:
+            raise unreadable(path, error) from error
+
+    @classmethod
+    def in_memory(cls, pack: str, data: bytes | memoryview) -> WholePack:
+        """The pack with this id, in views of its bytes. PackError."""
+        return cls(read_pack_bytes(data, pack), np.frombuffer(data, np.uint8))
+
+    @property
+    def row(self) -> PackRow:
+        """The pack's row: all of its entries are live."""
+        return self.records.row
+
+    def verified(self, key: str, location: Location) -> EntryArrays | str:
+        """The entry's arrays where the index says, or why they are not what was stored."""
+        return verified_arrays(self.data, key, location) if self.records.is_at(key, location) else DISAGREE
+
+    def problem(self, key: str, location: Location) -> str | None:
+        """Why an entry is not what was stored, by its payload or its record. None: it is."""
+        found = self.verified(key, location)
+        if isinstance(found, str):
+            return found
+        try:
+            self.records.record(location.row)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """The entries that are not what was stored: key and reason.
+
+        PackError where entries share values: then reading all takes far longer than the pack's bytes say.
+        """
+        check_ragged(self.row.pack, self.data)
+        for at, key in enumerate(self.row.names()):
+            if (problem := self.problem(key, self.row.location(at))) is not None:
+                yield key, problem
+
+    def copy(self, key: str, location: Location) -> OwnedEntry | str:
+        """A copy of an entry, or why it is not what was stored."""
+        found = self.verified(key, location)
+        if isinstance(found, str):
+            return found
+        tensors = {}
+        for (name, (dtype, shape)), array in zip(found.description.items(), found.arrays, strict=True):
+            tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+            np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
+            tensors[name] = tensor
+        group = location.group
+        return OwnedEntry(key, group.kind, self.records.json(location.row), tensors, group.ragged)
+
+    def part(self, keys: Collection[str]) -> tuple[PackRow, bytes]:
+        """A new pack, in memory, of these entries. PackError if one is not what was stored."""
+        entries = []
+        for at, key in enumerate(self.row.names()):
+            if key in keys:
+                entry = self.copy(key, self.row.location(at))
+                if isinstance(entry, str):
+                    raise PackError(self.row.pack.id, f"entry {key}: {entry}")
+                entries.append(entry)
+        row, _, buffers = pack_buffers(new_pack_id(), entries)
+        return row, b"".join(buffers)
+
+
+def row_problem(records: PackRecords, data: np.ndarray, at: int) -> str | None:
+    """SHIM."""
+    return WholePack(records, data).problem(records.row.key(at), records.row.location(at))

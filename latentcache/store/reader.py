@@ -18,12 +18,11 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, 
 from latentcache.store.base import Description, EntryArrays, Store, StoreStats
 from latentcache.store.layout import Location, Pack
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import arrays_in, map_pack, read_records, verified_arrays
+from latentcache.store.pack import DISAGREE, arrays_in, map_pack, read_records, verified_arrays
 from latentcache.store.stacking import stack
 from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import open_regular, unreadable
 
-DISAGREE = "its pack and the index do not agree"
 _MAX_RECORDS = 8  # a full pack's records are a few MiB
 
 

@@ -28,17 +28,7 @@ from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import (
-    HEADER_BYTES,
-    map_pack,
-    new_pack_id,
-    read_entry,
-    read_records,
-    row_problem,
-    verified_arrays,
-    write_pack,
-)
-from latentcache.store.reader import DISAGREE
+from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
 from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors, unreadable
 from latentcache.utils.locks import locked, readers_since
@@ -196,8 +186,7 @@ def _verify_pack(
 ) -> tuple[dict[str, str], str | None]:
     path = directory.pack_path(pack)
     try:
-        records = read_records(path)
-        data = map_pack(path, records.row.pack.file_bytes)
+        whole = WholePack.in_file(path)
     except (PackError, UnsafeStoreError) as error:
         advice = (
             f"{error} `latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
@@ -207,14 +196,8 @@ def _verify_pack(
         return dict.fromkeys(entries, f"its pack is gone: {path}"), f"{path}: is gone" if entries else None
     except StoreError as error:
         return {}, str(error)  # it cannot be read now: that says nothing about its entries
-    problems = {}
-    for key, location in entries.items():
-        if not records.is_at(key, location):
-            problems[key] = f"{DISAGREE}; `latentcache rebuild` may bring it back"
-            continue
-        if (problem := row_problem(records, data, location.row)) is not None:
-            problems[key] = problem
-    return problems, None
+    checked = ((key, whole.problem(key, location)) for key, location in entries.items())
+    return {key: problem for key, problem in checked if problem is not None}, None
 
 
 def rebuild(store: StoreOrPath) -> RebuildReport:
@@ -431,22 +414,20 @@ def _copies(
 ) -> Iterator[OwnedEntry]:
     """Copies of the entries of these packs. Where each was is noted in `old`."""
     for pack, entries in disk.catalog.table.by_pack(chosen):
-        path = disk.directory.pack_path(pack)
         try:
-            records = read_records(path)
-            data = map_pack(path, records.row.pack.file_bytes)
+            whole = WholePack.in_file(disk.directory.pack_path(pack))
         except (StoreError, FileNotFoundError) as error:
             if pack in disk.catalog.table.packs:  # else all of it was removed meanwhile
                 unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
-            found = verified_arrays(data, key, location) if records.is_at(key, location) else DISAGREE
-            if isinstance(found, str):
-                disk.mark_damaged({key: (location, found)})
-                damaged[key] = found
+            copy = whole.copy(key, location)
+            if isinstance(copy, str):
+                disk.mark_damaged({key: (location, copy)})
+                damaged[key] = copy
             else:
                 old[key] = location
-                yield read_entry(found, records, location)
+                yield copy
 
 
 def full_packs(entries: Iterator[OwnedEntry], age_s: float) -> Iterator[list[OwnedEntry]]:

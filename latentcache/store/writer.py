@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from typing import Any, Protocol
+from typing import Any
 
 from latentcache.errors import StoreError
 from latentcache.store.base import OwnedEntry, check_key, own_entry
 from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, noted_on
+from latentcache.utils.locks import Claims
 
 PACK_BYTES = 64 << 20
 PACK_RECORD_BYTES = 8 << 20
@@ -50,28 +51,16 @@ class PackBuffer:
         )
 
 
-class KeyClaims(Protocol):
-    """Keys whose entries one of several processes makes: `locks.Claims`, or those of a service's clients."""
-
-    def take(self, keys: Iterable[str]) -> set[str]:
-        """Claim those that no other one has claimed, and return them."""
-
-    def release(self, keys: Iterable[str]) -> None:
-        """Others may claim these from now on."""
-
-    def close(self) -> None:
-        """Release all."""
-
-
 SealEntries = Callable[[Sequence[OwnedEntry]], tuple[int, int]]
 """Makes entries durable. Returns how many of them were not there before, and the bytes that it wrote."""
 
 
-class PackWriter:
-    """Gathers entries into packs, which `seal_entries` makes durable in a background thread.
+class Writer:
+    """Adds entries in the order given: gathers them into packs, which `seal_entries` makes durable in the background.
 
-    At most two packs are in memory: one that fills, and one that is being written. The context manager `hold` is
-    entered for the time that the writer is open.
+    Use it in a `with` block; leaving the block seals, on an exception too: what was added is whole. One thread calls
+    `add`. An error of the background thread comes up at the next `add`, `seal` or on leaving. At most two packs are in
+    memory: one that fills, and one that is being written. The context manager `hold` is entered for that time.
     """
 
     def __init__(
@@ -79,21 +68,23 @@ class PackWriter:
         seal_entries: SealEntries,
         hold: AbstractContextManager[None],
         find: Callable[[Iterable[str]], set[str]],
-        claims: Callable[[], KeyClaims] | None = None,
+        claims: Callable[[], Claims] | None = None,
     ):
         self.num_added = 0
+        """Entries that are durable and were not there before."""
         self.bytes_written = 0
+        """Bytes of the files written."""
         self._seal_entries = seal_entries
         self._hold = hold
         self._find = find
         self._make_claims = claims
-        self._claims: KeyClaims | None = None
+        self._claims: Claims | None = None
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
         self._buffer = PackBuffer(PACK_AGE_S)
         self._sealing: Sequence[OwnedEntry] = ()
 
-    def __enter__(self) -> PackWriter:
+    def __enter__(self) -> Writer:
         self._open.enter_context(self._hold)
         self._worker = self._open.enter_context(BackgroundWorker(1, "sealing"))
         return self
@@ -107,7 +98,7 @@ class PackWriter:
                 self._worker = self._claims = None
 
     def add(self, entry: Entry) -> None:
-        """Copy the entry and buffer it. A key that was added before is ignored."""
+        """Copy the entry and buffer it. A key that was added before is ignored. StoreError if it cannot be stored."""
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
         if check_key(entry.record.key) in self._buffer.entries:
@@ -117,7 +108,11 @@ class PackWriter:
             self._start_sealing(self._worker)
 
     def claim(self, keys: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Of the keys that are not there: those claimed for this process now, and those of other processes."""
+        """Divide keys that are not there into those that this process should make now and those that another one makes.
+
+        The first are claimed until they are durable or released, or until the writer is left. Of the second, look again
+        later: their entries come, or the other process ends. Seal before you wait: it may wait for yours.
+        """
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
         if self._claims is None and self._make_claims is not None:
@@ -130,7 +125,7 @@ class PackWriter:
         return mine - there, wanted - mine - there
 
     def release(self, keys: Iterable[str]) -> None:
-        """Give up claims."""
+        """Give up claims: these entries cannot be made here."""
         if self._claims is not None:
             self._claims.release(keys)
 

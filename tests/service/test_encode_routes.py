@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.far_stores import served_store
 from helpers.model_folder import save_diffusers_folder
+from helpers.pack_answers import entries_in
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
@@ -28,7 +28,6 @@ from latentcache.errors import RemoteError, StoreError
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
-from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
 from latentcache.validation.sample_images import prompt_embeddings
 
 
@@ -98,14 +97,7 @@ def prompts(*texts: str, **more: Any) -> dict[str, Any]:
 def encoded(answer: Answer) -> dict[str, dict[str, torch.Tensor]]:
     """The entries of a pack, each compared with its digest and its key."""
     assert answer.status == 200, answer.body
-    records, data = read_pack_bytes(answer.body, "answer"), np.frombuffer(answer.body, np.uint8)
-    found = {}
-    for at, key in enumerate(records.row.names()):
-        arrays = verified_arrays(data, key, records.row.location(at))
-        assert not isinstance(arrays, str), arrays
-        assert records.record(at).key == key
-        found[key] = dict(read_entry(arrays, records, records.row.location(at)).tensors)
-    return found
+    return {key: dict(entry.tensors) for key, entry in entries_in(answer.body).items()}
 
 
 def assert_precached(found: dict[str, dict[str, torch.Tensor]], precached: Workspace) -> None:

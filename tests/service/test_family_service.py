@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.family_walks import (
     WALKS,
@@ -19,6 +18,7 @@ from helpers.family_walks import (
     assert_same_entry,
     walked,
 )
+from helpers.pack_answers import entries_in
 from helpers.serving import RunningServer, serving_here
 
 from latentcache import LatentCache
@@ -30,8 +30,6 @@ from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
 from latentcache.service.page_text import url
 from latentcache.store import DiskStore
-from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
-from latentcache.types import Entry
 
 Run = Callable[..., Any]
 
@@ -86,18 +84,6 @@ def test_the_page_shows_each_sample_with_all_its_parts(server: RunningServer, ca
         assert reasons.count(">hit<") == len(list(row.keys())) and ">miss<" not in reasons
 
 
-def entries_of(body: bytes) -> dict[str, Entry]:
-    """The entries of a pack, each compared with its digest."""
-    records, data, found = read_pack_bytes(body, "answer"), np.frombuffer(body, np.uint8), {}
-    for at, key in enumerate(records.row.names()):
-        location = records.row.location(at)
-        arrays = verified_arrays(data, key, location)
-        assert not isinstance(arrays, str), arrays
-        read = read_entry(arrays, records, location)
-        found[key] = Entry(records.record(at), read.tensors, read.ragged)
-    return found
-
-
 def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cached: LatentCache, tmp_path: Path) -> None:
     with serving_here(tmp_path / "empty", encode=config) as running:
         texts = {ref.text: ref.key for row in cached.manifest("walk").rows.values() for ref in row.captions}
@@ -106,12 +92,12 @@ def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cache
         answer = running.post("/v1/prompts:encode", {"prompts": prompts}, token=running.write_token)
         assert answer.status == 200, answer.body
         assert set(texts.values()) <= set(answer.headers["latentcache-keys"].split(","))
-        for key, entry in entries_of(answer.body).items():
+        for key, entry in entries_in(answer.body).items():
             assert_same_entry(entry, cached.get(key))
         for row in cached.manifest("walk").rows.values():
             answer = running.post("/v1/images:encode", data_of(config, row.sample_id), token=running.write_token)
             assert answer.status == 200, answer.body
-            found = entries_of(answer.body)
+            found = entries_in(answer.body)
             assert list(found) == [ref.key for ref in row.images]
             for key, entry in found.items():
                 assert_same_entry(entry, cached.get(key))

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import torch
+from helpers.pack_answers import entries_in
 
 from latentcache.dataset.manifest import manifest_parts, read_head
 from latentcache.loading.status import status
-from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
-
-
-def entries_in(data):
-    """The entries of a pack, each compared with its digest."""
-    records, array = read_pack_bytes(data, "answer"), np.frombuffer(data, np.uint8)
-    found = {}
-    for at, key in enumerate(records.row.names()):
-        location = records.row.location(at)
-        arrays = verified_arrays(array, key, location)
-        assert not isinstance(arrays, str), arrays
-        found[key] = records.record(at), read_entry(arrays, records, location)
-    return found
 
 
 def assert_is(found, entry):
-    record, owned = found
-    assert record == entry.record and owned.ragged == entry.ragged and owned.tensors.keys() == entry.tensors.keys()
-    assert all(torch.equal(owned.tensors[name], tensor) for name, tensor in entry.tensors.items())
+    assert found.record == entry.record and found.ragged == entry.ragged
+    assert found.tensors.keys() == entry.tensors.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in entry.tensors.items())
 
 
 def problem(answer, status, kind):

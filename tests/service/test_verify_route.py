@@ -63,9 +63,9 @@ def test_a_store_that_can_only_be_read_is_checked_and_keeps_its_entries(cache):
 
 
 def test_a_pack_that_is_gone_is_damage(cache):
-    for path in cache.path.glob("packs/*/*.safetensors"):
-        path.unlink()
     with DiskStore(cache.path) as store:
+        for path in cache.path.glob("packs/*/*.safetensors"):
+            path.unlink()
         found = verify_entries(store, cache.keys)
         assert found.keys() == set(cache.keys) and all("gone" in reason for reason in found.values())
         assert store.damaged().keys() == set(cache.keys)

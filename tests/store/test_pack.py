@@ -24,13 +24,12 @@ from latentcache.store import DiskStore
 from latentcache.store.base import DTYPES, own_entry
 from latentcache.store.layout import Location
 from latentcache.store.pack import (
+    WholePack,
     map_pack,
     new_pack_id,
     pack_buffers,
-    read_entry,
     read_records,
     read_row,
-    verified_arrays,
     write_pack,
 )
 from latentcache.store.stacking import read_batch
@@ -65,30 +64,22 @@ def tensor_bytes(path, name):
     return start + begin, start + end
 
 
-def read_at(data, records, key, location):
+def read_at(whole, key, location):
     """The entry, or why it cannot be read, by the checks of a store, `verify` and `rebuild`."""
-    if not records.is_at(key, location):
-        return "not at its place"
-    arrays = verified_arrays(data, key, location)
-    if isinstance(arrays, str):
-        return arrays
-    try:
-        record = records.record(location.row)
-    except ValueError as error:
-        return str(error)
-    owned = read_entry(arrays, records, location)
-    return Entry(record, owned.tensors, owned.ragged)
+    if (problem := whole.problem(key, location)) is not None:
+        return problem
+    owned = whole.copy(key, location)
+    return Entry(whole.records.record(location.row), owned.tensors, owned.ragged)
 
 
 def read_all(path):
     """All entries of a pack, by key."""
-    records = read_records(path)
-    return all_in(map_pack(path, records.row.pack.file_bytes), records)
+    return all_in(WholePack.in_file(path))
 
 
-def all_in(data, records):
-    row = records.row
-    return {key: read_at(data, records, key, row.location(at)) for at, key in enumerate(row.names())}
+def all_in(whole):
+    row = whole.row
+    return {key: read_at(whole, key, row.location(at)) for at, key in enumerate(row.names())}
 
 
 def assert_reads(path, entries):
@@ -454,13 +445,12 @@ def test_every_flipped_bit_is_refused_or_harmless(path):
             at = bit // 8
             os.pwrite(file.fileno(), bytes([clean[at] ^ 1 << bit % 8]), at)
             try:
-                records = read_records(path)
+                whole = WholePack.in_file(path)
             except PackError:
                 found = None
             else:
-                data = map_pack(path, records.row.pack.file_bytes)
-                found = {key: read_at(data, records, key, place) for key, place in places.items()}
-                for key, entry in [*found.items(), *all_in(data, records).items()]:
+                found = {key: read_at(whole, key, place) for key, place in places.items()}
+                for key, entry in [*found.items(), *all_in(whole).items()]:
                     assert isinstance(entry, str) or same(entry, expected[key])
             if at >= start and at not in padding:
                 assert found is None or any(isinstance(each, str) for each in found.values()), f"bit {bit} is unnoticed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,13 +13,11 @@ from store_samples import sample, samples
 from latentcache.errors import PackError
 from latentcache.store.base import own_entry
 from latentcache.store.pack import (
+    WholePack,
     new_pack_id,
     pack_buffers,
-    read_entry,
-    read_open_records,
     read_pack_bytes,
     read_records,
-    verified_arrays,
     write_pack,
 )
 
@@ -48,12 +45,10 @@ def test_the_bytes_are_those_of_the_file(tmp_path):
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_entries_come_back_from_memory(kind):
     data = kind(PACKED)
-    records = read_pack_bytes(data, "2" * 32)
-    assert records.row.pack.id == "2" * 32 and records.row.names() == [entry.key for entry in ENTRIES]
+    whole = WholePack.in_memory("2" * 32, data)
+    assert whole.row.pack.id == "2" * 32 and whole.row.names() == [entry.key for entry in ENTRIES]
     for at, entry in enumerate(ENTRIES):
-        location = records.row.location(at)
-        found = verified_arrays(np.frombuffer(data, np.uint8), entry.key, location)
-        back = read_entry(found, records, location)
+        back = whole.copy(entry.key, whole.row.location(at))
         assert back.record == entry.record and back.digest() == entry.digest()
         assert all(torch.equal(back.tensors[name], tensor) for name, tensor in entry.tensors.items())
 
@@ -61,9 +56,9 @@ def test_entries_come_back_from_memory(kind):
 def test_a_file_that_has_no_name_yet_is_checked_by_its_descriptor(tmp_path):
     (tmp_path / "half.tmp").write_bytes(PACKED)
     fd = os.open(tmp_path / "half.tmp", os.O_RDONLY)
-    records = read_open_records(tmp_path / f"{'3' * 32}.safetensors", fd)
+    row = WholePack.in_open_file(tmp_path / f"{'3' * 32}.safetensors", fd).row
     os.close(fd)
-    assert records.row.pack.id == "3" * 32 and records.row.names() == [entry.key for entry in ENTRIES]
+    assert row.pack.id == "3" * 32 and row.names() == [entry.key for entry in ENTRIES]
 
 
 def verdict(read):

@@ -115,6 +115,7 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
         monkeypatch.setattr(pack.torch, "from_file", lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(StoreError, match="cannot be read now"):
             read_batch(store, [key(0)])
+        monkeypatch.setattr(pack.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOMEM, "none")))
         report = verify(store)
         assert not report.ok and report.damaged == {} and len(report.unreadable) == 1
         monkeypatch.undo()

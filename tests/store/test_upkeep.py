@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
@@ -558,7 +557,7 @@ def test_what_a_thread_is_looking_up_again_is_not_pruned(store, monkeypatch):
         with reading(self, since) as found:
             if threading.current_thread() is reader:
                 assert found.is_whole
-                found = replace(found, rows=slow_rows(found.rows))
+                found = found._replace(rows=slow_rows(found.rows))
             yield found
 
     def slow_rows(rows):

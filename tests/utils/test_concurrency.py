@@ -18,7 +18,7 @@ from latentcache.config import Config
 from latentcache.errors import StoreError
 from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
-from latentcache.store.writer import PackWriter
+from latentcache.store.writer import Writer
 from latentcache.types import Entry
 from latentcache.utils.concurrency import NICENESS, BackgroundWorker, Prefetcher, bounded_map, lower_priority
 
@@ -195,14 +195,14 @@ def test_on_a_cpu_entries_are_stored_in_the_main_thread_and_decoders_lower_their
 ) -> None:
     stepped: set[str] = set()
     stored_in: set[str] = set()
-    add = PackWriter.add
+    add = Writer.add
 
-    def spy(self: PackWriter, entry: Entry) -> None:
+    def spy(self: Writer, entry: Entry) -> None:
         stored_in.add(threading.current_thread().name)
         add(self, entry)
 
     monkeypatch.setattr(images, "lower_priority", lambda: stepped.add(threading.current_thread().name))
-    monkeypatch.setattr(PackWriter, "add", spy)
+    monkeypatch.setattr(Writer, "add", spy)
     assert run_precache(make_config()).num_encoded > 0
     assert stepped and all(name.startswith("latentcache-decode") for name in stepped)
     assert stored_in == {threading.current_thread().name}
