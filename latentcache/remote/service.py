@@ -235,14 +235,6 @@ class ServiceTransport(Transport):
         return self._is_writable
 
     @override
-    def check_writable(self) -> None:
-        if not self.is_writable():
-            raise ReadOnlyError(
-                self.url,
-                f"is open for reading only here: give the server's writing token with token=... or {TOKEN_VARIABLE}",
-            )
-
-    @override
     def find(self, keys: Sequence[str]) -> set[str]:
         found: set[str] = set()
         for chunk in _chunks(keys):

@@ -360,17 +360,20 @@ class Move:
                 f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "
                 f"{row.sample_id!r:.120}. `latentcache precache CONFIG` makes them; then run the same command again",
             )
-        written: list[Manifest | None] = [self._changed(manifest)] if self.dry_run else []
+        new: Manifest | None = None
 
         def make() -> Manifest | None:
-            written[:] = [self._changed(manifest)]
-            return written[0]
+            nonlocal new
+            new = self._changed(manifest)
+            return new
 
-        if not self.dry_run:
+        if self.dry_run:
+            make()
+        else:
             update_manifest(self.target.manifests, make)
-            if written[0] is None:
+            if new is None:
                 self.target.manifests.end(manifest.name)
-        if written[0] is not None:
+        if new is not None:
             self.report.manifests.append(manifest.name)
 
     def _missing(self, manifest: Manifest) -> set[str]:

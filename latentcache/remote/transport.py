@@ -85,7 +85,7 @@ class Transport(Closing, Protocol):
     def check_writable(self) -> None:
         """ReadOnlyError if this client may not write."""
         if not self.is_writable():
-            raise ReadOnlyError(self.url)
+            raise ReadOnlyError(self.url, "is open for reading only here; a service needs its writing token for more")
 
     def check_compares(self) -> None:
         """RemoteError if it cannot compare versions before it replaces a file, which manifests need."""
