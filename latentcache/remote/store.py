@@ -110,12 +110,10 @@ class RemoteStore(PackReader):
     @override
     def remove(self, keys: Iterable[str]) -> int:
         """StoreError: packs are immutable, and no index is there that could say that a row does not count."""
-        for key in keys:
-            check_key(key)
         self.check_open()
         raise StoreError(
-            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune {self.url}`, or "
-            "`latentcache prune` where the directory of a service is, removes what no manifest needs"
+            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune` removes what no manifest "
+            "needs, of a service where its directory is"
         )
 
     # Looking up

@@ -60,9 +60,11 @@ class Transport(Closing, Protocol):
 
         `version` None: there must be none. ANY_VERSION: it does not matter.
         """
+        raise ReadOnlyError(self.url)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; missing ones are ignored."""
+        raise ReadOnlyError(self.url)
 
     def check(self, *, create: bool = False) -> None:
         """StoreError if there is no cache here; `create` makes one. SchemaError, UnsafeStoreError: see `check_mark`."""
@@ -162,14 +164,6 @@ class FolderTransport(Transport):
         with (self.path / name).open("rb") as file:
             file.seek(start)
             return memoryview(file.read(-1 if num_bytes is None else num_bytes)), ""
-
-    @override
-    def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        raise ReadOnlyError(self.path, "it is opened for reading only")
-
-    @override
-    def remove(self, names: Iterable[str]) -> None:
-        raise ReadOnlyError(self.path, "it is opened for reading only")
 
     @override
     def is_writable(self) -> bool:
