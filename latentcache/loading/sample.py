@@ -18,9 +18,9 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError
 from latentcache.families.base import MASK, Family
 from latentcache.loading.batch import CONTROL, BufferPool
 from latentcache.loading.sample_index import PRECACHE, SampleFacts
-from latentcache.store.base import Description, Store
-from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
-from latentcache.types import Batch, ClipSize, Geometry, Padding, Size
+from latentcache.store.base import Store
+from latentcache.store.stacking import Column, columns_of, concatenated, stack_columns
+from latentcache.types import Batch, ClipSize, Geometry, Size
 
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
@@ -149,27 +149,19 @@ class SampleReader:
         sample_ids, first = [ref.sample_id for ref in refs], refs[0]
         rows = self.store.rows([*chain.from_iterable(map(_KEYS, refs))])
         num, rules = len(first.keys), dict(first.facts.padding)
-        found: dict[str, tuple[tuple[str, tuple[int, ...]], Sequence[np.ndarray]]] = {}
+        found: dict[str, Column] = {}
         for place in range(num):
             # The entries of all samples at this place: their images, their texts, their first control images ...
-            entries = rows[place::num]
-            described = entries[0].description
-            if all([entry.description is described for entry in entries]):
-                arrays = zip(*[entry.arrays for entry in entries], strict=True)
-                columns: dict[str, Sequence[np.ndarray]] = dict(zip(described, arrays, strict=True))
-                described = without_lengths(described, rules)
-            else:
-                shapes = [without_lengths(entry.description, rules) for entry in entries]
-                described = common_fields(sample_ids, shapes, None)
-                named = [dict(zip(entry.description, entry.arrays, strict=True)) for entry in entries]
-                columns = {name: [each[name] for each in named] for name in described}
             part = place - num + len(first.parts)
-            for name, spec in described.items():  # that of a part is known by the part's name
-                found[first.parts[part][0] if part >= 0 else name] = spec, columns[name]
-        names = sorted(found)
-        description = {name: found[name][0] for name in names}
-        padding = {name: rule for name, rule in rules.items() if name in found}
-        return _stacked(sample_ids, description, [found[name][1] for name in names], padding, pool, out, pad)
+            for name, column in columns_of(sample_ids, rows[place::num], rules).items():
+                found[first.parts[part][0] if part >= 0 else name] = column  # that of a part goes by the part's name
+        columns = {name: found[name] for name in sorted(found)}
+        ragged = {name: rule for name, rule in rules.items() if name in columns}
+        if not pad:
+            apart = {name: concatenated(columns.pop(name)) for name in ragged}
+            return {**stack_columns(sample_ids, columns, {}, out)[0], **apart}
+        batch, masks = stack_columns(sample_ids, columns, ragged, out, None if pool is None else pool.borrow)
+        return {**batch, **{f"{name}{MASK}": mask for name, mask in masks.items()}}
 
     def prefetch(self, refs: Sequence[SampleRef]) -> None:
         """These samples are read soon: see `Store.prefetch`."""
@@ -182,33 +174,6 @@ class SampleReader:
             return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
         mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
         return SampleError(sample_id, f"is damaged: {error.reason}", mark + PRECACHE)
-
-
-def _stacked(
-    sample_ids: Sequence[str],
-    description: Description,
-    columns: Sequence[Sequence[np.ndarray]],
-    padding: Mapping[str, Padding],
-    pool: BufferPool | None,
-    out: Mapping[str, torch.Tensor] | None,
-    pad: bool,
-) -> Batch:
-    """See `SampleReader.gather`."""
-    num_rows = len(sample_ids)
-    if padding and not pad:
-        named = dict(zip(description, columns, strict=True))
-        plain = {name: spec for name, spec in description.items() if name not in padding}
-        batch = stack_columns(plain, [named[name] for name in plain], num_rows, out)
-        return {**batch, **{name: concatenated(description[name][0], named[name]) for name in padding}}
-    padded = Padded.of(sample_ids, description, columns, padding) if padding else None
-    empty = None
-    if pool is not None:
-        row_bytes = [column[0].nbytes for column in columns] if padded is None else padded.row_bytes()
-        empty = pool.borrow([num_bytes * num_rows for num_bytes in row_bytes])
-    if padded is None:
-        return stack_columns(description, columns, num_rows, out, empty)
-    batch = stack_columns(padded.fields, columns, num_rows, out, empty, padded)
-    return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
 
 
 def _check_alike(refs: Sequence[SampleRef]) -> None:

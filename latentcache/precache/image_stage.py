@@ -3,7 +3,6 @@
 Threads decode ahead of the main thread, which runs the VAE; a background thread checks, converts and stores results.
 Where copies overlap the computation, the next batch is uploaded and launched before the results of the last one are
 fetched, so that the device has work while the host copies and checks. On a CPU the main thread stores the results.
-Threads that decode have a lower priority than those that encode.
 
 Memory is bounded whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
 batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and
@@ -20,7 +19,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,7 @@ from latentcache.precache.report import Failure, RunContext, storing_worker, tim
 from latentcache.provenance import Provenance
 from latentcache.store.base import DTYPES
 from latentcache.types import Entry, Record
-from latentcache.utils.concurrency import BackgroundWorker, Outcome, bounded_map, lower_priority
+from latentcache.utils.concurrency import BackgroundWorker, bounded_map
 
 CLIPS_AHEAD = 2
 """Clips that are decoded while others are encoded: one of 81 frames of 480x832 has 97 MB."""
@@ -80,7 +79,7 @@ class ImageStage:
                 vae = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
             context.progress.start("encode images", sum(map(len, batches)))
             stack.enter_context(vae_settings(vae, compile=context.encode.compile))
-            decoders = ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=lower_priority)
+            decoders = ThreadPoolExecutor(num_threads, "latentcache-decode")
             stack.enter_context(decoders)
             worker = stack.enter_context(storing_worker(placement.device))
             groups = self._all_groups(batches, decoders, num_threads + self._encodings.image_group_size)
@@ -124,15 +123,14 @@ class ImageStage:
         finally:
             decoded.close()
 
-    def _decoded(
-        self, decoded: Iterator[tuple[ImageTask, Outcome[np.ndarray]]], num_images: int
-    ) -> Iterator[ImageItem]:
+    def _decoded(self, decoded: Iterator[tuple[ImageTask, Future[np.ndarray]]], num_images: int) -> Iterator[ImageItem]:
         """The next images, without those that are refused."""
         for _ in range(num_images):
-            with timed(self._context.report, "decode"):
-                task, future = next(decoded)
+            task, future = next(decoded)
             try:
-                yield ImageItem(task, future.result())
+                with timed(self._context.report, "decode"):
+                    pixels = future.result()
+                yield ImageItem(task, pixels)
             except ImageRefused as refused:
                 self._context.fail(task.key, Failure(refused.reason, refused.detail, refused.path))
                 self._context.progress.advance(1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Annotated
@@ -35,8 +36,6 @@ from latentcache.precache.prompts import last_manifest, plan_prompts
 from latentcache.precache.texts import Controls, TextKeys
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
-from latentcache.utils.concurrency import bounded_map
-from latentcache.utils.garbage import collector_paused
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 
@@ -100,7 +99,11 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     _plan_prompts(builder, config, workspace, encodings, models, last)
     num_workers = config.encode.num_workers
     num_threads = os.cpu_count() if num_workers == "auto" else num_workers
-    with collector_paused(), ThreadPoolExecutor(num_threads) as executor:
+    with ExitStack() as after, ThreadPoolExecutor(num_threads) as executor:
+        if gc.isenabled():
+            # Plans have many values and no cycles: scanning them takes as long as 70% of the planning itself.
+            after.callback(gc.enable)
+            gc.disable()
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
             planner = _DatasetPlanner(builder, dataset, workspace, encodings, models, verify_sources, only)
@@ -208,11 +211,10 @@ class _DatasetPlanner:
         plan = self._builder.plan
         seen: set[str] = set()
         items = (item for item in self._source.samples() if self._only is None or item.sample_id in self._only)
-        for item, future in bounded_map(executor, self._facts, items, 2 * CHUNK, self._known_facts):
+        for item, facts in self._found(executor, items):
             if stop.is_set():
                 raise Stopped
             plan.num_samples += 1
-            facts = future.result()
             if item.sample_id in seen:
                 # Two rows cannot have one name, and neither may be dropped silently.
                 detail = f"sample id {item.sample_id!r} occurs twice in this dataset; rename one"
@@ -234,6 +236,16 @@ class _DatasetPlanner:
                 plan.num_mostly_cut += 1
                 plan.mostly_cut += [item.sample_id] if plan.num_mostly_cut <= MAX_NAMED else []
             yield item, row
+
+    def _found(
+        self, executor: ThreadPoolExecutor, items: Iterator[Sample | Refusal]
+    ) -> Iterator[tuple[Sample | Refusal, list[_FileFacts] | Refusal]]:
+        """Each item with its facts. Files are read in threads, where that is needed: most are known as a rule."""
+        while chunk := list(islice(items, 2 * CHUNK)):
+            known = list(map(self._known_facts, chunk))
+            read = executor.map(self._facts, [item for item, facts in zip(chunk, known, strict=True) if facts is None])
+            for item, facts in zip(chunk, known, strict=True):
+                yield item, next(read) if facts is None else facts
 
     def _known_facts(self, item: Sample | Refusal) -> list[_FileFacts] | Refusal | None:
         """What is known of an image and its parts without reading them: a refusal, or facts of the last reading."""
