@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
@@ -36,8 +36,8 @@ class FarIndex:
 
     The rows of packs are read by one or two small requests each, and remembered in the folder `memory` of this disk
     (None: nowhere), which processes may share. What a pack lists counts as there: a key cannot name a wrong value.
-    Copies of an entry lie in several packs now and then; the one in the pack with the lowest id counts on all machines,
-    those that are listed for removal last. `forget` is called with packs that are gone. RemoteError.
+    Copies of an entry lie in several packs now and then; the one in the largest pack counts, on all machines, and those
+    in packs that are listed for removal last. `forget` is called with packs that are gone. RemoteError.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class FarIndex:
         self.table = LocationTable()
         self.sizes: dict[str, int] = {}
         """Bytes of each pack whose entries are known, by id."""
-        self.leaving: Set[str] = set()
-        """The packs that are listed for removal."""
+        self.leaving: dict[str, int] = {}
+        """The packs that are listed for removal, and the bytes of their notes: see `removals_in`."""
         self.unreadable: dict[str, str] = {}
         """Why the entries of other packs are not known."""
         self._leaving_keys: set[str] = set()
@@ -69,7 +69,8 @@ class FarIndex:
             if began - self._listed_at < max_age_s:
                 return
             there = {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}
-            leaving = removals_in(self._transport).keys() & there.keys()
+            listed = removals_in(self._transport).items()
+            leaving = {pack: note.num_bytes for pack, note in listed if pack in there}
             self.unreadable = {pack: reason for pack, reason in self.unreadable.items() if pack in there}
             if began - self._tried_at >= UNREADABLE_S:
                 self.unreadable, self._tried_at = {}, began
@@ -140,10 +141,11 @@ class FarIndex:
             row.reasons = dict(damaged)
         return row
 
-    def _rebuild(self, sizes: Mapping[str, int], leaving: Set[str]) -> None:
+    def _rebuild(self, sizes: Mapping[str, int], leaving: dict[str, int]) -> None:
         """Make the table of these packs. After an error all is as it was; what was not read is asked for again."""
         rows = [self._marked(row) for row in self._read_rows(sizes)]
-        rows.sort(key=lambda row: (row.pack.id in leaving, row.pack.id))
+        # Full packs first: what a compaction copied that died counts in its new pack. Damaged ones last.
+        rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
         _drop_copies(rows)
         going = [row.live_names() for row in rows if row.pack.id in leaving]
         self.table, self.sizes = LocationTable(rows), {row.pack.id: row.pack.file_bytes for row in rows}

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote, urlsplit
@@ -235,14 +235,6 @@ class ServiceTransport(Transport):
         return self._is_writable
 
     @override
-    def check_writable(self) -> None:
-        if not self.is_writable():
-            raise ReadOnlyError(
-                self.url,
-                f"is open for reading only here: give the server's writing token with token=... or {TOKEN_VARIABLE}",
-            )
-
-    @override
     def find(self, keys: Sequence[str]) -> set[str]:
         found: set[str] = set()
         for chunk in _chunks(keys):
@@ -328,16 +320,13 @@ def _chunks(keys: Sequence[str]) -> list[list[str]]:
 
 def _checked_url(url: str) -> str:
     """The URL without a slash at its end. StoreError for one that does not name a service, or that has a password."""
-    try:
+    with suppress(ValueError):
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        is_good = is_good and "@" not in parts.netloc and not parts.query and not parts.fragment
-    except ValueError:
-        is_good = False
-    if not is_good:
-        shown = "a URL with a password" if "@" in url else repr(url[:200])
-        raise StoreError(
-            f"{shown} is not the URL of a service: give http://HOST:PORT or https://HOST, and the token by token=... "
-            f"or {TOKEN_VARIABLE}"
-        )
-    return url.rstrip("/")
+        is_plain = "@" not in parts.netloc and not parts.query and not parts.fragment
+        if is_plain and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+    shown = "a URL with a password" if "@" in url else repr(url[:200])
+    raise StoreError(
+        f"{shown} is not the URL of a service: give http://HOST:PORT or https://HOST, and the token by token=... "
+        f"or {TOKEN_VARIABLE}"
+    )

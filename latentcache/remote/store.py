@@ -28,7 +28,7 @@ from latentcache.remote.transport import ANY_VERSION, Transport
 from latentcache.store.base import OwnedEntry, StoreStats, check_key
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import DISAGREE, map_pack, new_pack_id, pack_buffers, read_records, row_problem
+from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
 from latentcache.store.reader import PackReader
 from latentcache.store.writer import Writer
 
@@ -110,12 +110,10 @@ class RemoteStore(PackReader):
     @override
     def remove(self, keys: Iterable[str]) -> int:
         """StoreError: packs are immutable, and no index is there that could say that a row does not count."""
-        for key in keys:
-            check_key(key)
         self.check_open()
         raise StoreError(
-            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune {self.url}`, or "
-            "`latentcache prune` where the directory of a service is, removes what no manifest needs"
+            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune` removes what no manifest "
+            "needs, of a service where its directory is"
         )
 
     # Looking up
@@ -206,16 +204,11 @@ class RemoteStore(PackReader):
         """Why rows of a pack are not what was stored, of those that are so."""
         row = self.index.row(pack.id, pack.file_bytes)
         try:
-            records = read_records(self.tier.path(pack.id))
-            data = map_pack(self.tier.path(pack.id), pack.file_bytes)
+            whole = WholePack.in_file(self.tier.path(pack.id))
         except (PackError, UnsafeStoreError, FileNotFoundError) as error:
             return dict.fromkeys(range(pack.num_entries), str(error))
-        found = {}
-        for at, key in enumerate(row.names()):
-            problem = row_problem(records, data, at) if records.is_at(key, row.location(at)) else DISAGREE
-            if problem is not None:
-                found[at] = problem
-        return found
+        found = ((at, whole.problem(key, row.location(at))) for at, key in enumerate(row.names()))
+        return {at: problem for at, problem in found if problem is not None}
 
     # The whole
 

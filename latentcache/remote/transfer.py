@@ -36,8 +36,8 @@ from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import ANY_VERSION, Transport, packs_in, read_checked, read_pack, removals_in
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
-from latentcache.store.exchange import part_of, take_checked
-from latentcache.store.pack import PackRecords, map_pack, read_row
+from latentcache.store.exchange import take_checked
+from latentcache.store.pack import WholePack, map_pack, read_row
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
@@ -145,10 +145,10 @@ class End:
         """The bytes of a pack. FileNotFoundError if it is gone."""
         return read_pack(self._transport, pack)
 
-    def send(self, records: PackRecords, data: memoryview) -> None:
+    def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
-        self._transport.write(pack_name(records.row.pack.id), data, version=ANY_VERSION)
-        self._index.add(records.row)
+        self._transport.write(pack_name(whole.row.pack.id), whole.data.data, version=ANY_VERSION)
+        self._index.add(whole.row)
 
     def close(self) -> None:
         """Close the connection, or the store."""
@@ -200,8 +200,8 @@ class _Directory(End):
         return map_pack(self.store.directory.pack_path(pack), layout.file_bytes).data
 
     @override
-    def send(self, records: PackRecords, data: memoryview) -> None:
-        take_checked(self.store, records, data)
+    def send(self, whole: WholePack) -> None:
+        take_checked(self.store, whole.records, whole.data.data)
 
     @property
     def store(self) -> DiskStore:
@@ -294,10 +294,10 @@ class Move:
 
     def _send(self, pack: str, missing: set[str]) -> _Outcome:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
-        records, data, problems = read_checked(self.source.read, pack)
+        whole, problems = read_checked(self.source.read, pack)
         if not problems and pack not in self._there:
-            self.target.send(records, data.data)
-            return data.size, None
+            self.target.send(whole)
+            return whole.data.size, None
         reason = None
         if lost := missing & problems.keys():
             key = min(lost)
@@ -309,8 +309,8 @@ class Move:
             )
         if missing == lost:
             return 0, reason
-        part, copy = part_of(records, data, missing - lost)
-        self.target.send(part, memoryview(copy))
+        row, copy = whole.part(missing - lost)
+        self.target.send(WholePack.in_memory(row.pack.id, copy))
         return len(copy), reason
 
     # Manifests
@@ -360,17 +360,20 @@ class Move:
                 f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "
                 f"{row.sample_id!r:.120}. `latentcache precache CONFIG` makes them; then run the same command again",
             )
-        written: list[Manifest | None] = [self._changed(manifest)] if self.dry_run else []
+        new: Manifest | None = None
 
         def make() -> Manifest | None:
-            written[:] = [self._changed(manifest)]
-            return written[0]
+            nonlocal new
+            new = self._changed(manifest)
+            return new
 
-        if not self.dry_run:
+        if self.dry_run:
+            make()
+        else:
             update_manifest(self.target.manifests, make)
-            if written[0] is None:
+            if new is None:
                 self.target.manifests.end(manifest.name)
-        if written[0] is not None:
+        if new is not None:
             self.report.manifests.append(manifest.name)
 
     def _missing(self, manifest: Manifest) -> set[str]:

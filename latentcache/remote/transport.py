@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import PackError, ReadOnlyError, StoreError
 from latentcache.store.base import PACK_SUFFIX, Closing, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
-from latentcache.store.exchange import problems_of
-from latentcache.store.pack import PackRecords, read_pack_bytes
+from latentcache.store.pack import WholePack
 from latentcache.utils.concurrency import bounded_map
 
 NUM_THREADS = 16
@@ -62,9 +60,11 @@ class Transport(Closing, Protocol):
 
         `version` None: there must be none. ANY_VERSION: it does not matter.
         """
+        raise ReadOnlyError(self.url)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; missing ones are ignored."""
+        raise ReadOnlyError(self.url)
 
     def check(self, *, create: bool = False) -> None:
         """StoreError if there is no cache here; `create` makes one. SchemaError, UnsafeStoreError: see `check_mark`."""
@@ -87,7 +87,7 @@ class Transport(Closing, Protocol):
     def check_writable(self) -> None:
         """ReadOnlyError if this client may not write."""
         if not self.is_writable():
-            raise ReadOnlyError(self.url)
+            raise ReadOnlyError(self.url, "is open for reading only here; a service needs its writing token for more")
 
     def check_compares(self) -> None:
         """RemoteError if it cannot compare versions before it replaces a file, which manifests need."""
@@ -123,24 +123,21 @@ def read_pack(transport: Transport, pack: str) -> memoryview:
     return transport.read(pack_name(pack))[0]
 
 
-def read_checked(
-    read: Callable[[str], bytes | memoryview], pack: str
-) -> tuple[PackRecords, np.ndarray, dict[str, str]]:
-    """A pack that `read` gives, its bytes, and why entries are not what was stored, by key.
+def read_checked(read: Callable[[str], memoryview], pack: str) -> tuple[WholePack, dict[str, str]]:
+    """A pack that `read` gives, and why entries are not what was stored, by key: what does not fit is read once more.
 
-    What does not fit is read once more. FileNotFoundError if it is gone; PackError if its records cannot be read.
+    FileNotFoundError if it is gone; PackError if its records cannot be read.
     """
     for is_last in (False, True):
-        data = np.frombuffer(read(pack), np.uint8)
         try:
-            records = read_pack_bytes(data.data, pack)
-            problems = dict(problems_of(records, data))
+            found = WholePack.in_memory(pack, read(pack))
+            problems = dict(found.problems())
         except PackError:
             if is_last:
                 raise
             continue
         if is_last or not problems:
-            return records, data, problems
+            return found, problems
     raise AssertionError
 
 
@@ -167,14 +164,6 @@ class FolderTransport(Transport):
         with (self.path / name).open("rb") as file:
             file.seek(start)
             return memoryview(file.read(-1 if num_bytes is None else num_bytes)), ""
-
-    @override
-    def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        raise ReadOnlyError(self.path, "it is opened for reading only")
-
-    @override
-    def remove(self, names: Iterable[str]) -> None:
-        raise ReadOnlyError(self.path, "it is opened for reading only")
 
     @override
     def is_writable(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
@@ -36,12 +36,10 @@ from latentcache.remote.transport import (
     removals_in,
 )
 from latentcache.store.base import OwnedEntry
-from latentcache.store.catalog import drop_known
 from latentcache.store.directory import pack_name
-from latentcache.store.exchange import part_of
-from latentcache.store.layout import Location, PackRow
+from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
+from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 logger = logging.getLogger("latentcache")
@@ -113,22 +111,22 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
     try:
-        records, data, problems = read_checked(partial(read_pack, transport), pack)
+        found, problems = read_checked(partial(read_pack, transport), pack)
     except FileNotFoundError:
         return set(), {}, 0
     except PackError as error:
         unreadable[pack] = str(error)
         return set(), {}, 0
-    keys = set(records.row.names())
+    keys = set(found.row.names())
     if problems and isinstance(transport, BucketTransport):
         try:
             if whole := keys - problems.keys():
-                part, copy = part_of(records, data, whole)
-                transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
+                row, copy = found.part(whole)
+                transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
             transport.write(f"{REMOVALS}/{pack}", b"damaged", version=ANY_VERSION)
         except RemoteError as error:
             logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
-    return keys, problems, data.size
+    return keys, problems, found.data.size
 
 
 # Pruning and compacting
@@ -184,6 +182,7 @@ class Tidying:
         transport.check()
         self._manifests = RemoteManifests(transport, read_only=dry_run)
         self._prune, self._unfinished = prune, unfinished
+        self._sizes: Mapping[str, int] = {}
         # By this machine's clock: a store refuses one that is far from its own.
         self._oldest = datetime.now(UTC) - timedelta(hours=grace_h)
         self.report = TidyReport(transport.url, grace_h, dry_run)
@@ -194,34 +193,31 @@ class Tidying:
         index = FarIndex(self._transport, rows_folder(self._transport.url))
         index.refresh()
         self.report.unreadable = dict(index.unreadable)
-        rows = {row.pack.id: row for row in index.rows()}
-        sizes = {pack: row.pack.file_bytes for pack, row in rows.items()}
+        self._sizes, table = index.sizes, index.table
         # Only now: what a manifest needs was there before it was written. And runs first: they end by writing one.
         _ = self._runs
         if self._prune:
             self._check_prune()
-        table = LocationTable()
-        # Full packs first: what a run copied that died is live in the new pack.
-        for row in sorted(rows.values(), key=lambda row: (-row.pack.file_bytes, row.pack.id)):
-            if row.pack.id not in listed:
-                drop_known(row, table)
-                table.add([row])
-        num_listed = len(listed.keys() & sizes.keys())
-        removed = self._remove_due(listed, rows, table)
-        self.report.num_packs, self.report.num_waiting = len(sizes) - num_listed, num_listed - len(removed)
+        num_listed = len(index.leaving)
+        removed, needed = self._remove_due(listed, table)
+        table.drop_packs(index.leaving.keys() - needed)
+        self.report.num_packs, self.report.num_waiting = len(self._sizes) - num_listed, num_listed - len(removed)
         if self._prune:
             limit = self._oldest.timestamp()
-            old = [pack for pack in table.packs if pack in written_at and written_at[pack].modified <= limit]
-            self._drop_unused(rows, old, table)
+            # Younger packs may be of a push that goes on.
+            old = {pack for pack, each in written_at.items() if each.modified <= limit}
+            unused = [key for _, entries in table.by_pack(old) for key in entries.keys() - self._in_use]
+            table.drop(unused)
+            self.report.num_unused = len(unused)
         chosen, empty = dict(table.by_pack(choose(table))), table.empty_packs()
         gone = sorted(empty | self._rewrite(chosen))
-        self.report.num_listed, self.report.listed_bytes = len(gone), sum(sizes[pack] for pack in gone)
+        self.report.num_listed, self.report.listed_bytes = len(gone), sum(self._sizes[pack] for pack in gone)
         if not self.report.dry_run:
             for _ in in_threads(self._list, gone):
                 pass
             probes = self._transport.list(PROBES).items()
-            old = [name for name, each in probes if each.modified <= self._oldest.timestamp()]
-            self._transport.remove(old)
+            left = [name for name, each in probes if each.modified <= self._oldest.timestamp()]
+            self._transport.remove(left)
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report
@@ -251,42 +247,33 @@ class Tidying:
                 "would be removed: run the same push or precache again to finish, or give --unfinished to remove it"
             )
 
-    def _drop_unused(self, rows: Mapping[str, PackRow], packs: Iterable[str], table: LocationTable) -> None:
-        """Make entries dead, in the table, that no manifest needs. Younger packs may be of a push that goes on."""
-        for pack in packs:
-            unused = [key for key in rows[pack].live_names() if key not in self._in_use]
-            table.drop(unused)
-            self.report.num_unused += len(unused)
-
     # Removing
 
-    def _remove_due(self, listed: Mapping[str, Listed], rows: Mapping[str, PackRow], table: LocationTable) -> set[str]:
-        """Remove packs that were listed long enough ago. One that is needed after all is a pack as any other again."""
-        gone, done = set[str](), list[str]()
+    def _remove_due(self, listed: Mapping[str, Listed], table: LocationTable) -> tuple[set[str], set[str]]:
+        """Remove packs that were listed long enough ago. One that is needed after all is a pack as any other again.
+
+        Returns:
+            The packs that were removed, and those that are needed.
+        """
+        gone, needed = set[str](), set[str]()
+        only_there = dict(table.by_pack(listed.keys()))  # in the table these packs are the last in which a key counts
         for pack, note in listed.items():
-            row = rows.get(pack)
             # What cannot be read is left alone. Of what is gone already the list says nothing any more.
-            if note.modified > self._oldest.timestamp() or (row is None and pack in self.report.unreadable):
+            if note.modified > self._oldest.timestamp() or pack in self.report.unreadable:
                 continue
-            if row is not None:
-                only_here = set(row.live_names()) - table.find(row.names())
-                is_needed = not only_here.isdisjoint(self._in_use if only_here else ())
-                if is_needed and note.num_bytes:
-                    continue  # what it alone has is damaged, and was not made again yet
-                if is_needed:
-                    drop_known(row, table)
-                    table.add([row])
-                elif only_here and (self._runs or not self._prune):
-                    continue  # only prune removes what no manifest needs
-                else:
+            entries = only_there.get(pack, {}).keys()
+            if not entries or entries.isdisjoint(self._in_use):
+                if not entries or (self._prune and not self._runs):  # only prune removes what no manifest needs
                     gone.add(pack)
-            done.append(f"{REMOVALS}/{pack}")
+            elif not note.num_bytes:  # else what it alone has is damaged, and was not made again yet
+                needed.add(pack)
         if not self.report.dry_run:
             self._transport.remove(map(pack_name, gone))
-            self._transport.remove(done)
+            self._transport.remove(f"{REMOVALS}/{pack}" for pack in gone | needed)
+        gone &= self._sizes.keys()
         self.report.num_removed = len(gone)
-        self.report.removed_bytes = sum(rows[pack].pack.file_bytes for pack in gone)
-        return gone
+        self.report.removed_bytes = sum(self._sizes[pack] for pack in gone)
+        return gone, needed
 
     # Rewriting
 
@@ -308,21 +295,19 @@ class Tidying:
     def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
-                records, data, problems = read_checked(partial(read_pack, self._transport), pack)
+                found, problems = read_checked(partial(read_pack, self._transport), pack)
             except FileNotFoundError:
                 continue  # another run was faster
             except PackError as error:
                 self.report.unreadable[pack] = str(error)
                 continue
+            lost = dict[str, str]()
             for key, location in entries.items():
-                if key in problems:
-                    continue
-                copy = WholePack(records, data).copy(key, location)
-                if isinstance(copy, str):  # the pack is another one than its row says
-                    problems[key] = copy
+                copy = problems.get(key) or found.copy(key, location)
+                if isinstance(copy, str):
+                    lost[key] = copy
                 else:
                     yield copy
-            if lost := entries.keys() & problems.keys():
-                self.report.damaged |= {key: problems[key] for key in lost}
-            else:
+            self.report.damaged |= lost
+            if not lost:
                 done.add(pack)

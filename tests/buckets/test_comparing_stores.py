@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers.comparing_server import ComparingServer
 from transfers.test_transfers import check, fill, manifest_of, packs_of
@@ -16,8 +15,7 @@ from latentcache.remote.transfer import transfer
 from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
 from latentcache.remote.upkeep import Tidying, TidyReport, verify
 from latentcache.store.directory import pack_name
-from latentcache.store.exchange import part_of
-from latentcache.store.pack import read_pack_bytes, read_row
+from latentcache.store.pack import WholePack, read_row
 
 
 @pytest.fixture(params=["s3", "gs"])
@@ -102,9 +100,9 @@ def test_a_copy_in_a_part_that_verify_did_not_read_counts(
     (pack,) = packs_in(BucketTransport.open(url))
     data, _ = object_server.objects[f"/team/cache/{pack_name(pack)}"]
     for _ in range(8):  # ids are random: some are in other parts
-        records = read_pack_bytes(data, pack)
-        part, copy = part_of(records, np.frombuffer(data, np.uint8), set(records.row.names()))
-        BucketTransport.open(url).write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
+        whole = WholePack.in_memory(pack, data)
+        row, copy = whole.part(whole.row.names())
+        BucketTransport.open(url).write(pack_name(row.pack.id), copy, version=ANY_VERSION)
     key = broken_at(url, object_server, first, 0)
     reports = [verify(BucketTransport.open(url), subset=(number, 8)) for number in range(1, 9)]
     assert all(report.ok for report in reports) and sum(report.num_packs for report in reports) >= 9
