@@ -72,7 +72,7 @@ class _BatchMaker:
             refs = None
             with suppress(StoreError):  # it is raised again with the batch that it belongs to
                 refs = self._refs(planned)
-                soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.items_ahead)
+                soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.ahead)
             found.append((planned, refs))
         with suppress(StoreError):
             self.source.prefetch(soon)
