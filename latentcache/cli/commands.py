@@ -74,7 +74,8 @@ def precache(
         report = run_precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
         )
-    code = finish(report, options.as_json, has_faults=bool(report.num_refused))
+    is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
+    code = finish(report, options.as_json, has_faults=is_lacking or bool(report.num_refused))
     return 128 + caught[0] if report.interrupted and caught else code
 
 

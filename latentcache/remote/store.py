@@ -110,6 +110,8 @@ class RemoteStore(PackReader):
     @override
     def remove(self, keys: Iterable[str]) -> int:
         """StoreError: packs are immutable, and no index is there that could say that a row does not count."""
+        for key in keys:
+            check_key(key)
         self.check_open()
         raise StoreError(
             f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune` removes what no manifest "

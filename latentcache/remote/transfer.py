@@ -33,7 +33,15 @@ from latentcache.remote.index import FarIndex
 from latentcache.remote.locations import kind_of, open_transport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, Transport, packs_in, read_checked, read_pack, removals_in
+from latentcache.remote.transport import (
+    ANY_VERSION,
+    FolderTransport,
+    Transport,
+    packs_in,
+    read_checked,
+    read_pack,
+    removals_in,
+)
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
 from latentcache.store.exchange import take_checked
@@ -106,7 +114,11 @@ class End:
         """
         found = location_of(location)
         if isinstance(found, Path):
-            return _Directory(found, is_target=is_target, dry_run=dry_run, source=source)
+            is_new = not found.exists() or (found.is_dir() and not any(found.iterdir()))
+            if is_target and dry_run and is_new:  # nothing is made: what is not there holds nothing
+                return End(FolderTransport(found), ManifestMemory())
+            store = DiskStore(found, read_only=dry_run or not is_target, create=is_target)
+            return _Directory(store, ManifestFolder(found / "manifests", source=source))
         if is_target and kind_of(found) == "hub":
             raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
         transport = open_transport(found, retry_s=RETRY_S)
@@ -156,36 +168,26 @@ class End:
 
 
 class _Directory(End):
-    """A cache in a directory, with its index, which is made if it is a target and not there.
+    """A cache in a directory, with its index."""
 
-    With `dry_run` nothing is made or written: what is not there holds nothing.
-    """
-
-    def __init__(self, path: Path, *, is_target: bool, dry_run: bool, source: str):
-        self.name, self.manifests = str(path), ManifestMemory()
-        self._store: DiskStore | None = None
-        is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-        if not (is_target and dry_run and is_new):
-            self._store = DiskStore(path, read_only=dry_run or not is_target, create=is_target)
-            self.manifests = ManifestFolder(path / "manifests", source=source)
+    def __init__(self, store: DiskStore, manifests: Manifests):
+        self.name, self.manifests, self._store = str(store.path), manifests, store
 
     @override
     def packs(self) -> tuple[dict[str, int], Set[str]]:
-        if self._store is None:
-            return {}, set()
         self._store.catalog.reload()
         return {pack: each.file_bytes for pack, each in self._store.catalog.table.packs.copy().items()}, set()
 
     @override
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         # Others were removed, are damaged, or lie in another pack.
-        keys = read_row(self.store.directory.pack_path(pack)).names()
-        found = zip(keys, self.store.catalog.table.look_up(keys), strict=True)
+        keys = read_row(self._store.directory.pack_path(pack)).names()
+        found = zip(keys, self._store.catalog.table.look_up(keys), strict=True)
         return [key for key, place in found if place is not None and place.pack.id == pack]
 
     @override
     def find(self, keys: Collection[str]) -> set[str]:
-        return set() if self._store is None else self._store.find(keys)
+        return self._store.find(keys)
 
     @override
     def leaving(self, keys: Collection[str]) -> set[str]:
@@ -193,26 +195,19 @@ class _Directory(End):
 
     @override
     def read(self, pack: str) -> memoryview:
-        layout = self.store.catalog.table.packs.get(pack)
+        layout = self._store.catalog.table.packs.get(pack)
         if layout is None:
             raise FileNotFoundError(pack)
         # Only what the index says: what may follow a pack's own bytes is not sent.
-        return map_pack(self.store.directory.pack_path(pack), layout.file_bytes).data
+        return map_pack(self._store.directory.pack_path(pack), layout.file_bytes).data
 
     @override
     def send(self, whole: WholePack) -> None:
-        take_checked(self.store, whole.records, whole.data.data)
-
-    @property
-    def store(self) -> DiskStore:
-        """The store, which the target of a dry run need not have."""
-        assert self._store is not None
-        return self._store
+        take_checked(self._store, whole.records, whole.data.data)
 
     @override
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
 
 class Move:

@@ -262,10 +262,12 @@ class Tidying:
             if note.modified > self._oldest.timestamp() or pack in self.report.unreadable:
                 continue
             entries = only_there.get(pack, {}).keys()
+            is_damaged = note.num_bytes > 0  # what it alone has
             if not entries or entries.isdisjoint(self._in_use):
-                if not entries or (self._prune and not self._runs):  # only prune removes what no manifest needs
+                # Only prune removes what no manifest needs.
+                if not entries or is_damaged or (self._prune and not self._runs):
                     gone.add(pack)
-            elif not note.num_bytes:  # else what it alone has is damaged, and was not made again yet
+            elif not is_damaged:  # else it was not made again yet
                 needed.add(pack)
         if not self.report.dry_run:
             self._transport.remove(map(pack_name, gone))
