@@ -32,12 +32,14 @@ def serving() -> Iterator[S3Store]:
     It cannot compare before it replaces, which `push` demands; one client alone writes here.
     """
 
-    def replaced(bucket: BucketTransport, name: str, data: bytes, version: str | None) -> bool:
-        return bucket.write(name, data, version=ANY_VERSION)
+    write = BucketTransport.write
+
+    def replaced(bucket: BucketTransport, name: str, data: bytes, *, version: str | None) -> bool:
+        return write(bucket, name, data, version=ANY_VERSION)
 
     with (
         patch.object(BucketTransport, "check_compares", lambda bucket: None),
-        patch.object(BucketTransport, "_replaced", replaced),
+        patch.object(BucketTransport, "write", replaced),
         swift_serving() as server,
     ):
         server.make_bucket(BUCKET)
