@@ -26,8 +26,7 @@ from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, SampleRef, keep
-from latentcache.loading.sample_index import PRECACHE
+from latentcache.loading.sample import PRECACHE, SIZES, SampleRef, keep
 from latentcache.loading.sampler import Visit
 from latentcache.store.stacking import pad_tensors
 from latentcache.types import Batch, ClipSize, Extent, Size
@@ -253,8 +252,10 @@ class LatentDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        refs = self.refs(indices)
-        return _items(self.cache.reader.gather(refs, pad=False), refs)
+        batch = self.cache.reader.gather(self.refs(indices), pad=False)
+        batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
+        columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
+        return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """The `collate_fn` of a DataLoader: torch's default, but texts that are stored without padding are padded.
@@ -285,12 +286,3 @@ class LatentDataset(Dataset[Batch]):
         rest = {name: value for name, value in batch.items() if name not in SIZES}
         scaling = self.scaling if scaled else None
         return to_device(rest, device, dtype=dtype, output=output, scaling=scaling, generator=generator) | sizes
-
-
-def _items(batch: Batch, refs: Sequence[SampleRef]) -> list[Batch]:
-    """The rows of a batch that is not padded, each a view of its tensors; sizes as int64 [2]."""
-    joined = bytearray().join([ref.layout.sizes for ref in refs])
-    sizes = torch.from_numpy(np.ndarray((len(refs), len(SIZES), 2), np.int64, joined))
-    batch |= dict(zip(SIZES, sizes.unbind(1), strict=True))
-    columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
-    return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]

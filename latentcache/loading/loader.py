@@ -18,8 +18,7 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import BufferPool, to_device
-from latentcache.loading.sample import SampleReader, SampleRef
-from latentcache.loading.sample_index import PRECACHE
+from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing
 from latentcache.types import Batch
@@ -73,7 +72,7 @@ class _BatchMaker:
             refs = None
             with suppress(StoreError):  # it is raised again with the batch that it belongs to
                 refs = self._refs(planned)
-                soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.items_ahead)
+                soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.ahead)
             found.append((planned, refs))
         with suppress(StoreError):
             self.source.prefetch(soon)

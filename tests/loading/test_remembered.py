@@ -22,8 +22,7 @@ from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading import loader, sample
 from latentcache.loading.loader import LatentLoader
-from latentcache.loading.sample import SampleReader, SampleRef, layout_of
-from latentcache.loading.sample_index import SampleFacts
+from latentcache.loading.sample import SampleFacts, SampleReader, SampleRef, layout_of
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace

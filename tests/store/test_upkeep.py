@@ -8,12 +8,13 @@ import signal
 import sqlite3
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, Index, catalog, location_table, upkeep, writer
+from latentcache.store import DiskStore, Index, catalog, directory, location_table, upkeep, writer
 from latentcache.store.pack import new_pack_id
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -259,6 +260,27 @@ def test_compact_never_copies_damage(store):
     assert store.find([key(1)]) == set()
     assert_holds(store, 0, 2)
     assert verify(store).ok
+
+
+def test_a_pack_that_cannot_be_removed_now_goes_with_a_later_compaction(store, root, monkeypatch):
+    """As on Windows, while a process has it mapped."""
+    add_packs(store, [0], [1])
+    old = packs(store)
+
+    def refuses(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "in use")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "KEEPS_MAPPED", True)
+        patched.setattr(Path, "unlink", refuses)
+        assert compact(store).num_entries == 2
+    assert len(packs(store)) == 3
+    with DiskStore(root) as again:
+        assert_holds(again, 0, 1)
+        assert len(list(again.keys())) == 2
+        compact(again)
+        assert len(packs(again)) == 1 and not {*packs(again)} & {*old}
+        assert_holds(again, 0, 1)
 
 
 def test_compact_leaves_a_pack_that_it_cannot_read(store):
