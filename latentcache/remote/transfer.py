@@ -203,7 +203,7 @@ class _Directory(End):
 
     @override
     def send(self, whole: WholePack) -> None:
-        take_checked(self._store, whole.records, whole.data.data)
+        take_checked(self._store, whole)
 
     @override
     def close(self) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-
-import numpy as np
 
 from latentcache.errors import PackError
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import PackRow
-from latentcache.store.pack import PackRecords, WholePack, read_pack_bytes
+from latentcache.store.pack import WholePack
 from latentcache.utils.durable_files import open_regular, sealed_file, write_all
 
 
@@ -33,17 +31,17 @@ def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview],
     return _take(store, path, num_bytes, fill)
 
 
-def take_checked(store: DiskStore, records: PackRecords, data: bytes | memoryview) -> int:
-    """Write a pack that is in memory, and in which `WholePack.problems` finds nothing, and seal it.
+def take_checked(store: DiskStore, whole: WholePack) -> int:
+    """Write a pack that is in memory, and in which `WholePack.problems` found nothing, and seal it.
 
     Returns how many entries are new. Errors as for `take_pack`.
     """
 
     def fill(fd: int) -> PackRow:
-        write_all(fd, data)
-        return records.row
+        write_all(fd, whole.data.data)
+        return whole.row
 
-    return _take(store, store.directory.new_pack_path(records.row.pack.id), len(data), fill)
+    return _take(store, store.directory.new_pack_path(whole.row.pack.id), whole.data.size, fill)
 
 
 def _take(store: DiskStore, path: Path, num_bytes: int, fill: Callable[[int], PackRow]) -> int:
@@ -83,14 +81,3 @@ def _checked_row(path: Path, fd: int) -> PackRow:
     for key, problem in whole.problems():
         raise PackError(path, f"entry {key}: {problem}")
     return whole.row
-
-
-def problems_of(records: PackRecords, data: np.ndarray) -> Iterator[tuple[str, str]]:
-    """SHIM."""
-    return WholePack(records, data).problems()
-
-
-def part_of(records: PackRecords, data: np.ndarray, keys: Collection[str]) -> tuple[PackRecords, bytes]:
-    """SHIM."""
-    row, copy = WholePack(records, data).part(keys)
-    return read_pack_bytes(copy, row.pack.id), copy

@@ -610,8 +610,3 @@ class WholePack:
                 entries.append(entry)
         row, _, buffers = pack_buffers(new_pack_id(), entries)
         return row, b"".join(buffers)
-
-
-def row_problem(records: PackRecords, data: np.ndarray, at: int) -> str | None:
-    """SHIM."""
-    return WholePack(records, data).problem(records.row.key(at), records.row.location(at))
