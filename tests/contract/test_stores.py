@@ -11,13 +11,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text, padded, same
+from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text, same
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact, prune, rebuild, verify
-from latentcache.types import Padding
 
 LENGTHS = [3, 1, 7, 3, 2]
 
@@ -152,17 +151,6 @@ class StoreMachine(RuleBasedStateMachine):
         batch = read_batch(self.store, [self.model[number].record.key for number in numbers])
         if numbers:
             assert same(batch["moments"], torch.stack([self.model[n].tensors["moments"] for n in numbers]))
-
-    @rule(order=st.randoms(use_true_random=False), side=st.sampled_from(["left", "right"]))
-    def read_padded(self, order, side):
-        numbers = [number for number in self.model if number > 7] * 2
-        order.shuffle(numbers)
-        rule = Padding(side=side)
-        keys = [self.model[number].record.key for number in numbers]
-        batch = read_batch(self.store, keys, padding={"hidden": rule, "mask": rule})
-        if numbers:
-            values, lengths = padded([self.model[number].tensors["hidden"] for number in numbers], side=side)
-            assert same(batch["hidden"], values) and same(batch["hidden_lengths"], lengths)
 
     @rule(number=st.integers(0, 11))
     def get(self, number):
