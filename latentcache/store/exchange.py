@@ -13,7 +13,7 @@ from latentcache.errors import PackError
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import PackRow
 from latentcache.store.pack import PackRecords, WholePack, read_pack_bytes
-from latentcache.utils.durable_files import open_regular, sealed_file, write_all
+from latentcache.utils.durable_files import open_to_read, sealed_file, write_all
 
 _WRITE_BYTES = 1 << 20
 
@@ -71,7 +71,7 @@ def take_sealed(store: DiskStore, pack: str) -> int:
         return 0
     path = store.directory.pack_path(pack)
     with store.lock("taking a pack", shared=True):
-        fd = open_regular(path)
+        fd = open_to_read(path)
         try:
             row = _checked_row(path, fd)
         finally:
