@@ -184,7 +184,7 @@ def pack_changes(path: Path, window: int) -> dict[str, Any]:
     sampler = BucketBatchSampler(dataset, BATCH, window=window)
     num_changes, num_image_packs = 0, 0
     for batch in sampler.plan(0):
-        for items in [batch.items_ahead] if batch.ahead else ():
+        for items in [batch.ahead] if batch.ahead else ():
             num_image_packs += len(set(image_places.packs[items].tolist()))
             num_changes += len(set(text_places.packs[items].tolist()))
     dataset.cache.close()

@@ -31,13 +31,11 @@ def serving() -> Iterator[S3Store]:
 
     It cannot compare before it replaces, which `push` demands; one client alone writes here.
     """
-
-    def replaced(bucket: BucketTransport, name: str, data: bytes, version: str | None) -> bool:
-        return bucket.write(name, data, version=ANY_VERSION)
+    put = BucketTransport._put
 
     with (
         patch.object(BucketTransport, "check_compares", lambda bucket: None),
-        patch.object(BucketTransport, "_replaced", replaced),
+        patch.object(BucketTransport, "_put", lambda bucket, name, data, version: put(bucket, name, data, ANY_VERSION)),
         swift_serving() as server,
     ):
         server.make_bucket(BUCKET)

@@ -94,8 +94,9 @@ def refuse_each(goal: Goal, scene: Scene, soak: Soak) -> None:
                             goal.count("succeeded")
                         except LatentCacheError:
                             goal.count("typed_errors")
+                    if open_descriptors(scene.cache) - before:
+                        gc.collect()  # a manifest that an error's frames hold is mapped as long as they live
                     if left := open_descriptors(scene.cache) - before:
-                        gc.collect()  # so that one failure does not make the next case fail
                         raise AssertionError(f"left open: {left}")
                     scene.check()
                     if goal.n % RERUN_EVERY == 0:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +74,8 @@ def precache(
         report = run_precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
         )
-    code = finish(report, options.as_json, has_faults=bool(report.num_refused))
+    is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
+    code = finish(report, options.as_json, has_faults=is_lacking or bool(report.num_refused))
     return 128 + caught[0] if report.interrupted and caught else code
 
 
@@ -230,8 +232,10 @@ def prune(
     path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
-    keep = partial(keys_in_use, manifests, unfinished=unfinished)
+    keep, began = partial(keys_in_use, manifests, unfinished=unfinished), datetime.now(UTC)
     report = prune_store(path, keep, max_bytes=limit, dry_run=dry_run)
+    if unfinished and not dry_run:
+        manifests.give_up(began)
     code = _finish_upkeep(report, options.as_json)
     if limit is not None and report.file_bytes_left > limit:
         logger.warning(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import random
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import BinaryIO, Protocol
 
 from latentcache.dataset.manifest import REMEDY, Manifest, manifest_parts, read_manifest
 from latentcache.errors import DatasetError, StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.identity import digest
 from latentcache.provenance import now
 from latentcache.utils.durable_files import (
     make_folder,
@@ -33,9 +36,26 @@ LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""
 SUFFIX, OLD_SUFFIX = ".safetensors", ".jsonl"
 """How the file of a manifest ends, and one that an older version wrote, which is refused until it is replaced."""
+_NOTE = re.compile(rf"(?:.*/)?([^/+]+)(?:\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
 _MAX_NOTE_BYTES = 100
 _ATTEMPTS = 8
 """To write a manifest that another client replaces in the middle each time."""
+
+
+def owner_of(source: str = "") -> str:
+    """The owner of a run's notes: this machine, and where the run reads. The same run, started again, is the same."""
+    return digest(f"{platform.node()} {source}".encode())[:32]
+
+
+def note_file(name: str, owner: str) -> str:
+    """The file that notes that a run of this owner works on a manifest. Without an owner any run may end it."""
+    return f"{name}+{owner}{UNFINISHED}" if owner else f"{name}{UNFINISHED}"
+
+
+def noted_in(file: str) -> str | None:
+    """The manifest that a file notes a run of, by the file's name or path; None for another file."""
+    match = _NOTE.fullmatch(file)
+    return None if match is None else match[1]
 
 
 class ManifestMemory:
@@ -69,23 +89,26 @@ class ManifestMemory:
 
 
 class ManifestFolder:
-    """Manifests as `<name>.safetensors` files in a folder."""
+    """Manifests as `<name>.safetensors` files in a folder, and notes of the runs that work on them.
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    Each run ends its own note alone. `source` is where this run reads, for the owner of its notes (`owner_of`).
+    """
+
+    def __init__(self, path: str | Path, *, source: str = ""):
+        self.path, self._owner = Path(path), owner_of(source)
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted. UnsafeStoreError if something else than a folder lies there."""
-        return sorted({*self._names(SUFFIX), *self._names(OLD_SUFFIX)})
+        return sorted({file.removesuffix(end) for end in (SUFFIX, OLD_SUFFIX) for file in self._files(end)})
 
     def file(self, name: str) -> Path:
         """Where the manifest of this name is, or would be."""
         file, old = self.path / f"{name}{SUFFIX}", self.path / f"{name}{OLD_SUFFIX}"
         return old if not os.path.lexists(file) and os.path.lexists(old) else file
 
-    def _names(self, suffix: str) -> list[str]:
+    def _files(self, suffix: str) -> list[str]:
         try:
-            return sorted(name.removesuffix(suffix) for name in os.listdir(self.path) if name.endswith(suffix))
+            return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
@@ -130,24 +153,37 @@ class ManifestFolder:
         with locked(self.path / LOCK, "replacing a manifest", shared=False, wait=True):
             yield
 
-    def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest. `write` ends it."""
+    def begin(self, name: str, owner: str | None = None) -> None:
+        """Note that a run began to work on the manifest. `write` ends it. `owner`: not this run, but that one."""
         self._make()
-        write_sealed(self.path / f"{name}{UNFINISHED}", now().encode())
+        write_sealed(self.path / note_file(name, self._owner if owner is None else owner), now().encode())
 
-    def end(self, name: str) -> None:
-        """End what `begin` noted; the manifest that an older version wrote goes too."""
-        with typed_errors(self.path, 0):
-            (self.path / f"{name}{UNFINISHED}").unlink(missing_ok=True)
-            if os.path.lexists(self.path / f"{name}{SUFFIX}"):
-                (self.path / f"{name}{OLD_SUFFIX}").unlink(missing_ok=True)
+    def end(self, name: str, owner: str | None = None) -> None:
+        """End what `begin` noted for this owner. What an older version wrote goes too: a note, and the manifest."""
+        gone = [note_file(name, self._owner if owner is None else owner), note_file(name, "")]
+        if os.path.lexists(self.path / f"{name}{SUFFIX}"):
+            gone.append(f"{name}{OLD_SUFFIX}")
+        self._remove(gone)
 
     def unfinished(self) -> dict[str, str]:
-        """The names of runs that began and did not finish, with the time of their start.
+        """The names of runs that began and did not finish, with the time when the first one of each started.
 
         DatasetError for a note that is none.
         """
-        return {name: self._begun(self.path / f"{name}{UNFINISHED}") for name in self._names(UNFINISHED)}
+        begun = [(name, self._begun(self.path / file)) for file, name in self._notes()]
+        return {name: min(time for other, time in begun if other == name) for name in dict(begun)}
+
+    def give_up(self, before: datetime) -> None:
+        """End runs that began before this time and did not finish, of any owner."""
+        self._remove([file for file, _ in self._notes() if _written(self.path / file) <= before.timestamp()])
+
+    def _notes(self) -> list[tuple[str, str]]:
+        return [(file, name) for file in self._files(UNFINISHED) if (name := noted_in(file))]
+
+    def _remove(self, files: Iterable[str]) -> None:
+        with typed_errors(self.path, 0):
+            for file in files:
+                (self.path / file).unlink(missing_ok=True)
 
     def _begun(self, file: Path) -> str:
         remedy = "run precache again to finish, or `latentcache prune --unfinished`"
@@ -165,6 +201,13 @@ class ManifestFolder:
     def _make(self) -> None:
         with typed_errors(self.path, 0):
             make_folder(self.path)
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _bytes_of(opened: BinaryIO) -> bytes | mmap.mmap:

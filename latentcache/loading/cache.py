@@ -6,30 +6,44 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from typing_extensions import Unpack
 
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
-from latentcache.dataset.manifest import Manifest
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
+from latentcache.dataset.manifest_row import Row
 from latentcache.devices.placement import DeviceLike
-from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.identity import caption_digest, key_of
+from latentcache.errors import SampleError, StoreError
+from latentcache.families.scaling import Scaling
+from latentcache.identity import caption_digest
 from latentcache.loading.batch import copy_into, is_cpu, moved, to_device
-from latentcache.loading.sample import SampleReader, SampleRef, keep
-from latentcache.loading.sample_index import SampleFacts, SampleIndex, prompt_identity, unverified_error
+from latentcache.loading.sample import PRECACHE, SampleFacts, SampleReader, SampleRef, keep, prompt_identity
 from latentcache.store.base import Closing, Store
 from latentcache.store.disk import DiskStore
-from latentcache.types import Batch, Entry
+from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
 
 if TYPE_CHECKING:
     from latentcache.remote.store import RemoteStore
 
 
-class LatentCache(SampleIndex, Closing):
+class _Known:
+    """What was read of manifests, which all views of one cache share: by name, and the samples that were requested."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew. What another thread still adds to the old ones is not found any more."""
+        self.manifests: dict[str, Manifest] = {}
+        self.refs: dict[Any, SampleRef] = {}
+
+
+class LatentCache(Closing):
     """A cache, for reading: `LatentCache("cache/photos").batch(sample_ids, device=unet)`.
 
     Give a path, the URL of a bucket or a service, the section `cache` of a config, or a store and manifests (the CPU
@@ -77,7 +91,10 @@ class LatentCache(SampleIndex, Closing):
         assert store is not None and manifests is not None
         self.store: Store = store
         self.reader = SampleReader(store, location)
-        super().__init__(manifests, only=manifest, unverified=unverified, path=location)
+        self.manifests, self.only, self.unverified, self.path = manifests, manifest, unverified, location
+        self.known = _Known()
+        if manifest is not None:
+            self.manifest(manifest)
 
     def close(self) -> None:
         """Close the store. Batches that were returned stay valid."""
@@ -101,10 +118,99 @@ class LatentCache(SampleIndex, Closing):
         view.only = manifest
         return view
 
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of this name. StoreError naming those that there are."""
+        loaded = self.known.manifests
+        if name not in loaded:
+            manifest = self.manifests.read(name)
+            if manifest is None:
+                known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
+                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
+            loaded[name] = manifest
+        return loaded[name]
+
+    def dataset_names(self) -> list[str]:
+        """Names of the manifests that hold samples, not prompts."""
+        if self.only is not None:
+            return [self.only]
+        return [name for name in self.manifests.names() if not name.startswith(PROMPTS_PREFIX)]
+
+    def datasets(self) -> list[Manifest]:
+        """The manifests that hold samples."""
+        return [self.manifest(name) for name in self.dataset_names()]
+
+    def sample_ids(self) -> list[str]:
+        """All samples that may be requested: those that were not refused, in the order of the manifests."""
+        tables = [manifest.rows for manifest in self.datasets()]
+        return [table.sample_ids[number] for table in tables for number in table.usable().tolist()]
+
+    def row(self, sample_id: str, datasets: Sequence[Manifest] | None = None) -> tuple[Manifest, Row]:
+        """The sample's manifest, one of `datasets` (default: all), and row.
+
+        SampleError when it is unknown, ambiguous, refused, or may not be read.
+        """
+        datasets = self.datasets() if datasets is None else datasets
+        found = [(manifest, row) for manifest in datasets if (row := manifest.rows.get(sample_id)) is not None]
+        if len(found) != 1:
+            names = ", ".join(manifest.name for manifest in [each for each, _ in found] or datasets)
+            if not found:
+                raise SampleError(sample_id, f"is in no manifest ({names})", PRECACHE)
+            raise SampleError(sample_id, f"is in several manifests: {names}", "LatentCache(path, manifest=NAME)")
+        [(manifest, row)] = found
+        if row.refusal is not None:
+            reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
+            raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {PRECACHE}")
+        self.check_trust(manifest, row)
+        return manifest, row
+
+    def check_trust(self, manifest: Manifest, row: Row) -> None:
+        """SampleError if the sample was imported and is not verified, and such samples may not be read."""
+        if not self.unverified and not row.is_verified:
+            raise unverified_error(row.sample_id, manifest.imported_from)
+
+    def facts(self, manifest: Manifest) -> SampleFacts:
+        """What is said of all samples of this manifest. StoreError for a manifest of prompts."""
+        facts = SampleFacts.of(manifest)
+        if facts.scaling is None:
+            raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
+        return facts
+
+    def scaling(self, manifest: Manifest) -> Scaling:
+        """The scaling of the VAE that encoded this manifest's latents. StoreError for a manifest of prompts."""
+        scaling = self.facts(manifest).scaling
+        assert scaling is not None
+        return scaling
+
+    def prompt_row(self, text: str, *, negative: bool) -> tuple[Manifest, Row]:
+        """A cached prompt of these datasets' text encoders. SampleError naming a prompt that is not cached.
+
+        StoreError if no dataset is cached, or if their text encoders differ.
+        """
+        datasets = self.datasets()
+        names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
+        if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
+            names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
+        if len(names) > 1:
+            known = ", ".join(manifest.name for manifest in datasets)
+            raise StoreError(
+                f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
+            )
+        if not datasets:
+            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
+        sample_id = prompt_id(text, negative=negative)
+        # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
+        there = [name for name in names if name in self.known.manifests or name in self.manifests.names()]
+        prompts = self.manifest(there[0]) if there else None
+        row = None if prompts is None else prompts.rows.get(sample_id)
+        if prompts is None or row is None:
+            remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
+            raise SampleError(sample_id, "is not cached", remedy)
+        return prompts, row
+
     def text_shapes(self) -> dict[str, tuple[int, ...]] | None:
         """The shape of each field of the first caption that is cached; None where there is none."""
-        rows = (row for manifest in self.datasets() for row in manifest.rows.values())
-        key = next((caption.key for row in rows for caption in row.captions), None)
+        columns = [manifest.rows.columns["caption/keys"] for manifest in self.datasets()]
+        key = next((keys[0].tobytes().hex() for keys in columns if len(keys)), None)
         if key is None or not self.store.find([key]):
             return None
         return {name: shape for name, (_, shape) in self.store.describe(key).items()}
@@ -137,11 +243,8 @@ class LatentCache(SampleIndex, Closing):
             tensors = self._prompt(self._encoded_prompt(text, negative, missing))
         return moved(tensors, device, dtype)
 
-    def _prompt(self, ref: SampleRef) -> Mapping[str, torch.Tensor]:
-        try:
-            return self.reader.tensors([ref])
-        except (EntryMissingError, EntryDamagedError) as error:
-            raise self.reader.sample_error(error, [ref]) from error
+    def _prompt(self, ref: SampleRef) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self.reader.gather([ref]).items() if isinstance(value, torch.Tensor)}
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
@@ -164,11 +267,9 @@ class LatentCache(SampleIndex, Closing):
         A family that renders texts needs its tokenizer for that, which a reader has not: then the entry's identity says
         how it was encoded, by which tokenizer too, and the service is believed that it is of this text.
         """
-        expected, family = prompt_identity(manifest.common, negative=negative), SampleFacts.of(manifest).family
-        if not family.renders:
-            return key == key_of({"source": caption_digest(family.rendered({}, text)), **expected})
-        found = self.store.record(key).identity
-        return found == {"source": found["source"], **expected}
+        found, family = self.store.record(key).identity, SampleFacts.of(manifest).family
+        source = found["source"] if family.renders else caption_digest(family.rendered({}, text))
+        return found == {"source": source, **prompt_identity(manifest.common, negative=negative)}
 
     def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
         self,
@@ -219,8 +320,7 @@ class LatentCache(SampleIndex, Closing):
         try:
             return [known[(*asked, sample_id)] for sample_id in sample_ids]
         except KeyError:
-            pass
-        datasets, refs = self.datasets(), []
+            datasets, refs = self.datasets(), []
         facts: dict[str, SampleFacts] = {}
         for sample_id in sample_ids:
             ref = known.get((*asked, sample_id))
@@ -232,3 +332,13 @@ class LatentCache(SampleIndex, Closing):
                 keep(known, (*asked, sample_id), ref)
             refs.append(ref)
         return refs
+
+
+def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
+    """The error about a sample that was imported and is not verified, with its remedies."""
+    reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
+    remedy = (
+        f"{PRECACHE}, which encodes it; or import it with --verify, which proves it; or take it as it is, with "
+        "`cache.unverified: true` in the config (`unverified=True` here)"
+    )
+    return SampleError(sample_id, reason, remedy)

@@ -26,8 +26,7 @@ from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, SampleRef, keep
-from latentcache.loading.sample_index import PRECACHE
+from latentcache.loading.sample import PRECACHE, SIZES, SampleRef, keep
 from latentcache.loading.sampler import Visit
 from latentcache.store.stacking import pad_tensors
 from latentcache.types import Batch, ClipSize, Extent, Size
@@ -134,7 +133,9 @@ class LatentDataset(Dataset[Batch]):
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
-        self.caption, self.order = caption, order
+        self.order, self.draws = order, caption == "random"
+        self.caption = caption if isinstance(caption, int) else 0
+        """The number of the caption, where it is not drawn at each visit (`draws`)."""
         self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
         self._opened: tuple[int, LatentCache] | None = None
         known = self.cache.dataset_names()
@@ -152,7 +153,7 @@ class LatentDataset(Dataset[Batch]):
         self.facts = self._parts[0].facts
         self.scaling: Scaling = self.cache.scaling(read[self.names[0]])
         self._ends = [*accumulate(part.num_items for part in self._parts)]
-        self._refs: dict[tuple[int, int, bool, int], SampleRef] = {}
+        self._refs: dict[tuple[int, int], SampleRef] = {}
 
     def _check_alike(self) -> None:
         names, facts = ", ".join(self.names), [part.facts for part in self._parts]
@@ -221,27 +222,23 @@ class LatentDataset(Dataset[Batch]):
             part.identify(hasher)
         return hasher.hexdigest()
 
-    @property
-    def draws(self) -> bool:
-        """Whether the sample of an item is drawn at each visit."""
-        return self.caption == "random"
-
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        found = []
+        found, known = [], self._refs
         for index in indices:
-            part, number, flip = self._item(index)
-            caption = self.caption if self.caption != "random" else self._drawn_caption(index, part, number)
-            name = (part, number, flip, caption)
-            ref = self._refs.get(name)
-            if ref is None:
-                samples = self._parts[part]
-                ref = SampleRef.of(samples.rows.row(number), samples.facts, caption=caption, flip=flip)
-                keep(self._refs, name, ref)
-            found.append(ref)
+            caption = self._drawn_caption(index) if self.draws else self.caption
+            ref = known.get((index, caption))
+            found.append(self._new_ref(index, caption) if ref is None else ref)
         return found
 
-    def _drawn_caption(self, index: int, part: int, number: int) -> int:
+    def _new_ref(self, index: int, caption: int) -> SampleRef:
+        part, number, flip = self._item(index)
+        samples = self._parts[part]
+        ref = SampleRef.of(samples.rows.row(number), samples.facts, caption=caption, flip=flip)
+        return keep(self._refs, (int(index), caption), ref)
+
+    def _drawn_caption(self, index: int) -> int:
+        part, number, _ = self._item(index)
         num = self._parts[part].rows.num_captions(number)
         return index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
 
@@ -255,8 +252,10 @@ class LatentDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        refs = self.refs(indices)
-        return _items(self.cache.reader.gather(refs, pad=False), refs)
+        batch = self.cache.reader.gather(self.refs(indices), pad=False)
+        batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
+        columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
+        return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """The `collate_fn` of a DataLoader: torch's default, but texts that are stored without padding are padded.
@@ -287,12 +286,3 @@ class LatentDataset(Dataset[Batch]):
         rest = {name: value for name, value in batch.items() if name not in SIZES}
         scaling = self.scaling if scaled else None
         return to_device(rest, device, dtype=dtype, output=output, scaling=scaling, generator=generator) | sizes
-
-
-def _items(batch: Batch, refs: Sequence[SampleRef]) -> list[Batch]:
-    """The rows of a batch that is not padded, each a view of its tensors; sizes as int64 [2]."""
-    joined = bytearray().join([ref.layout.sizes for ref in refs])
-    sizes = torch.from_numpy(np.ndarray((len(refs), len(SIZES), 2), np.int64, joined))
-    batch |= dict(zip(SIZES, sizes.unbind(1), strict=True))
-    columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
-    return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]

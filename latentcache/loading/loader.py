@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import BufferPool, to_device
-from latentcache.loading.sample import SampleReader, SampleRef
-from latentcache.loading.sample_index import PRECACHE
+from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing
 from latentcache.types import Batch
@@ -28,7 +28,7 @@ logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 4
-"""Batches that are prefetched from the store before they are read."""
+"""Batches that are prefetched from the store together, while as many before them are read."""
 
 
 class _Made(NamedTuple):
@@ -51,23 +51,32 @@ class _BatchMaker:
     dtype: torch.dtype | None
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
-        """The planned batches. The samples of LOOK_AHEAD more than were yielded are prefetched; in pack order packs."""
-        dataset, window = self.loader.dataset, deque[tuple[PlannedBatch, list[SampleRef] | None]]()
+        """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
+        waiting: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
         try:
-            for planned in plan:
-                refs = None
-                try:  # not `suppress`: a small batch is copied in the time of some calls
-                    refs = self._refs(planned)
-                    self.source.prefetch(refs if planned.ahead is None else dataset.refs(planned.items_ahead))
-                except StoreError:
-                    pass  # it is raised again with the batch that it belongs to
-                window.append((planned, refs))
-                if len(window) > LOOK_AHEAD:
-                    yield self._make(*window.popleft())  # kept in no variable: the next batch may take its buffer
-            while window:
-                yield self._make(*window.popleft())
+            while True:
+                ahead = self._prefetched(list(islice(plan, LOOK_AHEAD)))
+                while waiting:
+                    yield self._make(*waiting.popleft())  # kept in no variable: the next batch may take its buffer
+                if not ahead:
+                    return
+                waiting = ahead
         finally:
             self.transfer.finish()
+
+    def _prefetched(self, window: Sequence[PlannedBatch]) -> deque[tuple[PlannedBatch, list[SampleRef] | None]]:
+        """These batches with their samples, None for those that are not found; in pack order packs are prefetched."""
+        found: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
+        soon: list[SampleRef] = []
+        for planned in window:
+            refs = None
+            with suppress(StoreError):  # it is raised again with the batch that it belongs to
+                refs = self._refs(planned)
+                soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.ahead)
+            found.append((planned, refs))
+        with suppress(StoreError):
+            self.source.prefetch(soon)
+        return found
 
     def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
         dataset = self.loader.dataset

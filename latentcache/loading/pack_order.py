@@ -67,10 +67,15 @@ def pack_batches(
     for stream in range(num_streams):
         items = order[turns[order] % num_streams == stream]
         streams.append(_full_batches(items, bucket_of[items], batch_size, left))
-    last = [items[at : at + batch_size] for items in left for at in range(0, len(items), batch_size)]
+    last = [batch for items in left for batch in split(items, batch_size)]
     if generator is not None:
         last = [last[number] for number in generator.permutation(len(last)).tolist()]
     return [batch for batches in zip_longest(*streams) for batch in batches if batch is not None] + last
+
+
+def split(items: list[int], batch_size: int) -> list[list[int]]:
+    """These items in batches, of which the last one may be smaller."""
+    return [items[at : at + batch_size] for at in range(0, len(items), batch_size)]
 
 
 def _full_batches(items: np.ndarray, buckets: np.ndarray, batch_size: int, left: list[list[int]]) -> list[list[int]]:

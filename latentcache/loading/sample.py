@@ -13,14 +13,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import Row
-from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, ModelError, SampleError, StoreError
+from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import MASK, Family
+from latentcache.families.scaling import Scaling
 from latentcache.loading.batch import CONTROL, BufferPool
-from latentcache.loading.sample_index import PRECACHE, SampleFacts
-from latentcache.store.base import Description, Store
-from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
+from latentcache.store.base import Store
+from latentcache.store.stacking import Column, columns_of, concatenated, stack_columns
 from latentcache.types import Batch, ClipSize, Geometry, Padding, Size
+
+PRECACHE: Final = "run `latentcache precache CONFIG` again"
+"""The remedy of most errors about a sample."""
 
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
@@ -32,23 +37,73 @@ _KEYS = attrgetter("keys")
 Pair = tuple[int, int]
 
 
-class Layout(NamedTuple):
-    """What a batch says of a geometry: the pairs of SIZES, the same as int64 [4, 2], and the time ids.
+@dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What the samples of a manifest have in common: those of equal facts may be in one batch.
 
-    Those are float32: the family's `size_conditions`, which most do not have. `extent` is what all of a batch share:
-    the target size, and of a clip its number of frames. Equal layouts are shared.
+    `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
+    """
+
+    family: Family = field(default_factory=lambda: family_named(DEFAULT))
+    scaling: Scaling | None = None
+    padding: tuple[tuple[str, Padding], ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SampleFacts:
+        """The facts of a manifest. StoreError for one of a family that this version does not know."""
+        common = manifest.common
+        try:
+            family = manifest.family
+        except ModelError as error:
+            raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
+        padding = []
+        for name in family.fields:
+            try:
+                rule = family.padding(name, common["text_encoding"])
+            except (LookupError, TypeError, ValueError) as error:
+                message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
+                raise StoreError(f"manifest {manifest.name}: {message}") from error
+            if rule is not None:
+                padding.append((name, rule))
+        return cls(family, _scaling_of(common), tuple(padding))
+
+
+def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
+    encoding = common.get("image_encoding")
+    if encoding is None:
+        return None
+    if "scaling" in common:
+        return Scaling.from_json(common["scaling"])
+    return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
+
+
+def prompt_identity(common: Mapping[str, Any], *, negative: bool) -> dict[str, Any]:
+    """The identity, but for its source, of a prompt that is encoded as the captions of datasets with this `common`."""
+    encoding = common["text_encoding"]
+    if negative:
+        keeps = "keep" if encoding.get("keeps_padding") else "auto"
+        settings = {"clip_skip": encoding.get("clip_skip", 0), "max_length": encoding.get("max_length")}
+        family = family_named(common.get("family", DEFAULT))
+        encoding = {**encoding, **family.text_recipe(negative=True, **settings, padding=keeps)}
+    return {"encoding": encoding, "salt": common["salt"], "schema": common["schema"], "kind": "text"}
+
+
+class Layout(NamedTuple):
+    """What a batch says of a geometry: the pairs of SIZES, and the time ids.
+
+    Time ids are the bytes of float32: the family's `size_conditions`, which most do not have. `extent` is what all of a
+    batch share: the target size, and of a clip its number of frames. Equal layouts are shared.
     """
 
     original_size: Pair
     resized_size: Pair
     crop_top_left: Pair
     target_size: Pair
-    sizes: bytes
     time_ids: bytes
     extent: tuple[int, ...]
 
 
-_NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"", ())  # of what is no image
+_NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", ())  # of what is no image
 
 
 @lru_cache(_MAX_LAYOUTS)
@@ -57,9 +112,8 @@ def layout_of(geometry: Geometry, family: Family) -> Layout:
     ids = family.size_conditions(geometry) or []
     original, resized, crop = geometry.original_size, geometry.resized_size, geometry.seen_crop
     target = geometry.target_size
-    sizes = np.array([original, resized, crop, target], dtype=np.int64).tobytes()  # in the order of SIZES
     plain = (*original,), (*resized,), (*crop,), (*target,)  # tuples: what a batch lists is compared with them
-    return Layout(*plain, sizes, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
+    return Layout(*plain, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,86 +183,38 @@ class SampleReader:
         """
         if not refs:
             raise StoreError("no samples were requested: a batch has at least one")
-        try:
-            batch = self.tensors(refs, pool=pool, out=out, pad=pad)
-        except (EntryMissingError, EntryDamagedError) as error:
-            raise self.sample_error(error, refs) from error
-        batch.update(metadata_of(refs))
-        return batch
-
-    def tensors(
-        self,
-        refs: Sequence[SampleRef],
-        *,
-        pool: BufferPool | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        pad: bool = True,
-    ) -> Batch:
-        """The tensors of `gather` alone, of at least one sample. EntryMissingError, EntryDamagedError, StoreError."""
         _check_alike(refs)
         sample_ids, first = [ref.sample_id for ref in refs], refs[0]
-        rows = self.store.rows([*chain.from_iterable(map(_KEYS, refs))])
+        try:
+            rows = self.store.rows([*chain.from_iterable(map(_KEYS, refs))])
+        except (EntryMissingError, EntryDamagedError) as error:
+            raise self._sample_error(error, refs) from error
         num, rules = len(first.keys), dict(first.facts.padding)
-        found: dict[str, tuple[tuple[str, tuple[int, ...]], Sequence[np.ndarray]]] = {}
+        found: dict[str, Column] = {}
         for place in range(num):
             # The entries of all samples at this place: their images, their texts, their first control images ...
-            entries = rows[place::num]
-            described = entries[0].description
-            if all([entry.description is described for entry in entries]):
-                arrays = zip(*[entry.arrays for entry in entries], strict=True)
-                columns: dict[str, Sequence[np.ndarray]] = dict(zip(described, arrays, strict=True))
-                described = without_lengths(described, rules)
-            else:
-                shapes = [without_lengths(entry.description, rules) for entry in entries]
-                described = common_fields(sample_ids, shapes, None)
-                named = [dict(zip(entry.description, entry.arrays, strict=True)) for entry in entries]
-                columns = {name: [each[name] for each in named] for name in described}
             part = place - num + len(first.parts)
-            for name, spec in described.items():  # that of a part is known by the part's name
-                found[first.parts[part][0] if part >= 0 else name] = spec, columns[name]
-        names = sorted(found)
-        description = {name: found[name][0] for name in names}
-        padding = {name: rule for name, rule in rules.items() if name in found}
-        return _stacked(sample_ids, description, [found[name][1] for name in names], padding, pool, out, pad)
+            for name, column in columns_of(sample_ids, rows[place::num], rules).items():
+                found[first.parts[part][0] if part >= 0 else name] = column  # that of a part goes by the part's name
+        columns = {name: found[name] for name in sorted(found)}
+        ragged = {name: rule for name, rule in rules.items() if name in columns}
+        if not pad:
+            apart = {name: concatenated(columns.pop(name)) for name in ragged}
+            return {**stack_columns(sample_ids, columns, {}, out)[0], **apart, **metadata_of(refs)}
+        batch, masks = stack_columns(sample_ids, columns, ragged, out, None if pool is None else pool.borrow)
+        return {**batch, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Sequence[SampleRef]) -> None:
         """These samples are read soon: see `Store.prefetch`."""
         self.store.prefetch(chain.from_iterable(map(_KEYS, refs)))
 
-    def sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
+    def _sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
         """The error about the first of these samples that needs the entry, with its remedy."""
         sample_id = next((ref.sample_id for ref in refs if error.key in ref.keys), error.key)
         if isinstance(error, EntryMissingError):
             return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
         mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
         return SampleError(sample_id, f"is damaged: {error.reason}", mark + PRECACHE)
-
-
-def _stacked(
-    sample_ids: Sequence[str],
-    description: Description,
-    columns: Sequence[Sequence[np.ndarray]],
-    padding: Mapping[str, Padding],
-    pool: BufferPool | None,
-    out: Mapping[str, torch.Tensor] | None,
-    pad: bool,
-) -> Batch:
-    """See `SampleReader.gather`."""
-    num_rows = len(sample_ids)
-    if padding and not pad:
-        named = dict(zip(description, columns, strict=True))
-        plain = {name: spec for name, spec in description.items() if name not in padding}
-        batch = stack_columns(plain, [named[name] for name in plain], num_rows, out)
-        return {**batch, **{name: concatenated(description[name][0], named[name]) for name in padding}}
-    padded = Padded.of(sample_ids, description, columns, padding) if padding else None
-    empty = None
-    if pool is not None:
-        row_bytes = [column[0].nbytes for column in columns] if padded is None else padded.row_bytes()
-        empty = pool.borrow([num_bytes * num_rows for num_bytes in row_bytes])
-    if padded is None:
-        return stack_columns(description, columns, num_rows, out, empty)
-    batch = stack_columns(padded.fields, columns, num_rows, out, empty, padded)
-    return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
 
 
 def _check_alike(refs: Sequence[SampleRef]) -> None:
@@ -251,7 +257,7 @@ def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
     The lists are new ones. All samples are of one family.
     """
     layouts = [ref.layout for ref in refs]
-    original_size, resized_size, crop_top_left, target_size, _, time_ids, _ = zip(*layouts, strict=True)
+    original_size, resized_size, crop_top_left, target_size, time_ids, _ = zip(*layouts, strict=True)
     metadata: dict[str, Any] = {
         "sample_id": [ref.sample_id for ref in refs],
         "caption": [ref.caption for ref in refs],

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest
-from latentcache.loading.pack_order import WINDOW, Places, pack_batches, spots_ahead
+from latentcache.loading.pack_order import WINDOW, Places, pack_batches, split, spots_ahead
 
 if TYPE_CHECKING:  # it needs this module
     from latentcache.loading.dataset import LatentDataset
@@ -72,7 +72,7 @@ def _draws(seed: int, epoch: int, position: int, num_items: int) -> list[int]:
 class PlannedBatch(NamedTuple):
     """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs.
 
-    `ahead`, in pack order: what to bring into memory now, as other batches of the rank and places in them.
+    `ahead`, in pack order: the items to bring into memory now, for this batch and later ones.
     """
 
     epoch: int
@@ -80,7 +80,7 @@ class PlannedBatch(NamedTuple):
     numbers: list[int]
     end: int
     seed: int
-    ahead: list[tuple[PlannedBatch, int]] | None = None
+    ahead: list[Visit] | None = None
 
     @property
     def items(self) -> list[Visit]:
@@ -91,11 +91,6 @@ class PlannedBatch(NamedTuple):
     def visit(self, place: int) -> Visit:
         """One of the items."""
         return Visit.of(self.numbers[place], _draws(self.seed, self.epoch, self.position, len(self.numbers))[place])
-
-    @property
-    def items_ahead(self) -> list[Visit]:
-        """The items of `ahead`."""
-        return [batch.visit(place) for batch, place in self.ahead or ()]
 
 
 @dataclass(slots=True)
@@ -165,9 +160,8 @@ class BucketBatchSampler(Sampler[list[int]]):
     @property
     def num_batches(self) -> int:
         """Batches of a whole epoch, of all ranks together, before any is left out."""
-        if not self.drop_last:
-            return sum(-(-len(items) // self.batch_size) for items in self._buckets)
-        return sum(len(items) // self.batch_size for items in self._buckets)
+        spare = 0 if self.drop_last else self.batch_size - 1
+        return sum((len(items) + spare) // self.batch_size for items in self._buckets)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch. The present one keeps its place, so a resumed run may call this as always."""
@@ -205,7 +199,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         for batch in self.plan(cursor.epoch, cursor.position):
             cursor.position = batch.end
             if batch.ahead:
-                self.dataset.prefetch(batch.items_ahead)
+                self.dataset.prefetch(batch.ahead)
             yield [*batch.items]
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,21 +258,14 @@ class BucketBatchSampler(Sampler[list[int]]):
                 num_streams=self.world_size,
                 generator=generator if self.shuffle else None,
             )
-            return [batch for batch in batches if self._is_kept(batch)]
-        batches = [batch for items in self._buckets for batch in self._split(items, generator)]
-        if self.shuffle:
+        else:
+            orders = [generator.permutation(items) if self.shuffle else items for items in self._buckets]
+            batches = [batch for items in orders for batch in split(items.tolist(), self.batch_size)]
+        if self.drop_last:
+            batches = [batch for batch in batches if len(batch) == self.batch_size]
+        if self.shuffle and self._places is None:
             batches = [batches[i] for i in generator.permutation(len(batches)).tolist()]
         return batches
-
-    def _split(self, items: np.ndarray, generator: np.random.Generator) -> list[list[int]]:
-        if self.shuffle:
-            items = generator.permutation(items)
-        numbers = items.tolist()
-        batches = [numbers[start : start + self.batch_size] for start in range(0, len(numbers), self.batch_size)]
-        return [batch for batch in batches if self._is_kept(batch)]
-
-    def _is_kept(self, batch: list[int]) -> bool:
-        return len(batch) == self.batch_size or not self.drop_last
 
 
 def _check_ranks(packs: str, world_size: int) -> None:
@@ -301,4 +288,4 @@ def _with_ahead(planned: list[PlannedBatch], places: Places) -> Iterator[Planned
     ahead = spots_ahead(places, [batch.numbers for batch in planned])
     for number, batch in enumerate(planned):
         spots = [spot for visits in ahead.pop(number, ()) for spot in visits.tolist()]
-        yield batch._replace(ahead=[(planned[other], place) for other, place in spots])
+        yield batch._replace(ahead=[planned[other].visit(place) for other, place in spots])

@@ -108,7 +108,7 @@ class Report:
         lines.append(f"seconds   {stages}")
         lines += [f"{part:<9} {placement}" for part, placement in self.placement.items()]
         lines.append(f"cache     {self.cache.get('path', '')}")
-        lines += [f"waiting   manifest {name}: other ranks are not done" for name in self.manifests_waiting]
+        lines += [f"waiting   manifest {name}: entries of it are not there yet" for name in self.manifests_waiting]
         if self.interrupted:
             lines.append("stopped before the end: run the same command again to go on from here")
         return "\n".join(lines)

@@ -335,27 +335,29 @@ class _Run:
 def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures) -> list[str]:
     """Replace the manifests, and return the names of those that had to wait.
 
-    With several ranks a manifest waits until each of its entries was stored or refused: the rank that finishes last
-    finds them all there. A single process has tried all of them.
+    A manifest waits until each of its entries is there or was refused. With several ranks the one that finishes last
+    finds them all. A single process has tried all of them; what it had found there when it planned may be gone since.
+    StoreBusyError if another client replaced a dataset's manifest since the plan was made: it is not undone unseen.
     """
     waiting = []
     failures.share()
     for manifest in manifests:
-        absent: set[str] = set()
-        if failures.shared is not None:
-            needed = set(manifest.rows.entry_keys(usable=True))
-            absent = needed - workspace.store.find(needed)
-            failures.read_others(absent)
+        needed = set(manifest.rows.entry_keys(usable=True))
+        absent = needed - workspace.store.find(needed)
+        failures.read_others(absent)
         whole = partial(_whole, workspace, manifest, failures)
         if absent and (absent := absent & set(whole().rows.entry_keys(usable=True))):
             waiting.append(manifest.name)
             logger.info(
-                "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
+                "manifest %s waits for %d entries of other ranks, or that are gone; if no rank is running, run "
+                "precache again",
                 manifest.name,
                 len(absent),
             )
-            continue
-        update_manifest(workspace.manifests, whole)
+        elif manifest.role == "prompts":
+            update_manifest(workspace.manifests, whole)
+        else:
+            workspace.manifests.write(whole())
     return waiting
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from typing_extensions import override
@@ -91,9 +92,9 @@ class BucketTransport(Transport):
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turn what obstore raises into RemoteError. FileNotFoundError, of an object, gets through."""
+        """Turn what obstore raises into RemoteError. That an object is missing, or of another version, gets through."""
         global _client_pid
-        from obstore.exceptions import BaseError
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
         if _client_pid is None:
             _client_pid = os.getpid()
@@ -106,35 +107,31 @@ class BucketTransport(Transport):
             )
         try:
             yield
-        except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise _problem(self.url, what, error) from error
-            raise
         except BaseException as error:
-            known = (BaseError, OSError, ValueError, NotImplementedError)
-            if isinstance(error, known) or type(error).__name__ == _PANIC:
-                raise _problem(self.url, what, error) from error
-            raise
+            is_of_object = isinstance(error, (FileNotFoundError, AlreadyExistsError, PreconditionError))
+            known = isinstance(error, (BaseError, OSError, ValueError, NotImplementedError))
+            if (is_of_object and "NoSuchBucket" not in str(error)) or not (known or type(error).__name__ == _PANIC):
+                raise
+            raise _problem(self.url, what, error) from error
 
     def _request(self, what: str, request: Callable[[], Result]) -> Result:
         """What a request gives that reads. obstore does not repeat each of those whose answer broke off."""
-        for _ in range(_ATTEMPTS - 1):
+        for is_last in (False, False, True):
             try:
                 with self._errors(what):
                     return request()
             except RemoteError as error:
-                if "body error" not in error.detail:
+                if is_last or "body error" not in error.detail:
                     raise
-        with self._errors(what):
-            return request()
+        raise AssertionError
 
     @override
     def list(self, folder: str) -> dict[str, Listed]:
         import obstore
 
         def request() -> dict[str, Listed]:
-            chunks = obstore.list(self._store, folder, chunk_size=1000)
-            return {each["path"]: Listed(each["size"], _time_of(each)) for chunk in chunks for each in chunk}
+            found = chain.from_iterable(obstore.list(self._store, folder, chunk_size=1000))
+            return {each["path"]: Listed(each["size"], each["last_modified"].timestamp()) for each in found}
 
         return self._request(f"{folder} cannot be listed", request)
 
@@ -155,34 +152,20 @@ class BucketTransport(Transport):
 
     @override
     def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        if version == ANY_VERSION:
-            self._put(name, data, "overwrite")
-            return True
-        self.check_compares()
-        return self._replaced(name, data, version)
+        if version != ANY_VERSION:
+            self.check_compares()
+        return self._put(name, data, version)
 
-    def _replaced(self, name: str, data: bytes | memoryview, version: str | None) -> bool:
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-        mode: PutMode = "create" if version is None else cast("UpdateVersion", json.loads(version))
-        try:
-            self._put(name, data, mode)
-            return True
-        except (AlreadyExistsError, PreconditionError):
-            return False
-        except FileNotFoundError:
-            if version is None:
-                raise
-            return False  # what should be replaced is gone
-
-    def _put(self, name: str, data: bytes | memoryview, mode: PutMode) -> None:
+    def _put(self, name: str, data: bytes | memoryview, version: str | None) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        conflict: Exception | None = None
-        with self._errors(f"{name} cannot be written"):
-            try:
-                parts = mode == "overwrite" and len(data) > PART_BYTES
+        mode: PutMode = "overwrite" if version == ANY_VERSION else "create"
+        if version not in (ANY_VERSION, None):
+            mode = cast("UpdateVersion", json.loads(version))
+        parts = mode == "overwrite" and len(data) > PART_BYTES
+        try:
+            with self._errors(f"{name} cannot be written"):
                 obstore.put(
                     self._uploads,
                     name,
@@ -192,19 +175,22 @@ class BucketTransport(Transport):
                     chunk_size=PART_BYTES,
                     max_concurrency=1,
                 )
-            except (AlreadyExistsError, PreconditionError) as error:
-                conflict = error
-        if conflict is not None:
-            raise conflict
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        except FileNotFoundError:
+            if not isinstance(mode, dict):
+                raise
+            return False  # what should be replaced is gone
+        return True
 
     @cached_property
     def _compares(self) -> bool:
         """Whether the store compares before it replaces an object. It is tried out, once, on an object of its own."""
         name = f"{PROBES}/{uuid.uuid4().hex}"
         try:
-            self._put(name, b"1", "overwrite")
+            self._put(name, b"1", ANY_VERSION)
             version = self.read(name)[1]
-            return version != "" and self._replaced(name, b"2", version) and not self._replaced(name, b"3", version)
+            return version != "" and self._put(name, b"2", version) and not self._put(name, b"3", version)
         except RemoteError as error:
             if error.status == _NOT_IMPLEMENTED or isinstance(error.__cause__, NotImplementedError):
                 return False
@@ -233,19 +219,8 @@ class BucketTransport(Transport):
         for _ in in_threads(remove, names):
             pass
 
-    def move(self, name: str, target: str) -> None:
-        """Give an object another name."""
-        import obstore
-
-        with self._errors(f"{name} cannot be moved"):
-            obstore.rename(self._store, name, target)
-
     def close(self) -> None:
         """Nothing is open between calls."""
-
-
-def _time_of(meta: ObjectMeta) -> float:
-    return meta["last_modified"].timestamp()
 
 
 def _version_of(meta: ObjectMeta) -> str:
@@ -265,19 +240,12 @@ def _problem(url: str, what: str, error: BaseException) -> RemoteError:
         met = f"status {status}: {reason[1]}"
     again = "then run the same again: nothing that was stored is lost."
     step = f"Check the URL, the store's endpoint (AWS_ENDPOINT_URL) and the network, {again}"
-    if type(error).__name__ == _PANIC:
-        met = f"obstore cannot use a value of the environment ({met})"
-        step = "Check AWS_ENDPOINT_URL (https://HOST:PORT), AWS_REGION and AWS_ACCESS_KEY_ID, also for line breaks."
+    if type(error).__name__ == _PANIC or "BadScheme" in text:
+        step = "Check AWS_ENDPOINT_URL (https://HOST:PORT; http needs AWS_ALLOW_HTTP=true), AWS_REGION and the keys."
     elif status in (_UNAUTHORIZED, FORBIDDEN) or _NO_CREDENTIALS.search(text):
         step = (
             "Give credentials that may do this, as the store's own tools take them: AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and "
             f"AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; {again}"
         )
-    elif "NoSuchBucket" in text:
-        step = "Check the URL; the store's own tools make a bucket."
-    elif "kind: Timeout" in text and "method: PUT" in text:
-        step = f"The store hangs, or the line to it is slower than 4 Mbit/s, which sending packs needs; {again}"
-    elif "BadScheme" in text:
-        step = "Use https, or set AWS_ALLOW_HTTP=true where nobody reads what is sent."
     return RemoteError(url, f"{what}: {met[:500].rstrip('.')}", step, status=status)

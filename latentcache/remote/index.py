@@ -9,22 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 
 from latentcache.errors import PackError, RemoteError
-from latentcache.remote.transport import Transport, in_threads, packs_in
+from latentcache.remote.transport import Transport, in_threads, packs_in, removals_in
 from latentcache.store.base import is_pack_id
 from latentcache.store.directory import pack_name
-from latentcache.store.layout import Location, PackRow
+from latentcache.store.layout import KEY_BYTES, Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import RangedBytes, row_in
 
+LISTED_S = 60.0
+"""What is known to be there counts for so long without another look, as for a writer what is known not to be there."""
 UNREADABLE_S = 60.0
-"""A pack whose header could not be read is asked for again after this: it may have been damaged on its way."""
+"""Packs whose headers could not be read are asked for again after this: they may have been damaged on their way."""
 _FORBIDDEN = 403
-_KEPT_PACKS = 256  # at once: what was read is not read again where the network ends the rest
 
 logger = logging.getLogger("latentcache")
 
@@ -34,8 +36,8 @@ class FarIndex:
 
     The rows of packs are read by one or two small requests each, and remembered in the folder `memory` of this disk
     (None: nowhere), which processes may share. What a pack lists counts as there: a key cannot name a wrong value.
-    Copies of an entry lie in several packs now and then; the one in the pack with the lowest id counts on all machines.
-    `forget` is called with packs that are gone. RemoteError.
+    Copies of an entry lie in several packs now and then; the one in the largest pack counts, on all machines, and those
+    in packs that are listed for removal last. `forget` is called with packs that are gone. RemoteError.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class FarIndex:
         self.table = LocationTable()
         self.sizes: dict[str, int] = {}
         """Bytes of each pack whose entries are known, by id."""
+        self.leaving: dict[str, int] = {}
+        """The packs that are listed for removal, and the bytes of their notes: see `removals_in`."""
         self.unreadable: dict[str, str] = {}
-        """Why the entries of other packs are not."""
-        self._tried_at: dict[str, float] = {}
+        """Why the entries of other packs are not known."""
+        self._leaving_keys: set[str] = set()
         self._damaged: dict[str, dict[int, str]] = {}
         """Rows of packs whose entries this process found damaged, and why."""
-        self._listed_at = -math.inf
+        self._listed_at = self._tried_at = -math.inf
 
     # Looking up
 
@@ -65,37 +69,37 @@ class FarIndex:
             if began - self._listed_at < max_age_s:
                 return
             there = {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}
-            gone = {pack for pack, num_bytes in self.sizes.items() if there.get(pack) != num_bytes}
-            if self._listed_at == -math.inf:
-                gone |= self._remembered().difference(there)
-            new = {pack: num_bytes for pack, num_bytes in there.items() if self.sizes.get(pack) != num_bytes}
-            for pack in self._tried_at.keys() - there.keys():
-                del self._tried_at[pack], self.unreadable[pack]
-            late = [pack for pack, tried in self._tried_at.items() if began - tried < UNREADABLE_S]
-            rows = list(self._read_rows({pack: size for pack, size in new.items() if pack not in late}))
-            is_first, lost = not self.sizes, gone & self.sizes.keys()
-            sizes = {pack: num_bytes for pack, num_bytes in self.sizes.items() if pack not in lost}
-            sizes |= {row.pack.id: row.pack.file_bytes for row in rows}
+            listed = removals_in(self._transport).items()
+            leaving = {pack: note.num_bytes for pack, note in listed if pack in there}
+            self.unreadable = {pack: reason for pack, reason in self.unreadable.items() if pack in there}
+            if began - self._tried_at >= UNREADABLE_S:
+                self.unreadable, self._tried_at = {}, began
+            known = self._remembered() if self._listed_at == -math.inf else self.sizes.keys()
+            gone = {pack for pack in known if pack not in there}
+            wanted = {pack: num_bytes for pack, num_bytes in there.items() if pack not in self.unreadable}
+            if wanted != self.sizes or leaving != self.leaving:
+                self._rebuild(wanted, leaving)
             self._drop_remembered(gone)
-            if lost:
-                self._rebuild(sizes)
-            else:
-                self._add(rows, is_first=is_first)
-                self.sizes = sizes
             self._listed_at = began
             if gone and there:  # a place that lists nothing at all may be the wrong one
                 self._forget(gone)
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
-        """Find which of the keys are there. For one that is not known the packs are listed, if not done lately."""
-        found = self.table.find(list(keys))
+        """Find which of the keys are there, and stay: what lies only in packs that are listed for removal is not found.
+
+        A writer that counted on such an entry would lose it with its pack. So it stores it once more, and no manifest
+        is written that needs a pack which an earlier look showed to be on a list. The packs are listed at most once a
+        minute for keys that are known, and, if it was not done in the last `max_age_s`, for others.
+        """
+        self.refresh(LISTED_S)
+        found = self.table.find(list(keys)) - self._leaving_keys
         if len(found) < len(set(keys)):
             self.refresh(max_age_s)
-            found = self.table.find(list(keys))
+            found = self.table.find(list(keys)) - self._leaving_keys
         return found
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
-        """Where the entries lie, None for those that are not there."""
+        """Where the entries lie, None for those that are not there. Those of packs that go are read until they go."""
         found = self.table.look_up(keys)
         if None in found:
             self.refresh()
@@ -104,7 +108,11 @@ class FarIndex:
 
     def row(self, pack: str, num_bytes: int) -> PackRow:
         """The row of a pack with so many bytes. PackError; FileNotFoundError: it is not there."""
-        return self._remembered_row(pack, num_bytes) or _read_row(self._transport, pack, num_bytes)
+        row = self._remembered_row(pack, num_bytes)
+        if row is None:
+            row = row_in(pack, _ranged(self._transport, pack, num_bytes))[0]
+            self._remember(row)
+        return row
 
     def rows(self) -> Iterator[PackRow]:
         """The rows of all packs that are known, by id, without what this process found damaged."""
@@ -113,17 +121,19 @@ class FarIndex:
     # Changing
 
     def add(self, row: PackRow) -> None:
-        """Note a pack that was sent just now."""
+        """Note a pack that was sent just now. Until packs are listed again its copies of entries count here."""
         with self._lock:
             self._remember(row)
+            self.table.drop(row.names())
+            self.table.add([row])
             self.sizes[row.pack.id] = row.pack.file_bytes
-            self._add([row], is_first=False)
+            self._leaving_keys -= set(row.names())
 
     def lose(self, pack: str, damaged: Mapping[int, str]) -> None:
         """For this process rows of a pack that are damaged there are gone, and other copies count if there are any."""
         with self._lock:
             self._damaged.setdefault(pack, {}).update(damaged)
-            self._rebuild(self.sizes)
+            self._rebuild(self.sizes, self.leaving)
 
     def _marked(self, row: PackRow) -> PackRow:
         if damaged := self._damaged.get(row.pack.id):
@@ -131,49 +141,28 @@ class FarIndex:
             row.reasons = dict(damaged)
         return row
 
-    def _rebuild(self, sizes: Mapping[str, int]) -> None:
+    def _rebuild(self, sizes: Mapping[str, int], leaving: dict[str, int]) -> None:
         """Make the table of these packs. After an error all is as it was; what was not read is asked for again."""
-        rows = without_duplicates(self._marked(row) for row in self._read_rows(sizes))
+        rows = [self._marked(row) for row in self._read_rows(sizes)]
+        # Full packs first: what a compaction copied that died counts in its new pack. Damaged ones last.
+        rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
+        _drop_copies(rows)
+        going = [row.live_names() for row in rows if row.pack.id in leaving]
         self.table, self.sizes = LocationTable(rows), {row.pack.id: row.pack.file_bytes for row in rows}
-
-    def _add(self, rows: Sequence[PackRow], *, is_first: bool) -> None:
-        rows = without_duplicates(self._marked(row) for row in rows)
-        for row in () if is_first else rows:
-            # Which pack has a key must not depend on which one came here first.
-            names = row.live_names()
-            found = zip(names, self.table.look_up(names), strict=True)
-            # The pack itself may be known: another thread listed it before the one that sent it came here.
-            there = {key: place for key, place in found if place and place.pack.id != row.pack.id}
-            if moved := [key for key, place in there.items() if row.pack.id < place.pack.id]:
-                self.table.drop(moved)
-            if stay := there.keys() - set(moved):
-                row.live &= [key not in stay for key in row.names()]
-        self.table.add(rows)
+        self.leaving, self._leaving_keys = leaving, set(chain.from_iterable(going))
 
     # The rows of packs
 
     def _read_rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
-        """The rows of these packs, those that are remembered first. What cannot be read is left out, with a warning."""
-        new = []
-        for pack, num_bytes in packs.items():
-            row = self._remembered_row(pack, num_bytes)
-            if row is None:
-                new.append((pack, num_bytes))
-            else:
-                yield row
+        """The rows of these packs. What cannot be read is left out, with a warning."""
         refusals: list[RemoteError] = []
-        for first in range(0, len(new), _KEPT_PACKS):
-            part = new[first : first + _KEPT_PACKS]
-            for (pack, _), found in zip(part, in_threads(self._row_or_reason, part), strict=True):
-                if isinstance(found, PackRow):
-                    self._remember(found)
-                    self._tried_at.pop(pack, None)
-                    self.unreadable.pop(pack, None)
-                    yield found
-                elif found is not None:
-                    logger.warning("%s Its entries are missing.", found)
-                    self._tried_at[pack], self.unreadable[pack] = time.monotonic(), str(found)
-                    refusals += [found] if isinstance(found, RemoteError) else []
+        for pack, found in zip(packs, in_threads(self._row_or_reason, packs.items()), strict=True):
+            if isinstance(found, PackRow):
+                yield found
+            elif found is not None:
+                logger.warning("%s Its entries are missing.", found)
+                self.unreadable[pack] = str(found)
+                refusals += [found] if isinstance(found, RemoteError) else []
         if refusals and len(refusals) == len(packs) and not self.sizes:
             raise refusals[0]
 
@@ -181,9 +170,9 @@ class FarIndex:
         """The row of a pack, why it cannot be read, or None for one that is gone since it was listed."""
         try:
             try:
-                return _read_row(self._transport, *listed)
+                return self.row(*listed)
             except PackError:  # it may have been damaged on its way
-                return _read_row(self._transport, *listed)
+                return self.row(*listed)
         except FileNotFoundError:
             return None
         except PackError as error:
@@ -228,10 +217,6 @@ class FarIndex:
                     (self._memory / pack).unlink()
 
 
-def _read_row(transport: Transport, pack: str, num_bytes: int) -> PackRow:
-    return row_in(pack, _ranged(transport, pack, num_bytes))[0]
-
-
 def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:
     name = pack_name(pack)
 
@@ -242,23 +227,13 @@ def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:
     return RangedBytes(f"{transport.url}/{name}", num_bytes, fetch)
 
 
-def without_duplicates(rows: Iterable[PackRow]) -> Sequence[PackRow]:
-    """Rows sorted by the ids of their packs; a key that is live in several is live in the first alone.
-
-    So all machines that see the same packs find an entry in the same one.
-    """
-    rows = sorted(rows, key=lambda row: row.pack.id)
+def _drop_copies(rows: Sequence[PackRow]) -> None:
+    """Let a key that is live in several rows be live in the first of these alone."""
     if not rows:
-        return rows
-    words = np.concatenate([np.ascontiguousarray(row.keys[:, :8]).view(np.uint64).ravel() for row in rows])
-    order = words.argsort(kind="stable")
-    equal = np.flatnonzero(words[order][1:] == words[order][:-1])
-    starts = np.cumsum([0, *(len(row.keys) for row in rows)])
-    seen = set()
-    for position in np.unique(np.concatenate([order[equal], order[equal + 1]])).tolist():
-        number = int(starts.searchsorted(position, "right")) - 1
-        row, at = rows[number], position - int(starts[number])
-        if row.live[at]:
-            row.live[at] = row.key(at) not in seen
-            seen.add(row.key(at))
-    return rows
+        return
+    live = np.flatnonzero(np.concatenate([row.live for row in rows]))
+    keys = np.concatenate([row.keys for row in rows])[live]
+    first = np.zeros(sum(len(row.keys) for row in rows), bool)
+    first[live[np.unique(keys.view(f"S{KEY_BYTES}").ravel(), return_index=True)[1]]] = True
+    for row, end in zip(rows, accumulate(len(row.keys) for row in rows), strict=True):
+        row.live[:] = first[end - len(row.keys) : end]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import Unpack
 
-from latentcache.cache_config import HUB, RETRY_S, SERVICE_SCHEMES, CacheConfig, RemoteOptions, location_of
+from latentcache.cache_config import HUB, RETRY_S, SERVICE_SCHEMES, RemoteOptions
 from latentcache.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -17,15 +16,6 @@ if TYPE_CHECKING:
     from latentcache.remote.transport import Transport
 
 Kind = Literal["directory", "bucket", "service", "hub"]
-
-
-def parse_location(value: str | os.PathLike[str] | CacheConfig) -> tuple[Kind, Path | str]:
-    """What kind of place this names, and its path or URL. `file://` is a directory.
-
-    StoreError, which names what is allowed, for another scheme, and for a URL that has a password.
-    """
-    location = location_of(value)
-    return kind_of(location), location
 
 
 def kind_of(location: Path | str) -> Kind:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import platform
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 
 from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
-from latentcache.dataset.manifest_folder import NAME_PATTERN, OLD_SUFFIX, SUFFIX, UNFINISHED
+from latentcache.dataset.manifest_folder import NAME_PATTERN, OLD_SUFFIX, SUFFIX, note_file, noted_in, owner_of
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
-from latentcache.identity import digest
 from latentcache.provenance import now
 from latentcache.remote.transport import ANY_VERSION, Transport
 
 _FOLDER = "manifests"
-_NOTE = re.compile(rf"{_FOLDER}/([^/]+?)(\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
 
 logger = logging.getLogger("latentcache")
 
@@ -29,9 +26,8 @@ class RemoteManifests:
     """
 
     def __init__(self, transport: Transport, *, read_only: bool = False, source: str = ""):
-        """`source`: what is pushed. Each machine and source has a note of its own, which the same run ends later."""
-        self._transport, self._read_only = transport, read_only
-        self._owner = digest(f"{platform.node()} {source}".encode())[:32]
+        """`source`: where this run reads, for the owner of its notes (`owner_of`)."""
+        self._transport, self._read_only, self._owner = transport, read_only, owner_of(source)
         self._versions: dict[str, str | None] = {}
         """The version that was read last, by name; None where there was none."""
 
@@ -66,14 +62,14 @@ class RemoteManifests:
     def write(self, manifest: Manifest) -> None:
         """Replace what this object read of the manifest, or all that is there now; end what `begin` noted.
 
-        StoreBusyError if another writer replaced it since it was read: then the next call replaces that.
+        StoreBusyError if another writer replaced it since it was read, until it was read again.
         """
         self._check_writable()
         name, data = manifest.name, b"".join(manifest_parts(manifest))
         if name not in self._versions:
             with suppress(DatasetError):  # a damaged one is replaced
                 self._read(name)
-        is_written = self._transport.write(_file(name), data, version=self._versions.pop(name))
+        is_written = self._transport.write(_file(name), data, version=self._versions[name])
         # Also where a first attempt arrived, and its answer was lost: then what is there is what was sent.
         if not is_written and not self._has(name, data):
             raise StoreBusyError(
@@ -81,6 +77,7 @@ class RemoteManifests:
                 f"another client replaced the manifest {name} since this one read it. What was encoded is stored: run "
                 "the same command again",
             )
+        del self._versions[name]
         self._transport.remove([self._note(name), _old_file(name)])
 
     def _has(self, name: str, data: bytes) -> bool:
@@ -89,7 +86,7 @@ class RemoteManifests:
         return False
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any. As `write`."""
+        """Write the manifest that `make` returns, if any. As `write`: it reads again what it is to change."""
         if (manifest := make()) is not None:
             self.write(manifest)
 
@@ -105,17 +102,17 @@ class RemoteManifests:
         self._transport.remove([self._note(name)])
 
     def _note(self, name: str) -> str:
-        return f"{_FOLDER}/{name}+{self._owner}{UNFINISHED}"
+        return f"{_FOLDER}/{note_file(name, self._owner)}"
 
     def unfinished(self) -> list[str]:
         """The names of runs that began and did not finish."""
-        return sorted({match[1] for name in self._transport.list(_FOLDER) if (match := _NOTE.fullmatch(name))})
+        return sorted({noted for file in self._transport.list(_FOLDER) if (noted := noted_in(file))})
 
     def give_up(self, before: datetime) -> None:
         """End runs that began before this time and did not finish, on any machine."""
         self._check_writable()
         listed = self._transport.list(_FOLDER).items()
-        old = [name for name, each in listed if _NOTE.fullmatch(name) and each.modified <= before.timestamp()]
+        old = [name for name, each in listed if noted_in(name) and each.modified <= before.timestamp()]
         self._transport.remove(old)
 
     def _check_writable(self) -> None:

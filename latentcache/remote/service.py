@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
-import math
 import os
-import threading
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import quote, urlsplit
@@ -18,10 +16,9 @@ from urllib.parse import quote, urlsplit
 import urllib3
 from typing_extensions import override
 from urllib3.response import BaseHTTPResponse
-from urllib3.util import Retry
 
 from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
-from latentcache.dataset.manifest_folder import SUFFIX
+from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
 from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport
 from latentcache.store.base import check_key, is_pack_id
@@ -40,6 +37,7 @@ _CONNECT_S = 5.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 2.0
 _ATTEMPTS = 3  # that fit into the time for retries where a service accepts a connection, and then says nothing
 _MAX_CONNECTIONS = 8  # that are kept
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING = (408, 429, 502, 503, 504)  # while a service, or a proxy before it, is overloaded or starts
 _PARTIAL, _UNAUTHORIZED, _FORBIDDEN, _MISSING, _CHANGED = 206, 401, 403, 404, 412
 
@@ -55,27 +53,6 @@ class _Answer(NamedTuple):
     data: bytes
 
 
-class _Retry(Retry):
-    """Tries again until `deadline`, by `time.monotonic`."""
-
-    deadline = math.inf
-
-    @override
-    def new(self, **changes: Any) -> _Retry:
-        retry = super().new(**changes)
-        retry.deadline = self.deadline
-        return retry
-
-    @override
-    def is_exhausted(self) -> bool:
-        return super().is_exhausted() or time.monotonic() >= self.deadline
-
-    @override
-    def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
-        asked = super().get_retry_after(response)
-        return None if asked is None else min(asked, max(0.0, self.deadline - time.monotonic()))
-
-
 class ServiceTransport(Transport):
     """The service at `url` (http or https, also below a path), with its token if it has one. Forks may share it.
 
@@ -88,10 +65,10 @@ class ServiceTransport(Transport):
         self._token = token or os.environ.get(TOKEN_VARIABLE) or None
         if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
             raise StoreError(f"{self.url}: the token has characters that no header can have; give it as the server has")
-        if self._token is not None and not _is_private(self.url):
+        parts = urlsplit(self.url)
+        if self._token is not None and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
             step = "use https (the guide of the service shows a proxy), or a tunnel to the server's loopback"
             logger.warning("%s: the token travels without encryption, and others may read it: %s", self.url, step)
-        self._lock = threading.Lock()
         self._pools: tuple[int, urllib3.PoolManager] | None = None
         self._is_writable: bool | None = None
 
@@ -118,56 +95,47 @@ class ServiceTransport(Transport):
             all_headers["Authorization"] = f"Bearer {self._token}"
         if document is not None:
             body, all_headers["Content-Type"] = to_bytes(document), "application/json"
-        url, began = f"{self.url}/v1/{route}", time.monotonic()
-        try:
-            answer = self._answered(method, url, body, all_headers, max(self._retry_s / _ATTEMPTS, answer_s, 1.0))
-        except urllib3.exceptions.HTTPError as error:
-            cause = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason else error
-            if isinstance(cause, urllib3.exceptions.SSLError):
+        url, began, delay_s = f"{self.url}/v1/{route}", time.monotonic(), _FIRST_DELAY_S
+        timeout_s = max(self._retry_s / _ATTEMPTS, answer_s, 1.0)
+        while True:
+            answer, cause = None, None
+            try:
+                answer = self._answered(method, url, body, all_headers, timeout_s)
+            except urllib3.exceptions.SSLError as error:
                 step = "Check the URL, and the certificate: SSL_CERT_FILE names the file of an authority of your own."
-                raise RemoteError(self.url, f"no secure connection: {cause}", step) from error
-            tried = f"tried for {time.monotonic() - began:.1f} s, cache.retry_s is {self._retry_s:g}"
-            raise RemoteError(
-                self.url,
-                f"does not answer: {type(cause).__name__}: {cause!s:.300} ({tried})",
-                "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing that "
-                "was stored is lost.",
-            ) from error
-        if answer.status < 300 or answer.status in also:
-            return answer
-        self._refused(answer)
+                raise RemoteError(self.url, f"no secure connection: {error}", step) from error
+            except urllib3.exceptions.HTTPError as error:
+                cause = error
+            passed_s = time.monotonic() - began
+            if answer is not None and (answer.status not in _PASSING or passed_s >= self._retry_s):
+                if answer.status < 300 or answer.status in also:
+                    return answer
+                self._refused(answer)
+            if cause is not None and passed_s >= self._retry_s:
+                raise RemoteError(
+                    self.url,
+                    f"does not answer: {type(cause).__name__}: {cause!s:.300} (tried for {passed_s:.1f} s, "
+                    f"cache.retry_s is {self._retry_s:g})",
+                    "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing "
+                    "that was stored is lost.",
+                ) from cause
+            time.sleep(min(delay_s * random.uniform(0.5, 1.5), self._retry_s - passed_s))
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
     def _answered(
         self, method: str, url: str, body: bytes | memoryview | None, headers: Mapping[str, str], timeout_s: float
     ) -> _Answer:
-        retry = _Retry(
-            total=1000,
+        response = self._pool.request(
+            method,
+            url,
+            body=body,  # type: ignore[arg-type]  # it takes views too
+            headers=headers,
+            timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
+            retries=False,
             redirect=False,
-            allowed_methods=None,
-            status_forcelist=_PASSING,
-            raise_on_status=False,
-            backoff_factor=_FIRST_DELAY_S,
-            backoff_max=_MAX_DELAY_S,
-            backoff_jitter=_FIRST_DELAY_S,
+            preload_content=False,
         )
-        retry.deadline = time.monotonic() + self._retry_s
-        timeout = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
-        while True:
-            response = self._pool.request(
-                method,
-                url,
-                body=body,  # type: ignore[arg-type]  # it takes views too
-                headers=headers,
-                timeout=timeout,
-                retries=retry,
-                redirect=False,
-                preload_content=False,
-            )
-            try:
-                return _Answer(url, response.status, response.headers, _bounded(response, url))
-            except urllib3.exceptions.HTTPError:  # the answer broke off, which Retry does not see
-                if time.monotonic() >= retry.deadline:
-                    raise
+        return _Answer(url, response.status, response.headers, _bounded(response, url))
 
     @property
     def _pool(self) -> urllib3.PoolManager:
@@ -194,8 +162,7 @@ class ServiceTransport(Transport):
             give = f"give the server's writing token: token=... in Python, or the variable {TOKEN_VARIABLE}"
             raise ReadOnlyError(self.url, f"the service does not let this client write ({detail}); {give}")
         if kind == "StorageFullError":
-            needed = problem.get("needed_bytes")
-            raise StorageFullError(self.url, needed if isinstance(needed, int) else 0)
+            raise StorageFullError(self.url, int(problem.get("needed_bytes") or 0))
         if kind in ("DatasetError", "SchemaError"):
             raise DatasetError(self.url, detail)
         step = f"{step or 'Check that client and server are of one version of latentcache'}."
@@ -209,6 +176,8 @@ class ServiceTransport(Transport):
             with _understood(self.request("GET", "packs")) as document:
                 sizes = {each["id"]: int(each["num_bytes"]) for each in document["packs"] if is_pack_id(each["id"])}
                 return {pack_name(pack): Listed(num_bytes) for pack, num_bytes in sizes.items()}
+        if folder != "manifests":
+            return {}
         with _understood(self.request("GET", "manifests")) as document:
             names = [str(each["name"]) for each in document["manifests"]]
             return {f"manifests/{name}{SUFFIX}": Listed(0) for name in names}
@@ -239,7 +208,10 @@ class ServiceTransport(Transport):
 
     @override
     def remove(self, names: Iterable[str]) -> None:
-        """Nothing: the service ends the note of a run when it takes its manifest, and `prune` there removes packs."""
+        """End the notes of runs that are among these. Other files stay: `prune` there removes packs."""
+        for name in names:
+            if name.endswith(UNFINISHED):
+                self.request("DELETE", _route(name))
 
     @override
     def check(self, *, create: bool = False) -> None:
@@ -249,27 +221,18 @@ class ServiceTransport(Transport):
 
     @override
     def is_writable(self) -> bool:
-        with self._lock:
-            if self._is_writable is None:
-                try:
-                    self.verify([])  # what a reading token may not do
-                    self._is_writable = True
-                except ReadOnlyError:
-                    self._is_writable = False
-                except RemoteError as error:
-                    # A token that the server refuses is a mistake; without one, reading may be allowed.
-                    if error.status != _UNAUTHORIZED or self._token is not None:
-                        raise
-                    self._is_writable = False
-            return self._is_writable
-
-    @override
-    def check_writable(self) -> None:
-        if not self.is_writable():
-            raise ReadOnlyError(
-                self.url,
-                f"is open for reading only here: give the server's writing token with token=... or {TOKEN_VARIABLE}",
-            )
+        if self._is_writable is None:
+            try:
+                self.verify([])  # what a reading token may not do
+                self._is_writable = True
+            except ReadOnlyError:
+                self._is_writable = False
+            except RemoteError as error:
+                # A token that the server refuses is a mistake; without one, reading may be allowed.
+                if error.status != _UNAUTHORIZED or self._token is not None:
+                    raise
+                self._is_writable = False
+        return self._is_writable
 
     @override
     def find(self, keys: Sequence[str]) -> set[str]:
@@ -342,12 +305,13 @@ def _strange(url: str, what: str) -> RemoteError:
 
 
 def _route(name: str) -> str:
-    """The route of a file: `packs/ID`, `manifests/NAME`, or `manifests/NAME/unfinished` for the note of a run."""
+    """The route of a file: `packs/ID`, `manifests/NAME`, or that of a run's note."""
     path = PurePosixPath(name)
     if path.parts[0] == "packs":
         return f"packs/{path.stem}"
-    route = f"manifests/{quote(path.stem.partition('+')[0], safe='')}"
-    return f"{route}/unfinished" if path.suffix == ".unfinished" else route
+    manifest, _, owner = path.stem.partition("+")
+    route = f"manifests/{quote(manifest, safe='')}"
+    return f"{route}/unfinished?owner={owner}" if path.suffix == UNFINISHED else route
 
 
 def _chunks(keys: Sequence[str]) -> list[list[str]]:
@@ -356,25 +320,13 @@ def _chunks(keys: Sequence[str]) -> list[list[str]]:
 
 def _checked_url(url: str) -> str:
     """The URL without a slash at its end. StoreError for one that does not name a service, or that has a password."""
-    try:
+    with suppress(ValueError):
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        is_good = is_good and "@" not in parts.netloc and not parts.query and not parts.fragment
-    except ValueError:
-        is_good = False
-    if not is_good:
-        shown = "a URL with a password" if "@" in url else repr(url[:200])
-        raise StoreError(
-            f"{shown} is not the URL of a service: give http://HOST:PORT or https://HOST, and the token by token=... "
-            f"or {TOKEN_VARIABLE}"
-        )
-    return url.rstrip("/")
-
-
-def _is_private(url: str) -> bool:
-    """Whether nobody on the way reads what is sent: it is encrypted, or does not leave this machine."""
-    parts = urlsplit(url)
-    try:
-        return parts.scheme == "https" or ipaddress.ip_address(str(parts.hostname)).is_loopback
-    except ValueError:
-        return parts.hostname == "localhost"
+        is_plain = "@" not in parts.netloc and not parts.query and not parts.fragment
+        if is_plain and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+    shown = "a URL with a password" if "@" in url else repr(url[:200])
+    raise StoreError(
+        f"{shown} is not the URL of a service: give http://HOST:PORT or https://HOST, and the token by token=... "
+        f"or {TOKEN_VARIABLE}"
+    )

@@ -19,23 +19,21 @@ from latentcache.errors import (
     EntryDamagedError,
     PackError,
     ReadOnlyError,
-    RemoteError,
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.remote.index import FarIndex
+from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.tier import Tier, default_folder, rows_folder
 from latentcache.remote.transport import ANY_VERSION, Transport
 from latentcache.store.base import OwnedEntry, StoreStats, check_key
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import DISAGREE, map_pack, new_pack_id, pack_buffers, read_records, row_problem
+from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
 from latentcache.store.reader import PackReader
 from latentcache.store.writer import Writer
 
-LISTED_S = 60.0
-"""A writer that looks for the keys of its new entries lists the packs no more often than this."""
-_MAX_ABSENT = 20  # fetches of a pack that is listed and did not come
+_MAX_ABSENT = 20  # looks for an entry whose pack is listed and did not come, or went again
+_MAX_DAMAGED = 2  # looks for one that is damaged in a pack in which all else is whole
 
 logger = logging.getLogger("latentcache")
 
@@ -61,11 +59,10 @@ class RemoteStore(PackReader):
         self.transport, self.url, self._read_only = transport, transport.url, read_only
         folder = default_folder(self.url) if local is None else Path(local).expanduser()
         self.tier = Tier(transport, folder, local_max_bytes, self.release)
-        self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.forget)
+        self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.remove)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
-        self._tried_again: set[tuple[str, int]] = set()
-        self._num_absent: Counter[str] = Counter()
+        self._num_tries: Counter[tuple[str, int]] = Counter()
         self._is_closed = False
 
     def check_open(self) -> None:
@@ -96,7 +93,6 @@ class RemoteStore(PackReader):
         self.check_writable()
         return Writer(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
 
-    @override
     def stored(self, keys: Sequence[str]) -> set[str]:
         """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
         return self._found(keys, LISTED_S)
@@ -107,12 +103,7 @@ class RemoteStore(PackReader):
         if not new:
             return 0, 0
         row, num_bytes, buffers = pack_buffers(new_pack_id(), new)
-        try:
-            self.transport.write(pack_name(row.pack.id), b"".join(buffers), version=ANY_VERSION)
-        except RemoteError as error:
-            again = "were encoded and not stored: the next `latentcache precache` encodes them again"
-            next_step = f"{error.next_step} The last {len(new)} entries {again}."
-            raise RemoteError(self.url, error.detail, next_step, status=error.status, kind=error.kind) from error
+        self.transport.write(pack_name(row.pack.id), b"".join(buffers), version=ANY_VERSION)
         self.index.add(row)
         return len(new), num_bytes
 
@@ -123,8 +114,8 @@ class RemoteStore(PackReader):
             check_key(key)
         self.check_open()
         raise StoreError(
-            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune {self.url}`, or "
-            "`latentcache prune` where the directory of a service is, removes what no manifest needs"
+            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune` removes what no manifest "
+            "needs, of a service where its directory is"
         )
 
     # Looking up
@@ -189,28 +180,23 @@ class RemoteStore(PackReader):
     @override
     def relocate(self, key: str, location: Location, problem: str) -> Location:
         """Where an entry lies that is not what was stored, or raise that it is damaged or gone."""
-        pack = location.pack
+        pack, damaged = location.pack, dict[int, str]()
         with self._repairing:
             self.invalidate([location])
+            self._num_tries[location.place] += 1
             if not self.tier.has(pack.id):  # another process made room, or it is gone there
                 self.index.refresh()
-                moved = self.locate([key])[0]
-                if moved.place == location.place:
-                    self._num_absent[pack.id] += 1
-                    if self._num_absent[pack.id] > _MAX_ABSENT:  # it is listed, and cannot be fetched
-                        self.index.lose(pack.id, {location.row: problem})
-                        moved = self.locate([key])[0]
-                return moved
-            if pack.id not in self._fetched_again:
+                if self._num_tries[location.place] > _MAX_ABSENT:
+                    damaged = {location.row: problem}
+            elif pack.id not in self._fetched_again:
                 logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack.id, problem)
                 self._fetched_again.add(pack.id)
                 self.tier.fetch_again(pack.id)
-                return location
-            self.release([pack.id])
-            damaged = self._problems(pack)
-            if location.place in self._tried_again:
-                damaged.setdefault(location.row, problem)
-            self._tried_again.add(location.place)
+            else:
+                self.release([pack.id])
+                damaged = self._problems(pack)
+                if self._num_tries[location.place] > _MAX_DAMAGED:
+                    damaged.setdefault(location.row, problem)
             if damaged:
                 logger.warning("%s: pack %s has %d damaged entries: %s", self.url, pack.id, len(damaged), problem)
                 self.index.lose(pack.id, damaged)
@@ -220,16 +206,11 @@ class RemoteStore(PackReader):
         """Why rows of a pack are not what was stored, of those that are so."""
         row = self.index.row(pack.id, pack.file_bytes)
         try:
-            records = read_records(self.tier.path(pack.id))
-            data = map_pack(self.tier.path(pack.id), pack.file_bytes)
+            whole = WholePack.in_file(self.tier.path(pack.id))
         except (PackError, UnsafeStoreError, FileNotFoundError) as error:
             return dict.fromkeys(range(pack.num_entries), str(error))
-        found = {}
-        for at, key in enumerate(row.names()):
-            problem = row_problem(records, data, at) if records.is_at(key, row.location(at)) else DISAGREE
-            if problem is not None:
-                found[at] = problem
-        return found
+        found = ((at, whole.problem(key, row.location(at))) for at, key in enumerate(row.names()))
+        return {at: problem for at, problem in found if problem is not None}
 
     # The whole
 

@@ -71,6 +71,7 @@ class Tier:
             self._locks.mkdir(exist_ok=True)
         except OSError as error:
             raise _not_kept(folder, error) from error
+        self._is_near = transport.local_path(MARK) is not None
         self._fetched = set[str]()
         self._has_warned = False
         self._begin()
@@ -108,25 +109,23 @@ class Tier:
                 self._fetch_soon(pack)
 
     def _missing(self, packs: Iterable[str]) -> list[str]:
+        """Note that packs are used. Returns those that are not here."""
         if self._pid != os.getpid():
             self._begin()  # a fork has none of the threads
-        now = time.monotonic()
-        due = [pack for pack in packs if now - self._used.get(pack, -math.inf) >= NOTE_S]
-        return [pack for pack in due if not self._note_use(pack, now)]
-
-    def _note_use(self, pack: str, now: float) -> bool:
-        """Note that a pack is used. False if it is not here."""
-        path = self.path(pack)
-        try:
-            if self._transport.local_path(pack_name(pack)) is None:
-                os.utime(path)
-        except FileNotFoundError:
-            return False
-        except OSError:  # another user's: then it is the one who notes
-            if not path.exists():
-                return False
-        self._used[pack] = now
-        return True
+        if self._is_near:
+            return []
+        missing, now = list[str](), time.monotonic()
+        for pack in packs:
+            if now - self._used.get(pack, -math.inf) < NOTE_S:
+                continue
+            try:
+                os.utime(self.path(pack))
+            except OSError:  # another user's: then it is the one who notes
+                if not self.has(pack):
+                    missing.append(pack)
+                    continue
+            self._used[pack] = now
+        return missing
 
     def _fetch_soon(self, pack: str) -> Future[None]:
         with self._lock:
@@ -140,7 +139,7 @@ class Tier:
 
     def fetch_again(self, pack: str) -> None:
         """Put a pack that came damaged, or is damaged here, in its own place again. What is not ours stays as it is."""
-        if self._transport.local_path(pack_name(pack)) is None:
+        if not self._is_near:
             self._fetch(pack, again=True)
 
     def _fetch(self, pack: str, *, again: bool = False) -> None:
@@ -205,13 +204,17 @@ class Tier:
         return found
 
     def forget(self, packs: Collection[str]) -> None:
-        """Let packs go that were removed here, or are gone there."""
+        """Let packs go whose files are gone. Another process may have fetched them again meanwhile: files stay."""
         for pack in packs:
             self._used.pop(pack, None)
-            if self._transport.local_path(pack_name(pack)) is None:
-                with suppress(OSError):
-                    self.path(pack).unlink(missing_ok=True)
         self._release(packs)
+
+    def remove(self, packs: Collection[str]) -> None:
+        """Remove packs that are gone there."""
+        for pack in packs if not self._is_near else ():
+            with suppress(OSError):
+                self.path(pack).unlink(missing_ok=True)
+        self.forget(packs)
 
     def _sweep(self) -> None:
         for path in self._packs.glob("*/*.part"):

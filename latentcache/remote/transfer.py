@@ -7,17 +7,17 @@ there. So a transfer that died is repeated by the same command, which moves what
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from typing_extensions import override
 
-from latentcache.cache_config import RETRY_S
+from latentcache.cache_config import RETRY_S, location_of
 from latentcache.dataset.manifest import Manifest, merged_rows
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, update_manifest
 from latentcache.errors import (
@@ -30,14 +30,22 @@ from latentcache.errors import (
     StoreError,
 )
 from latentcache.remote.index import FarIndex
-from latentcache.remote.locations import kind_of, open_transport, parse_location
+from latentcache.remote.locations import kind_of, open_transport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, DirectoryTransport, Transport, packs_in, read_pack
-from latentcache.remote.upkeep import packs_to_go
+from latentcache.remote.transport import (
+    ANY_VERSION,
+    FolderTransport,
+    Transport,
+    packs_in,
+    read_checked,
+    read_pack,
+    removals_in,
+)
 from latentcache.store.directory import pack_name
-from latentcache.store.exchange import part_of, problems_of
-from latentcache.store.pack import PackRecords, read_pack_bytes
+from latentcache.store.disk import DiskStore
+from latentcache.store.exchange import take_checked
+from latentcache.store.pack import WholePack, map_pack, read_row
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
@@ -47,6 +55,8 @@ REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
 """Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
 Location = str | Path
+_Outcome = tuple[int | None, str | None]
+"""What became of a pack: the bytes that were sent, 0 if none had to be, None if none are wanted; why it was refused."""
 
 
 @dataclass(slots=True)
@@ -89,35 +99,26 @@ class TransferReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a pack: the bytes that were sent, 0 if none had to be; None: nothing of it is wanted."""
-
-    num_bytes: int | None
-    refused: str | None = None
-
-
 class End:
-    """One end of a transfer: the packs and manifests of a cache, wherever it is."""
+    """One end of a transfer: the packs and manifests of a cache, here of one behind a transport."""
 
-    def __init__(self, transport: Transport, manifests: Manifests, index: FarIndex):
-        self.transport, self.manifests, self.index = transport, manifests, index
-        self.name = transport.url
-        self._has_index = transport.find([]) is not None
+    def __init__(self, transport: Transport, manifests: Manifests):
+        self.name, self.manifests, self._transport = transport.url, manifests, transport
+        self._index = FarIndex(transport, rows_folder(transport.url))
 
-    @classmethod
-    def open(cls, location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
+    @staticmethod
+    def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
         """The cache that a user names: a directory, or a URL. `is_target`: it is sent to, from the `source`.
 
         StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
         """
-        found = parse_location(location)[1]
+        found = location_of(location)
         if isinstance(found, Path):
-            directory = DirectoryTransport(found, is_target=is_target, dry_run=dry_run)
-            is_there = directory.is_open
-            return cls(
-                directory, ManifestFolder(found / "manifests") if is_there else ManifestMemory(), FarIndex(directory)
-            )
+            is_new = not found.exists() or (found.is_dir() and not any(found.iterdir()))
+            if is_target and dry_run and is_new:  # nothing is made: what is not there holds nothing
+                return End(FolderTransport(found), ManifestMemory())
+            store = DiskStore(found, read_only=dry_run or not is_target, create=is_target)
+            return _Directory(store, ManifestFolder(found / "manifests", source=source))
         if is_target and kind_of(found) == "hub":
             raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
         transport = open_transport(found, retry_s=RETRY_S)
@@ -127,30 +128,86 @@ class End:
             transport.check_compares()
         if is_written or not is_target:  # to a target of a dry run there may be nothing yet
             transport.check(create=is_written)
-        manifests = RemoteManifests(transport, read_only=not is_written, source=source)
-        return cls(transport, manifests, FarIndex(transport, rows_folder(found)))
+        return End(transport, RemoteManifests(transport, read_only=not is_written, source=source))
 
-    def packs(self) -> dict[str, int]:
-        """The bytes of each pack that is there now, by its id. What is gone is not found any more."""
-        if self.index.sizes:  # else what is there was not asked for yet
-            self.index.refresh()
-        return {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}
+    def packs(self) -> tuple[dict[str, int], Set[str]]:
+        """The bytes of each pack that is there now, by its id, and the packs that are listed for removal.
+
+        What is gone is not found any more.
+        """
+        if self._index.sizes:  # else what is there was not asked for yet
+            self._index.refresh()
+        sizes = {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}
+        return sizes, removals_in(self._transport).keys()
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries, those that count if an index says so. FileNotFoundError; PackError."""
-        keys = self.index.row(pack, num_bytes).names()
-        return self.transport.live(pack, keys) if isinstance(self.transport, DirectoryTransport) else keys
+        return self._index.row(pack, num_bytes).names()
 
     def find(self, keys: Collection[str]) -> set[str]:
-        """Find which of the keys have entries there."""
-        found = self.transport.find(list(keys))
-        return self.index.find(keys) if found is None else found
+        """Find which of the keys have entries there that stay."""
+        found = self._transport.find(list(keys))
+        return self._index.find(keys) if found is None else found
 
-    def send(self, records: PackRecords, data: bytes | memoryview) -> None:
+    def leaving(self, keys: Collection[str]) -> set[str]:
+        """Find which of the keys have entries in packs that are listed for removal, after `find`."""
+        return self._index.table.find(list(keys))
+
+    def read(self, pack: str) -> memoryview:
+        """The bytes of a pack. FileNotFoundError if it is gone."""
+        return read_pack(self._transport, pack)
+
+    def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
-        self.transport.write(pack_name(records.row.pack.id), data, version=ANY_VERSION)
-        if not self._has_index:
-            self.index.add(records.row)
+        self._transport.write(pack_name(whole.row.pack.id), whole.data.data, version=ANY_VERSION)
+        self._index.add(whole.row)
+
+    def close(self) -> None:
+        """Close the connection, or the store."""
+        self._transport.close()
+
+
+class _Directory(End):
+    """A cache in a directory, with its index."""
+
+    def __init__(self, store: DiskStore, manifests: Manifests):
+        self.name, self.manifests, self._store = str(store.path), manifests, store
+
+    @override
+    def packs(self) -> tuple[dict[str, int], Set[str]]:
+        self._store.catalog.reload()
+        return {pack: each.file_bytes for pack, each in self._store.catalog.table.packs.copy().items()}, set()
+
+    @override
+    def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
+        # Others were removed, are damaged, or lie in another pack.
+        keys = read_row(self._store.directory.pack_path(pack)).names()
+        found = zip(keys, self._store.catalog.table.look_up(keys), strict=True)
+        return [key for key, place in found if place is not None and place.pack.id == pack]
+
+    @override
+    def find(self, keys: Collection[str]) -> set[str]:
+        return self._store.find(keys)
+
+    @override
+    def leaving(self, keys: Collection[str]) -> set[str]:
+        return set()
+
+    @override
+    def read(self, pack: str) -> memoryview:
+        layout = self._store.catalog.table.packs.get(pack)
+        if layout is None:
+            raise FileNotFoundError(pack)
+        # Only what the index says: what may follow a pack's own bytes is not sent.
+        return map_pack(self._store.directory.pack_path(pack), layout.file_bytes).data
+
+    @override
+    def send(self, whole: WholePack) -> None:
+        take_checked(self._store, whole.records, whole.data.data)
+
+    @override
+    def close(self) -> None:
+        self._store.close()
 
 
 class Move:
@@ -163,28 +220,22 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
-        self._may_lie_elsewhere = True
-        """Whether the target has packs that the source lacks: then entries of a pack may lie in these."""
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
         """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
         progress = progress or Progress()
         manifests = self._manifests(names)
         # After the manifests: what they name was sealed before they were written.
-        packs, self._there = self.source.packs(), self.target.packs()
-        self._may_lie_elsewhere = not self._there.keys() <= packs.keys()
-        new = sorted(packs.keys() - self._there.keys())
+        (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
+        staying = packs.keys() - leaving  # other packs have what is needed of the rest, or the manifests say so
+        new = sorted(staying - (self._there.keys() - dying))
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
-        self.report.num_there = len(packs) - len(new)
+        self.report.num_there = len(staying) - len(new)
         progress.start("move packs", len(new))
-        leaving = packs_to_go(self.source.transport)
-        late = [pack for pack in new if pack in leaving]
-        self._count(self._outcomes([pack for pack in new if pack not in leaving], packs, wanted), progress)
-        if late:
-            # Only what is needed and has not come from another pack. A dry run takes it that all of it has.
-            self._may_lie_elsewhere = True
-            needed = {key for manifest in manifests for key in manifest.keys()}
-            self._count(self._outcomes([] if self.dry_run else late, packs, needed), progress)
+        for num_bytes, refused in self._moved(new, packs, wanted):
+            self.report.num_left += num_bytes is None
+            self.report.num_there += num_bytes == 0 and refused is None
+            progress.advance()
         progress.finish()
         for manifest in manifests:
             try:
@@ -193,17 +244,11 @@ class Move:
                 self.report.refused[manifest.name] = str(error)
         return self.report
 
-    def _count(self, outcomes: Iterator[Outcome], progress: Progress) -> None:
-        for outcome in outcomes:
-            self.report.num_left += outcome.num_bytes is None
-            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
-            progress.advance()
-
     # Packs
 
-    def _outcomes(
+    def _moved(
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[_Outcome]:
         """Move these packs, several at a time, and count what was moved and refused."""
         move = partial(self._move, sizes, wanted)
         with (
@@ -211,78 +256,57 @@ class Move:
             closing(bounded_map(executor, move, chosen, 2 * NUM_THREADS)) as moved,
         ):
             for pack, future in moved:
-                outcome = future.result()
-                if outcome.refused is not None:
-                    self.report.refused[pack] = outcome.refused
-                if outcome.num_bytes:
+                num_bytes, refused = future.result()
+                if refused is not None:
+                    self.report.refused[pack] = refused
+                if num_bytes:
                     self.report.num_packs += 1
-                    self.report.num_bytes += outcome.num_bytes
-                yield outcome
+                    self.report.num_bytes += num_bytes
+                yield num_bytes, refused
 
-    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> Outcome:
+    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> _Outcome:
         """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
         try:
-            if wanted is None and not self._may_lie_elsewhere:
-                return Outcome(sizes[pack]) if self.dry_run else self._send(pack, None)
             keys = self.source.keys_of(pack, sizes[pack])
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
-                    return Outcome(None)
+                    return None, None
             missing = set(keys) - self.target.find(keys)
-            if not missing:
-                return Outcome(0)
-            return Outcome(sizes[pack]) if self.dry_run else self._send(pack, missing)
+            if not missing or self.dry_run:
+                return sizes[pack] if missing else 0, None
+            return self._send(pack, missing)
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            return Outcome(0, "is gone since it was listed: run the same command again, which finds where it is now")
+            return 0, "is gone since it was listed: run the same command again, which finds where it is now"
         except StoreError as error:
-            if isinstance(error, RemoteError) and not self._is_of_pack(error):
+            # Of this pack alone: it cannot be had there, as an archived one, or was found damaged.
+            is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED
+            if isinstance(error, RemoteError) and not is_refused and error.kind != PackError.__name__:
                 raise
-            return Outcome(0, str(error))
+            return 0, str(error)
 
-    def _is_of_pack(self, error: RemoteError) -> bool:
-        """Whether this pack alone cannot be had, or was found damaged: others can be had."""
-        is_refused = error.url == self.source.name and error.status in REFUSED
-        return error.kind == PackError.__name__ or is_refused
-
-    def _send(self, pack: str, missing: set[str] | None) -> Outcome:
-        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken.
-
-        `missing` None: all that is in use.
-        """
-        for is_last in (False, True):  # what was damaged on its way comes whole the second time
-            data = read_pack(self.source.transport, pack)
-            array = np.frombuffer(data, np.uint8)
-            try:
-                records = read_pack_bytes(data, pack)
-            except PackError:
-                if is_last:
-                    raise
-                continue
-            problems = dict(problems_of(records, array))
-            if not problems:
-                break
+    def _send(self, pack: str, missing: set[str]) -> _Outcome:
+        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
+        whole, problems = read_checked(self.source.read, pack)
         if not problems and pack not in self._there:
-            self.target.send(records, data)
-            return Outcome(len(data))
-        missing = set(self.source.keys_of(pack, len(data))) if missing is None else missing
-        good = missing - problems.keys()
+            self.target.send(whole)
+            return whole.data.size, None
         reason = None
-        if missing & problems.keys():
-            key, problem = next((key, problem) for key, problem in problems.items() if key in missing)
+        if lost := missing & problems.keys():
+            key = min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
             reason = (
-                f"entry {key}{others}: {problem}. `latentcache verify {self.source.name}` marks what is damaged, and "
-                "`latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the pack "
-                "was sent"
+                f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "
+                "and `latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the "
+                "pack was sent"
             )
-        if not good:
-            return Outcome(0, reason)
-        part, copy = part_of(records, array, good)
-        self.target.send(part, copy)
-        return Outcome(len(copy), reason)
+        if missing == lost:
+            return 0, reason
+        row, copy = whole.part(missing - lost)
+        self.target.send(WholePack.in_memory(row.pack.id, copy))
+        return len(copy), reason
 
     # Manifests
 
@@ -316,14 +340,14 @@ class Move:
     def _move_manifest(self, manifest: Manifest, sizes: dict[str, int]) -> None:
         """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
-            self._there = self.target.packs()  # what was removed there meanwhile is missing
+            self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
         missing = self._missing(manifest)
         if missing and not self.dry_run:
-            for _ in self._outcomes(sorted(sizes), sizes, missing):
+            for _ in self._moved(sorted(sizes), sizes, missing):
                 pass
             missing = self._missing(manifest)
         if self.dry_run:
-            missing -= self.source.find(missing)
+            missing -= self.source.find(missing) | self.source.leaving(missing)
         if missing:
             row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
             raise DatasetError(
@@ -331,17 +355,20 @@ class Move:
                 f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "
                 f"{row.sample_id!r:.120}. `latentcache precache CONFIG` makes them; then run the same command again",
             )
-        written: list[Manifest | None] = [self._changed(manifest)] if self.dry_run else []
+        new: Manifest | None = None
 
         def make() -> Manifest | None:
-            written[:] = [self._changed(manifest)]
-            return written[0]
+            nonlocal new
+            new = self._changed(manifest)
+            return new
 
-        if not self.dry_run:
+        if self.dry_run:
+            make()
+        else:
             update_manifest(self.target.manifests, make)
-            if written[0] is None:
+            if new is None:
                 self.target.manifests.end(manifest.name)
-        if written[0] is not None:
+        if new is not None:
             self.report.manifests.append(manifest.name)
 
     def _missing(self, manifest: Manifest) -> set[str]:
@@ -378,14 +405,11 @@ def transfer(
 
     StoreError for a manifest that `source` lacks, before `target` is made.
     """
-    with ExitStack() as stack:
-        first = End.open(source)
-        stack.callback(first.transport.close)
+    with closing(End.open(source)) as first:
         known = first.manifests.names() if manifests else []
         if unknown := sorted(set(manifests) - set(known)):
             there = ", ".join(known) or "none"
             raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
-        pushed = os.path.abspath(first.name) if isinstance(first.transport, DirectoryTransport) else ""
-        second = End.open(target, is_target=True, dry_run=dry_run, source=pushed)
-        stack.callback(second.transport.close)
-        return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)
+        read = os.path.abspath(first.name) if isinstance(first, _Directory) else first.name
+        with closing(End.open(target, is_target=True, dry_run=dry_run, source=read)) as second:
+            return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

@@ -1,12 +1,11 @@
 """Transport: the files of a cache that is elsewhere, listed, read, written on a condition, and removed.
 
 A cache has the same files everywhere: `CACHE.json`, `packs/<xx>/<pack>.safetensors` and `manifests/<name>...`. A bucket
-(`bucket.py`) and a service (`service.py`) are transports, and so is a directory.
+(`bucket.py`) and a service (`service.py`) are transports, and so is a snapshot of the hub.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from typing_extensions import override
 
-from latentcache.errors import ReadOnlyError, StoreError
+from latentcache.errors import PackError, ReadOnlyError, StoreError
 from latentcache.store.base import PACK_SUFFIX, Closing, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
-from latentcache.store.disk import DiskStore
-from latentcache.store.exchange import take_checked, take_sealed
-from latentcache.store.pack import map_pack, read_pack_bytes
+from latentcache.store.pack import WholePack
 from latentcache.utils.concurrency import bounded_map
 
 NUM_THREADS = 16
@@ -29,6 +26,8 @@ MAX_BYTES = 8 << 30
 """The most that is read at once. A pack has some 64 MiB, and the manifest of a million samples a quarter of a GiB."""
 ANY_VERSION = "*"
 """For `Transport.write`: whatever is there, or nothing, is replaced."""
+REMOVALS = "removals"
+"""A folder of files that are named by the packs that are to be removed."""
 _PACK_NAME = re.compile(rf"packs/[0-9a-f]{{2}}/([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}")
 
 Item = TypeVar("Item")
@@ -61,9 +60,11 @@ class Transport(Closing, Protocol):
 
         `version` None: there must be none. ANY_VERSION: it does not matter.
         """
+        raise ReadOnlyError(self.url)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; missing ones are ignored."""
+        raise ReadOnlyError(self.url)
 
     def check(self, *, create: bool = False) -> None:
         """StoreError if there is no cache here; `create` makes one. SchemaError, UnsafeStoreError: see `check_mark`."""
@@ -86,7 +87,7 @@ class Transport(Closing, Protocol):
     def check_writable(self) -> None:
         """ReadOnlyError if this client may not write."""
         if not self.is_writable():
-            raise ReadOnlyError(self.url)
+            raise ReadOnlyError(self.url, "is open for reading only here; a service needs its writing token for more")
 
     def check_compares(self) -> None:
         """RemoteError if it cannot compare versions before it replaces a file, which manifests need."""
@@ -111,9 +112,33 @@ def packs_in(transport: Transport) -> dict[str, Listed]:
     return {match[1]: each for match, each in found if match and pack_name(match[1]) == match[0]}
 
 
+def removals_in(transport: Transport) -> dict[str, Listed]:
+    """The packs that are listed for removal, and their files there, of which one of a damaged pack is not empty."""
+    found = ((name.removeprefix(f"{REMOVALS}/"), each) for name, each in transport.list(REMOVALS).items())
+    return {pack: each for pack, each in found if is_pack_id(pack)}
+
+
 def read_pack(transport: Transport, pack: str) -> memoryview:
     """The bytes of a pack, unchecked. FileNotFoundError if it is gone."""
     return transport.read(pack_name(pack))[0]
+
+
+def read_checked(read: Callable[[str], memoryview], pack: str) -> tuple[WholePack, dict[str, str]]:
+    """A pack that `read` gives, and why entries are not what was stored, by key: what does not fit is read once more.
+
+    FileNotFoundError if it is gone; PackError if its records cannot be read.
+    """
+    for is_last in (False, True):
+        try:
+            found = WholePack.in_memory(pack, read(pack))
+            problems = dict(found.problems())
+        except PackError:
+            if is_last:
+                raise
+            continue
+        if is_last or not problems:
+            return found, problems
+    raise AssertionError
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
@@ -131,26 +156,14 @@ class FolderTransport(Transport):
 
     @override
     def list(self, folder: str) -> dict[str, Listed]:
-        files = ((name, self.path / name) for name in self._names(folder))
+        files = ((path.relative_to(self.path).as_posix(), path) for path in (self.path / folder).rglob("*"))
         return {name: Listed(path.stat().st_size, path.stat().st_mtime) for name, path in files if path.is_file()}
-
-    def _names(self, folder: str) -> Iterator[str]:
-        for parent, _, files in os.walk(self.path / folder):
-            yield from (Path(parent, file).relative_to(self.path).as_posix() for file in files)
 
     @override
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
         with (self.path / name).open("rb") as file:
             file.seek(start)
             return memoryview(file.read(-1 if num_bytes is None else num_bytes)), ""
-
-    @override
-    def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        raise ReadOnlyError(self.path, "it is opened for reading only")
-
-    @override
-    def remove(self, names: Iterable[str]) -> None:
-        raise ReadOnlyError(self.path, "it is opened for reading only")
 
     @override
     def is_writable(self) -> bool:
@@ -162,74 +175,3 @@ class FolderTransport(Transport):
 
     def close(self) -> None:
         """Nothing is open between calls."""
-
-
-class DirectoryTransport(FolderTransport):
-    """The directory of a cache, with its index. `is_target`: it is written, and made if it is not there.
-
-    Its packs are those that the index knows, and one that is written is entered there. With `dry_run` nothing is made
-    or written: what is not there holds nothing. Manifests are read and written by `dataset.manifest_folder`.
-    """
-
-    def __init__(self, path: Path, *, is_target: bool = False, dry_run: bool = False):
-        super().__init__(path)
-        self._store: DiskStore | None = None
-        is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-        if not (is_target and dry_run and is_new):
-            self._store = DiskStore(path, read_only=dry_run or not is_target, create=is_target)
-
-    @override
-    def list(self, folder: str) -> dict[str, Listed]:
-        if self._store is None or folder != "packs":
-            return {}
-        self._store.catalog.reload()
-        return {
-            pack_name(pack): Listed(each.file_bytes) for pack, each in self._store.catalog.table.packs.copy().items()
-        }
-
-    @override
-    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-        pack = Path(name).stem
-        if self._store is None or not is_pack_id(pack):
-            return super().read(name, start, num_bytes)
-        layout = self._store.catalog.table.packs.get(pack)
-        if layout is None:
-            raise FileNotFoundError(name)
-        # Only what the index says: what may follow a pack's own bytes is not sent.
-        data = map_pack(self._store.directory.pack_path(pack), layout.file_bytes).data
-        return data[start : None if num_bytes is None else start + num_bytes], ""
-
-    @override
-    def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        """Add a pack, in which the caller has found nothing wrong."""
-        pack = Path(name).stem
-        if self._store is None or not is_pack_id(pack):
-            raise ReadOnlyError(self.path, f"{name} cannot be written here")
-        if not self._store.directory.pack_path(pack).exists():
-            take_checked(self._store, read_pack_bytes(data, pack), data)
-        else:
-            take_sealed(self._store, pack)
-        return True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a cache, which a target of a dry run need not be."""
-        return self._store is not None
-
-    @override
-    def is_writable(self) -> bool:
-        return self._store is not None and not self._store.read_only
-
-    @override
-    def find(self, keys: Sequence[str]) -> set[str]:
-        return set() if self._store is None else self._store.find(keys)
-
-    def live(self, pack: str, keys: Sequence[str]) -> Sequence[str]:
-        """Choose the entries of a pack that count: others were removed, are damaged, or lie in another pack."""
-        found = [] if self._store is None else self._store.catalog.table.look_up(keys)
-        return [key for key, place in zip(keys, found, strict=False) if place is not None and place.pack.id == pack]
-
-    def close(self) -> None:
-        """Release the directory."""
-        if self._store is not None:
-            self._store.close()

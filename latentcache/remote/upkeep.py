@@ -1,24 +1,22 @@
 """Verify, prune and compact a cache that is elsewhere while others read it.
 
-`prune` and `compact` write new packs first. Then a small file in `removals/` lists the packs that they stand for, or
-that no manifest needs. A later run deletes these packs, when the list is older than the grace time and no manifest
-needs what only they have. So a reader that listed the packs before reads them to the end, and a push that counted on
-one of them loses nothing. A run that dies leaves entries in two packs, of which the next one lists the older packs.
+`prune` and `compact` write new packs first. Then an empty file in `removals/` names each pack that these stand for, or
+of which no manifest needs anything. Writers take such a pack as absent from then on. A later run deletes it, when it
+was listed for longer than the grace time and no manifest needs what only it has. So a reader that looked at the packs
+before reads them to the end; a push or a precache that counted on one before it was listed ends within the grace time,
+or has a note, which keeps `prune` away; and one that looks later sends its entries again. A run that dies leaves
+entries in two packs, of which the next one lists the older packs.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
-
-import numpy as np
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.bucket import FORBIDDEN, PROBES, BucketTransport
@@ -26,17 +24,23 @@ from latentcache.remote.index import FarIndex
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.tier import rows_folder
-from latentcache.remote.transport import ANY_VERSION, Transport, packs_in, read_pack
-from latentcache.store.base import OwnedEntry, is_pack_id
-from latentcache.store.catalog import drop_known
-from latentcache.store.directory import DAMAGED, pack_name
-from latentcache.store.exchange import part_of, problems_of
-from latentcache.store.layout import Location, PackRow
+from latentcache.remote.transport import (
+    ANY_VERSION,
+    REMOVALS,
+    Listed,
+    Transport,
+    in_threads,
+    packs_in,
+    read_checked,
+    read_pack,
+    removals_in,
+)
+from latentcache.store.base import OwnedEntry
+from latentcache.store.directory import pack_name
+from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import WholePack, new_pack_id, pack_buffers, read_pack_bytes
+from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
-
-REMOVALS = "removals"
 
 logger = logging.getLogger("latentcache")
 
@@ -55,19 +59,19 @@ def verify(
     What does not fit is fetched once more: it may have been damaged on its way. An entry is damaged that is whole in no
     pack. A service that takes this client's writes then reads these entries on its own disk, and makes those misses
     that it finds damaged too. In a bucket that may be written what is whole of a damaged pack is sent as a new one, and
-    the old one is moved to the folder `damaged`: so its damaged entries are misses for all. Then precache makes them
-    again, or a push brings them. `subset` and `progress` are those of `store.upkeep.verify`.
+    the old one is listed for removal: so its damaged entries are misses for all writers. Then precache makes them
+    again, or a push brings them. Packs that are listed are not read. `subset` and `progress` are those of
+    `store.upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
-    packs = sorted([pack for pack in packs_in(transport) if int(pack[:8], 16) % num_parts == part - 1])
-    suspects, unreadable = dict[str, str](), dict[str, str]()
-    good = set[str]()
-    bytes_read = 0
+    staying = packs_in(transport).keys() - removals_in(transport).keys()
+    packs = sorted([pack for pack in staying if int(pack[:8], 16) % num_parts == part - 1])
+    suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
     for number, pack in enumerate(packs, 1):
         try:
-            keys, problems, num_bytes = _checked_pack(transport, pack, unreadable)
+            keys, problems, num_bytes = _checked(transport, pack, unreadable)
             bytes_read += num_bytes
             good |= keys - problems.keys()
             suspects |= problems
@@ -80,7 +84,7 @@ def verify(
     if suspects and num_parts > 1:  # their copies may lie in packs of the other parts
         index = FarIndex(transport)
         index.refresh()
-        elsewhere = [row for row in index.rows() if row.pack.id not in packs]
+        elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
     num_entries = len(good | suspects.keys())
     damaged = {key: problem for key, problem in suspects.items() if key not in good}
@@ -101,38 +105,28 @@ def verify(
     )
 
 
-def _checked_pack(transport: Transport, pack: str, unreadable: dict[str, str]) -> tuple[set[str], dict[str, str], int]:
-    """The keys of a pack, why entries are not what was stored, and the bytes that were fetched.
+def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tuple[set[str], dict[str, str], int]:
+    """The keys of a pack, why entries are not what was stored, and its bytes. A damaged pack is put on the list.
 
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
-    bytes_read = 0
-    for is_last in (False, True):
+    try:
+        found, problems = read_checked(partial(read_pack, transport), pack)
+    except FileNotFoundError:
+        return set(), {}, 0
+    except PackError as error:
+        unreadable[pack] = str(error)
+        return set(), {}, 0
+    keys = set(found.row.names())
+    if problems and isinstance(transport, BucketTransport):
         try:
-            data = read_pack(transport, pack)
-        except FileNotFoundError:
-            return set(), {}, bytes_read
-        bytes_read += len(data)
-        try:
-            records = read_pack_bytes(data, pack)
-        except PackError as error:
-            if is_last:
-                unreadable[pack] = str(error)
-            continue
-        problems = dict(problems_of(records, np.frombuffer(data, np.uint8)))
-        if problems and not is_last:
-            continue
-        names = set(records.row.names())
-        if problems and isinstance(transport, BucketTransport):
-            try:
-                if whole := names - problems.keys():
-                    part, copy = part_of(records, np.frombuffer(data, np.uint8), whole)
-                    transport.write(pack_name(part.row.pack.id), copy, version=ANY_VERSION)
-                transport.move(pack_name(pack), f"{DAMAGED}/{pack}")
-            except RemoteError as error:
-                logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
-        return names, problems, bytes_read
-    return set(), {}, bytes_read
+            if whole := keys - problems.keys():
+                row, copy = found.part(whole)
+                transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
+            transport.write(f"{REMOVALS}/{pack}", b"damaged", version=ANY_VERSION)
+        except RemoteError as error:
+            logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
+    return keys, problems, found.data.size
 
 
 # Pruning and compacting
@@ -169,45 +163,6 @@ class TidyReport:
         return asdict(self)
 
 
-def removals_in(transport: Transport) -> dict[str, tuple[float, list[str]]]:
-    """The lists of packs to remove: when each was written, and the packs, by the name of the file."""
-    lists = {}
-    for name, listed in transport.list(REMOVALS).items():
-        try:
-            packs = json.loads(bytes(transport.read(name)[0]))["packs"]
-            if not all(isinstance(pack, str) and is_pack_id(pack) for pack in packs):
-                raise ValueError("it lists what is no pack")
-        except FileNotFoundError:
-            continue  # another run has done what it says
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("%s/%s is no list of packs (%s), and is left alone", transport.url, name, error)
-            continue
-        lists[name] = listed.modified, packs
-    return lists
-
-
-def packs_to_go(transport: Transport) -> set[str]:
-    """The packs that are listed for removal: other packs have what is needed of them."""
-    if not isinstance(transport, BucketTransport):
-        return set()
-    return {pack for _, packs in removals_in(transport).values() for pack in packs}
-
-
-def _time_at(transport: Transport, *, dry_run: bool) -> datetime:
-    """The time by the clock of the store, which dates its objects; a dry run, which writes none, has only its own."""
-    if dry_run:
-        return datetime.now(UTC)
-    name = f"{PROBES}/{uuid.uuid4().hex}"
-    try:
-        transport.write(name, b"what time is it", version=ANY_VERSION)
-        listed = transport.list(PROBES).get(name)
-    finally:
-        transport.remove([name])
-    if listed is None:
-        raise StoreError(f"{transport.url}: {name} is gone right after it was written: run the same again")
-    return datetime.fromtimestamp(listed.modified, UTC)
-
-
 class Tidying:
     """One run of `prune` or `compact` on a bucket. `prune`: entries go that no manifest needs.
 
@@ -227,52 +182,48 @@ class Tidying:
         transport.check()
         self._manifests = RemoteManifests(transport, read_only=dry_run)
         self._prune, self._unfinished = prune, unfinished
-        self._oldest = _time_at(transport, dry_run=dry_run) - timedelta(hours=grace_h)
+        self._sizes: Mapping[str, int] = {}
+        # By this machine's clock: a store refuses one that is far from its own.
+        self._oldest = datetime.now(UTC) - timedelta(hours=grace_h)
         self.report = TidyReport(transport.url, grace_h, dry_run)
 
     def run(self) -> TidyReport:
         """Remove what may go, write new packs, and list the old ones. StoreError if it is unclear what is needed."""
-        lists, written_at = removals_in(self._transport), packs_in(self._transport)
+        listed, written_at = removals_in(self._transport), packs_in(self._transport)
         index = FarIndex(self._transport, rows_folder(self._transport.url))
         index.refresh()
         self.report.unreadable = dict(index.unreadable)
-        rows = {row.pack.id: row for row in index.rows()}
-        sizes = {pack: row.pack.file_bytes for pack, row in rows.items()}
+        self._sizes, table = index.sizes, index.table
         # Only now: what a manifest needs was there before it was written. And runs first: they end by writing one.
         _ = self._runs
         if self._prune:
             self._check_prune()
-        listed = {pack for _, packs in lists.values() for pack in packs} & sizes.keys()
-        table = LocationTable()
-        # Full packs first: what a run copied that died is live in the new pack.
-        for row in sorted(rows.values(), key=lambda row: (-row.pack.file_bytes, row.pack.id)):
-            if row.pack.id not in listed:
-                drop_known(row, table)
-                table.add([row])
-        removed = self._remove_due(lists, rows, table)
-        self.report.num_packs = len(sizes) - len(listed)
-        self.report.num_waiting = len(listed) - len(removed)
+        num_listed = len(index.leaving)
+        removed, needed = self._remove_due(listed, table)
+        table.drop_packs(index.leaving.keys() - needed)
+        self.report.num_packs, self.report.num_waiting = len(self._sizes) - num_listed, num_listed - len(removed)
         if self._prune:
             limit = self._oldest.timestamp()
-            old = [pack for pack in table.packs if pack in written_at and written_at[pack].modified <= limit]
-            self._drop_unused(rows, old, table)
+            # Younger packs may be of a push that goes on.
+            old = {pack for pack, each in written_at.items() if each.modified <= limit}
+            unused = [key for _, entries in table.by_pack(old) for key in entries.keys() - self._in_use]
+            table.drop(unused)
+            self.report.num_unused = len(unused)
         chosen, empty = dict(table.by_pack(choose(table))), table.empty_packs()
         gone = sorted(empty | self._rewrite(chosen))
-        self.report.num_listed, self.report.listed_bytes = len(gone), sum(sizes[pack] for pack in gone)
+        self.report.num_listed, self.report.listed_bytes = len(gone), sum(self._sizes[pack] for pack in gone)
         if not self.report.dry_run:
-            if gone:
-                note = {"listed": datetime.now(UTC).isoformat(timespec="seconds"), "packs": gone}
-                name = f"{REMOVALS}/{uuid.uuid4().hex}.json"
-                self._transport.write(name, json.dumps(note).encode(), version=ANY_VERSION)
-            self._remove_old(PROBES)
-            self._remove_old(DAMAGED)
+            for _ in in_threads(self._list, gone):
+                pass
+            probes = self._transport.list(PROBES).items()
+            left = [name for name, each in probes if each.modified <= self._oldest.timestamp()]
+            self._transport.remove(left)
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report
 
-    def _remove_old(self, folder: str) -> None:
-        listed = self._transport.list(folder).items()
-        self._transport.remove([name for name, each in listed if each.modified <= self._oldest.timestamp()])
+    def _list(self, pack: str) -> None:
+        self._transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)
 
     # What is needed
 
@@ -296,46 +247,35 @@ class Tidying:
                 "would be removed: run the same push or precache again to finish, or give --unfinished to remove it"
             )
 
-    def _drop_unused(self, rows: Mapping[str, PackRow], packs: Iterable[str], table: LocationTable) -> None:
-        """Make entries dead, in the table, that no manifest needs. Younger packs may be of a push that goes on."""
-        for pack in packs:
-            unused = [key for key in rows[pack].live_names() if key not in self._in_use]
-            table.drop(unused)
-            self.report.num_unused += len(unused)
-
     # Removing
 
-    def _remove_due(
-        self, lists: Mapping[str, tuple[float, list[str]]], rows: Mapping[str, PackRow], table: LocationTable
-    ) -> set[str]:
-        """Remove the packs of lists that are old enough. One that is needed after all is a pack as any other again."""
-        gone: set[str] = set()
-        for name, (written, packs) in lists.items():
-            if written > self._oldest.timestamp():
+    def _remove_due(self, listed: Mapping[str, Listed], table: LocationTable) -> tuple[set[str], set[str]]:
+        """Remove packs that were listed long enough ago. One that is needed after all is a pack as any other again.
+
+        Returns:
+            The packs that were removed, and those that are needed.
+        """
+        gone, needed = set[str](), set[str]()
+        only_there = dict(table.by_pack(listed.keys()))  # in the table these packs are the last in which a key counts
+        for pack, note in listed.items():
+            # What cannot be read is left alone. Of what is gone already the list says nothing any more.
+            if note.modified > self._oldest.timestamp() or pack in self.report.unreadable:
                 continue
-            is_done = True
-            for pack in packs:
-                row = rows.get(pack)
-                if row is None:
-                    is_done &= pack not in self.report.unreadable  # what cannot be read is left alone
-                    continue
-                if pack in table.packs:
-                    continue  # another list has it too, and it was found to be needed
-                only_here = set(row.live_names()) - table.find(row.names())
-                if only_here and not only_here.isdisjoint(self._in_use):
-                    drop_known(row, table)
-                    table.add([row])
-                elif only_here and (self._runs or not self._prune):
-                    is_done = False  # only prune removes what no manifest needs
-                else:
+            entries = only_there.get(pack, {}).keys()
+            is_damaged = note.num_bytes > 0  # what it alone has
+            if not entries or entries.isdisjoint(self._in_use):
+                # Only prune removes what no manifest needs.
+                if not entries or is_damaged or (self._prune and not self._runs):
                     gone.add(pack)
-            if not self.report.dry_run:
-                self._transport.remove(map(pack_name, gone.intersection(packs)))
-                if is_done:
-                    self._transport.remove([name])
+            elif not is_damaged:  # else it was not made again yet
+                needed.add(pack)
+        if not self.report.dry_run:
+            self._transport.remove(map(pack_name, gone))
+            self._transport.remove(f"{REMOVALS}/{pack}" for pack in gone | needed)
+        gone &= self._sizes.keys()
         self.report.num_removed = len(gone)
-        self.report.removed_bytes = sum(rows[pack].pack.file_bytes for pack in gone)
-        return gone
+        self.report.removed_bytes = sum(self._sizes[pack] for pack in gone)
+        return gone, needed
 
     # Rewriting
 
@@ -357,19 +297,19 @@ class Tidying:
     def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
-                found = read_pack(self._transport, pack)
-                records = read_pack_bytes(found, pack)
+                found, problems = read_checked(partial(read_pack, self._transport), pack)
             except FileNotFoundError:
                 continue  # another run was faster
             except PackError as error:
                 self.report.unreadable[pack] = str(error)
                 continue
-            data, is_whole = np.frombuffer(found, np.uint8), True
+            lost = dict[str, str]()
             for key, location in entries.items():
-                copy = WholePack(records, data).copy(key, location)
+                copy = problems.get(key) or found.copy(key, location)
                 if isinstance(copy, str):
-                    self.report.damaged[key], is_whole = copy, False
+                    lost[key] = copy
                 else:
                     yield copy
-            if is_whole:
+            self.report.damaged |= lost
+            if not lost:
                 done.add(pack)

@@ -82,7 +82,7 @@ class ManifestFiles:
     def take(
         self, name: str, chunks: Iterable[bytes], num_bytes: int, allow: Callable[[str | None], None]
     ) -> ManifestFacts:
-        """Put a manifest in the place of the one of this name, and end what `begin` noted.
+        """Put a manifest in the place of the one of this name, and end what `begin` noted for no owner.
 
         `chunks` are the bytes of its file. They are checked whole before anything is replaced: RequestRefused. `allow`
         is called with the ETag of the manifest that is there, or None, just before, and raises if it may not be
@@ -105,7 +105,7 @@ class ManifestFiles:
                 # Two that replace the same version, also by other processes: only the first may.
                 held.enter_context(self.folder.lock())
                 allow(self._etag(name))
-            self.folder.end(name)
+            self.folder.end(name, "")
         return facts
 
     def _etag(self, name: str) -> str | None:
@@ -116,10 +116,15 @@ class ManifestFiles:
         except DatasetError:
             return '"damaged"'  # a client that expects no certain version may replace it
 
-    def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest."""
+    def begin(self, name: str, owner: str) -> None:
+        """Note that a run of this owner began to work on the manifest."""
         self.path(name)
-        self.folder.begin(name)
+        self.folder.begin(name, owner)
+
+    def end(self, name: str, owner: str) -> None:
+        """End what `begin` noted for this owner."""
+        self.path(name)
+        self.folder.end(name, owner)
 
 
 def _facts(data: bytes | memoryview, name: str, path: Path) -> ManifestFacts:

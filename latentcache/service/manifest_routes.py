@@ -20,6 +20,7 @@ from latentcache.service.uploads import body_chunks, length_of
 
 MAX_PAGE_SAMPLES = 1000
 Name = Annotated[str, Path(pattern=NAME_PATTERN, description="The manifest's name.", examples=["photos"])]
+Owner = Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="Whose run it is: each ends its own note.")]
 
 
 class ManifestLine(BaseModel):
@@ -109,9 +110,14 @@ def _add_changing(router: APIRouter, context: ServiceContext, files: ManifestFil
         return _line(facts)
 
     @router.put("/manifests/{name}/unfinished", dependencies=writes, status_code=204, responses=problems(507))
-    async def begin(name: Name) -> None:
+    async def begin(name: Name, owner: Owner = "") -> None:
         """Note that a run began to work on the manifest: `latentcache prune` waits until it has finished."""
-        await context.change(files.begin, name)
+        await context.change(files.begin, name, owner)
+
+    @router.delete("/manifests/{name}/unfinished", dependencies=writes, status_code=204, responses=problems(507))
+    async def end(name: Name, owner: Owner = "") -> None:
+        """End the note of a run. A manifest that is put ends the one without an owner by itself."""
+        await context.change(files.end, name, owner)
 
 
 def _listed(files: ManifestFiles) -> ManifestList:

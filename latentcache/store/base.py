@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. A pack holds thousands of them."""
 
-_ADD_CHUNK = 1024  # keys looked up at once by `add`
 PACK_SUFFIX = ".safetensors"
 
 ALIGNMENT = 64
@@ -262,18 +260,10 @@ class Store(Closing, Protocol):
 
     def add(self, entries: Iterable[Entry]) -> int:
         """Add entries and return how many are new. Durable on return. Entries that are there stay as they are."""
-        iterator = iter(entries)
         with self.writer() as writer:
-            while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self.stored([entry.record.key for entry in chunk])
-                for entry in chunk:
-                    if entry.record.key not in present:
-                        writer.add(entry)
+            for entry in entries:
+                writer.add(entry)
         return writer.num_added
-
-    def stored(self, keys: Sequence[str]) -> set[str]:
-        """As `find`, also where another process removed or marked an entry that memory has."""
-        return self.find(keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Find which of the keys have entries."""

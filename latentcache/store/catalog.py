@@ -35,7 +35,7 @@ class Catalog:
     """Which entries there are and where they lie.
 
     A key that is not in memory makes it catch up with the index: another process may have added the entry. A damaged
-    index is moved aside and rebuilt from the packs; a reader that may not write does so in memory.
+    index is removed and made again from the packs; a reader that may not write does so in memory.
     """
 
     def __init__(self, directory: CacheDirectory, *, read_only: bool):
@@ -79,11 +79,16 @@ class Catalog:
                 self._start_over()
                 return
             except IndexDamagedError:
-                aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
-                with typed_errors(self.directory.index, 0):
-                    self.directory.index.rename(aside)
+                self._remove_index()
             self._start_over()
-            logger.warning("%s It was moved to %s (delete it when you like) and is rebuilt now.", error, aside.name)
+            logger.warning("%s It was removed, and is made again from the packs now.", error)
+
+    def _remove_index(self) -> None:
+        """Remove the index. After a death from here on, the next opening adds what a new one lacks."""
+        aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
+        with typed_errors(self.directory.index, 0), suppress(FileNotFoundError):
+            self.directory.index.rename(aside)
+            remove_whole(aside)
 
     def _start_over(self) -> None:
         self.table, self._position = LocationTable(), None
@@ -132,16 +137,10 @@ class Catalog:
         """
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
-        aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
         with self._lock:
-            with typed_errors(self.directory.index, 0), suppress(FileNotFoundError):
-                # After a death from here on, the next opening adds what the index lacks.
-                self.directory.index.rename(aside)
+            self._remove_index()
             self._start_over()
-            refused = self._take_in()
-            if aside.exists():
-                remove_whole(aside)
-        return refused
+            return self._take_in()
 
     # Catching up
 
@@ -189,12 +188,6 @@ class Catalog:
         with self._lock:
             self.reload()
             return self.table.keys()
-
-    def counts(self) -> Mapping[str, tuple[int, int]]:
-        """By kind: how many entries the index has now, and the bytes of their values."""
-        with self._lock:
-            self.reload()
-            return self.table.counts()
 
     # Changing
 

@@ -105,15 +105,11 @@ class DiskStore(PackReader):
             partial(Claims, self.directory.claims),
         )
 
-    @override
-    def stored(self, keys: Sequence[str]) -> set[str]:
-        # What memory lacks may be there: the index decides when a pack is sealed.
-        present = self.catalog.table.find(keys)
-        return self.catalog.find(keys, again=True) if present else present
-
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        present = self.stored([entry.key for entry in entries])
+        present = self.catalog.table.find([entry.key for entry in entries])
+        if present:  # as far as memory knows. What it lacks may be there: the index decides when the pack is sealed
+            present = self.catalog.find(present, again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0

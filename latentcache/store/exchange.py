@@ -15,8 +15,6 @@ from latentcache.store.layout import PackRow
 from latentcache.store.pack import PackRecords, WholePack, read_pack_bytes
 from latentcache.utils.durable_files import open_to_read, sealed_file, write_all
 
-_WRITE_BYTES = 1 << 20
-
 
 def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> int:
     """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
@@ -28,7 +26,7 @@ def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview],
     path = store.directory.new_pack_path(pack)
 
     def fill(fd: int) -> PackRow:
-        for part in _gathered(chunks):
+        for part in chunks:
             write_all(fd, part)
         return _checked_row(path, fd)
 
@@ -77,20 +75,6 @@ def take_sealed(store: DiskStore, pack: str) -> int:
         finally:
             os.close(fd)
         return store.catalog.seal(row)
-
-
-def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Join chunks to larger parts: a service's come in pieces of some KiB, those of an object store in large ones."""
-    buffer = bytearray()
-    for chunk in chunks:
-        if not buffer and len(chunk) >= _WRITE_BYTES:
-            yield chunk
-            continue
-        buffer += chunk
-        if len(buffer) >= _WRITE_BYTES:
-            yield bytes(buffer)
-            buffer.clear()
-    yield bytes(buffer)
 
 
 def _checked_row(path: Path, fd: int) -> PackRow:

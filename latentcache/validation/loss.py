@@ -16,8 +16,7 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.sample import SampleRef
-from latentcache.loading.sample_index import SampleFacts
+from latentcache.loading.sample import SampleFacts, SampleRef
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress

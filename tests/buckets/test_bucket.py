@@ -17,7 +17,7 @@ from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transport import ANY_VERSION
 
 
-def test_files_are_written_listed_read_moved_and_removed(bucket: BucketTransport) -> None:
+def test_files_are_written_listed_read_and_removed(bucket: BucketTransport) -> None:
     assert bucket.list("packs") == {}
     assert bucket.write("packs/a", b"0123456789", version=ANY_VERSION)
     assert bucket.write("packs/b", memoryview(b"x"), version=ANY_VERSION)
@@ -26,9 +26,7 @@ def test_files_are_written_listed_read_moved_and_removed(bucket: BucketTransport
     assert all(abs(each.modified - time.time()) < 60 for each in listed.values()) and bucket.list("other") == {}
     assert bytes(bucket.read("packs/a")[0]) == b"0123456789"
     assert bytes(bucket.read("packs/a", 2, 3)[0]) == b"234" and bytes(bucket.read("packs/a", 8)[0]) == b"89"
-    bucket.move("packs/a", "damaged/a")
-    assert bytes(bucket.read("damaged/a")[0]) == b"0123456789"
-    bucket.remove(["packs/b", "packs/none"])
+    bucket.remove(["packs/a", "packs/b", "packs/none"])
     assert bucket.list("packs") == {}
     for name in ("packs/a", "packs/b"):
         with pytest.raises(FileNotFoundError):
@@ -83,13 +81,11 @@ def test_large_packs_go_in_parts(swift_url: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_errors_say_what_to_do(swift_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RemoteError, match="tools make a bucket") as caught:
-        BucketTransport.open("s3://no-such-bucket/cache").list("packs")
-    assert caught.value.status == 404 and caught.value.url == "s3://no-such-bucket/cache"
-    with pytest.raises(RemoteError, match="does not exist"):
-        BucketTransport.open("s3://no-such-bucket/cache").write("x", b"", version=ANY_VERSION)
-    with pytest.raises(RemoteError, match="tools make a bucket"):
-        BucketTransport.open("s3://no-such-bucket/cache").remove(["x"])
+    absent = BucketTransport.open("s3://no-such-bucket/cache")
+    for call in (lambda: absent.list(""), lambda: absent.write("x", b"", version=ANY_VERSION)):
+        with pytest.raises(RemoteError, match=r"does not exist.*Check the URL") as caught:
+            call()
+        assert caught.value.status == 404 and caught.value.url == absent.url
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     for call in (
         lambda bucket: bucket.list("packs"),
@@ -115,20 +111,12 @@ def test_credentials_that_lack_a_half_are_asked_for(swift_url: str, monkeypatch:
         BucketTransport.open("gs://bucket/cache")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
-        ("AWS_ENDPOINT_URL", ""),
-        ("AWS_ENDPOINT_URL", "http://host:port"),
-        ("AWS_ACCESS_KEY_ID", "test:tester\n"),
-    ],
-)
-def test_a_variable_on_which_obstore_panics_is_an_error(
-    swift_url: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "", "http://host:port"])
+def test_an_endpoint_on_which_obstore_panics_is_an_error(
+    swift_url: str, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(RemoteError, match=rf"cannot use.*{variable}"):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(RemoteError, match=r"Check AWS_ENDPOINT_URL"):
         BucketTransport.open(swift_url).list("packs")
 
 

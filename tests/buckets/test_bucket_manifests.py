@@ -128,7 +128,11 @@ def test_a_race_ends_as_one_push_after_the_other(bucket: BucketTransport) -> Non
     removing = RemoteManifests(bucket)
     assert removing.read("photos") is not None
     RemoteManifests(bucket).write(make(1, 2, 3))
-    update_manifest(removing, lambda: make(2))
+    for _ in range(2):
+        with pytest.raises(StoreBusyError):
+            removing.update(lambda: make(2))  # without having read what it would undo
+    assert ids(removing.read("photos")) == {1, 2, 3}
+    removing.update(lambda: make(2))
     assert ids(RemoteManifests(bucket).read("photos")) == {2}
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from buckets.test_bucket_upkeep import keep_only, tidy
 from obstore.store import MemoryStore
-from transfers.test_transfers import check, fill, manifest_of, packs_of
+from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
+from latentcache import Config, LatentCache
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
-from latentcache.remote import upkeep
+from latentcache.precache import run as precache_run
+from latentcache.precache.plan import Plan
+from latentcache.precache.run import run_precache
+from latentcache.remote import index
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import End, Move, transfer
-from latentcache.remote.transport import ANY_VERSION, Listed, packs_in
-from latentcache.remote.upkeep import Tidying, removals_in
+from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
+from latentcache.remote.upkeep import Tidying
 from latentcache.store.directory import pack_name
 
 
@@ -33,40 +39,114 @@ def url(monkeypatch: pytest.MonkeyPatch) -> str:
     return "s3://tests/cache"
 
 
-def two_lists(url: str, monkeypatch: pytest.MonkeyPatch, *, prune: bool) -> list[list[str]]:
-    """Two runs of upkeep at once: neither sees what the other lists. Returns what each has listed."""
-    with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "removals_in", lambda bucket: {})
-        for run in [Tidying(BucketTransport.open(url), prune=prune, grace_h=0.0) for _ in range(2)]:
-            run.run()
-    return [packs for _, packs in removals_in(BucketTransport.open(url)).values()]
-
-
-def test_a_pack_that_two_lists_name_stays_if_it_is_needed(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def listed_pack(tmp_path: Path, url: str) -> Path:
+    """A bucket in which a pack is due for removal. Returns a cache whose manifest needs it."""
     here = fill(tmp_path / "here", range(16), per_pack=8)
     transfer(here, url)
     whole = manifest_of(here)
     assert whole is not None
     keep_only(here, range(8))
     transfer(here, url, replace=True)
-    first, second = two_lists(url, monkeypatch, prune=True)
-    assert first == second and len(first) == 1
-    RemoteManifests(BucketTransport.open(url)).write(whole)  # of a push that counted on the pack
-    assert tidy(url, grace_h=0).num_removed == 0
+    assert tidy(url, prune=True, grace_h=0).num_listed == 1
+    ManifestFolder(here / "manifests").write(whole)
+    return here
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_a_push_does_not_count_on_a_pack_that_is_about_to_go(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, prune: bool
+) -> None:
+    """It begins and ends between the moment at which prune has read the manifests, and the removal."""
+    here, remove_due = listed_pack(tmp_path, url), Tidying._remove_due
+
+    def push_before(self: Tidying, *arguments: Any) -> set[str]:
+        assert self._in_use
+        assert transfer(here, url).ok
+        return remove_due(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tidying, "_remove_due", push_before)
+        assert tidy(url, prune=prune, grace_h=0).num_removed == prune
+    assert transfer(url, tmp_path / "back").ok
+    check(tmp_path / "back", range(16))
+
+
+def test_a_precache_does_not_count_on_a_pack_that_is_about_to_go(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]
+) -> None:
+    """Nor on one that is listed after its plan, and goes before it ends."""
+    config = make_config(**{"cache.path": url})
+    first = run_precache(config)
+    manifests = RemoteManifests(BucketTransport.open(url))
+    whole = manifests.read("photos")
+    assert whole is not None and first.num_encoded
+
+    def lose_most() -> None:
+        manifests.write(replace(whole, rows=dict(list(whole.rows.items())[:1])))
+        assert tidy(url, prune=True, grace_h=0).num_listed
+
+    lose_most()
+    remove_due = Tidying._remove_due
+
+    def precache_before(self: Tidying, *arguments: Any) -> set[str]:
+        assert self._in_use
+        report = run_precache(config)
+        assert report.num_encoded and report.manifests_waiting == []
+        return remove_due(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tidying, "_remove_due", precache_before)
+        assert tidy(url, prune=True, grace_h=0).num_removed
+    plan = precache_run.make_plan
+
+    def plan_then_lose(*arguments: Any, **options: Any) -> Plan:
+        planned = plan(*arguments, **options)
+        assert not planned.reasons
+        lose_most()
+        assert tidy(url, prune=True, grace_h=0).num_removed
+        return planned
+
+    with LatentCache(url, local=tmp_path / "other") as cache:
+        assert cache.store.find(whole.keys()) == whole.keys()
+    monkeypatch.setattr(index, "LISTED_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(precache_run, "make_plan", plan_then_lose)
+        assert "photos" in run_precache(config).manifests_waiting
+    assert run_precache(config).manifests_waiting == []
+    with LatentCache(url, local=tmp_path / "other") as cache:
+        assert cache.store.find(whole.keys()) == whole.keys()
+
+
+def test_a_pack_that_was_counted_on_before_it_was_listed_stays(tmp_path: Path, url: str) -> None:
+    whole = manifest_of(listed_pack(tmp_path, url))
+    assert whole is not None
+    RemoteManifests(BucketTransport.open(url)).write(whole)  # of a push that looked before
+    listed = removals_in(BucketTransport.open(url)).items()
+    assert listed and tidy(url, grace_h=0).num_removed == 0
+    assert listed.isdisjoint(removals_in(BucketTransport.open(url)).items())
     assert transfer(url, tmp_path / "back").ok
 
 
-def test_compact_removes_no_entry_that_lies_only_in_packs_that_two_lists_name(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_listed_pack_alone_has_is_read_until_it_goes(tmp_path: Path, url: str) -> None:
+    here = listed_pack(tmp_path, url)
+    whole = manifest_of(here)
+    assert whole is not None
+    RemoteManifests(BucketTransport.open(url)).write(whole)
+    key = key_of_image(12)
+    with LatentCache(url, local=tmp_path / "local") as cache:
+        assert cache.get(key).record.key == key and not cache.store.find([key])
+    assert transfer(url, tmp_path / "back", dry_run=True).ok
+    report = transfer(url, tmp_path / "back")
+    assert report.ok and report.manifests == ["photos"]
+    check(tmp_path / "back", range(16))
+
+
+def test_compact_removes_no_entry_that_lies_only_in_listed_packs(tmp_path: Path, url: str) -> None:
     """Each of two runs copied these packs, or found their entries elsewhere; no manifest has them yet."""
     transfer(fill(tmp_path / "here", range(16), None, per_pack=8), url)
     listed = sorted(packs_in(BucketTransport.open(url)))
-    for packs in (listed[:1], listed[1:]):
-        note = b'{"packs": ["%s"]}' % packs[0].encode()
-        BucketTransport.open(url).write(f"removals/{packs[0]}.json", note, version=ANY_VERSION)
+    for pack in listed:
+        BucketTransport.open(url).write(f"removals/{pack}", b"", version=ANY_VERSION)
     report = tidy(url, grace_h=0)
     assert (report.num_removed, report.num_waiting) == (0, 2)
     assert sorted(packs_in(BucketTransport.open(url))) == listed
@@ -96,7 +176,7 @@ def test_notes_of_machines_that_are_gone_are_given_up(tmp_path: Path, url: str) 
 def test_a_pull_ends_the_note_of_one_that_died_behind_its_manifest(tmp_path: Path) -> None:
     here, there = fill(tmp_path / "here", range(8)), tmp_path / "there"
     transfer(here, there)
-    manifests = ManifestFolder(there / "manifests")
+    manifests = ManifestFolder(there / "manifests", source=str(here))
     manifests.begin("photos")
     assert transfer(here, there, dry_run=True).ok and list(manifests.unfinished()) == ["photos"]
     assert transfer(here, there).ok and manifests.unfinished() == {}
@@ -120,22 +200,3 @@ def test_what_goes_during_a_push_is_sent_again(tmp_path: Path, url: str, monkeyp
         assert transfer(here, url).ok
     assert transfer(url, tmp_path / "back").ok
     check(tmp_path / "back", range(16))
-
-
-def test_the_grace_time_is_counted_by_the_clock_of_the_store(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which is three hours behind that of this machine."""
-    transfer(fill(tmp_path / "here", range(16), per_pack=4), url)
-    listed, late = BucketTransport.list, 3 * 3600.0
-
-    def late_list(self: BucketTransport, folder: str) -> dict[str, Listed]:
-        return {name: Listed(each.num_bytes, each.modified - late) for name, each in listed(self, folder).items()}
-
-    monkeypatch.setattr(BucketTransport, "list", late_list)
-    assert tidy(url, grace_h=1).num_listed == 4
-    assert tidy(url, grace_h=1).num_removed == 0
-    assert tidy(url, grace_h=0, dry_run=True).num_removed == 4
-    names = BucketTransport.open(url).list("")
-    assert not [name for name in names if name.startswith("probe")]
-    assert tidy(url, grace_h=0).num_removed == 4

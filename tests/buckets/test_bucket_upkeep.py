@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from helpers.remote_samples import entries_of, make_manifest
-from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
+from transfers.test_transfers import check, fill, key_of_image, packs_of
 
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import End, Move, transfer
-from latentcache.remote.transport import ANY_VERSION, packs_in
-from latentcache.remote.upkeep import Tidying, TidyReport, removals_in
+from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
+from latentcache.remote.upkeep import Tidying, TidyReport
 from latentcache.store.directory import pack_name
 
 Run = Callable[..., Any]
@@ -85,46 +85,6 @@ def test_what_no_manifest_needs_goes(tmp_path: Path, s3_url: str, run: Run, run_
     for grace in ("-1", "inf", "nan", "1e9"):
         code, _, err = run("compact", s3_url, "--grace", grace)
         assert code == 2 and "--grace" in err
-
-
-def test_a_pack_that_a_manifest_needs_again_stays(tmp_path: Path, s3_url: str) -> None:
-    """A push that counted on a pack ends after the pack was listed for removal."""
-    here = fill(tmp_path / "here", range(16), per_pack=8)
-    transfer(here, s3_url)
-    whole = manifest_of(here)
-    keep_only(here, range(8))
-    transfer(here, s3_url, replace=True)
-    wait_a_second()
-    assert tidy(s3_url, prune=True, grace_h=0).num_listed == 1
-    assert whole is not None
-    listed = removals_in(BucketTransport.open(s3_url)).keys()
-    assert listed
-    RemoteManifests(BucketTransport.open(s3_url)).write(whole)  # by one that looked at the packs before
-    wait_a_second()
-    report = tidy(s3_url, grace_h=0)
-    assert report.num_removed == 0 and removals_in(BucketTransport.open(s3_url)).keys().isdisjoint(listed)
-    transfer(s3_url, tmp_path / "back")
-    check(tmp_path / "back", range(16))
-
-
-def test_what_a_push_counted_on_stays(tmp_path: Path, s3_url: str) -> None:
-    here = fill(tmp_path / "here", range(16), per_pack=8)
-    transfer(here, s3_url)
-    whole = manifest_of(here)
-    keep_only(here, range(8))
-    transfer(here, s3_url, replace=True)
-    wait_a_second()
-    assert tidy(s3_url, prune=True, grace_h=0).num_listed == 1
-    assert whole is not None
-    ManifestFolder(here / "manifests").write(whole)
-    report = transfer(here, s3_url)
-    assert report.ok and report.num_packs == 0 and report.manifests == ["photos"]
-    wait_a_second()
-    assert tidy(s3_url, prune=True, grace_h=0).num_removed == 0
-    wait_a_second()
-    tidy(s3_url, prune=True, grace_h=0)
-    transfer(s3_url, tmp_path / "back")
-    check(tmp_path / "back", range(16))
 
 
 def test_what_is_not_finished_is_kept(tmp_path: Path, s3_url: str) -> None:
@@ -199,7 +159,7 @@ def test_pushes_pulls_and_compaction_at_once(tmp_path: Path, s3_url: str) -> Non
         for number in range(3):
             source, target = End.open(s3_url), End.open(tmp_path / f"pulled{number}", is_target=True)
             assert Move(source, target).run().ok
-            target.transport.close()
+            target.close()
 
     works = [
         lambda: [tidy(s3_url) for _ in range(3)],

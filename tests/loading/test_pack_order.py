@@ -89,9 +89,9 @@ def test_an_epoch_has_each_sample_once_and_no_rank_those_of_another(  # type: ig
     assert drawn(samplers[0]) == drawn(samplers[0])
     plan = list(samplers[0].plan(0))
     for place in range(len(plan)):
-        brought = {item for batch in plan[: place + 1] for item in batch.items_ahead}
+        brought = {item for batch in plan[: place + 1] for item in batch.ahead}
         assert brought.issuperset(plan[place].items), "a pack comes with the batch that needs it, or before"
-    visits = [item for batch in plan for item in batch.items_ahead]
+    visits = [item for batch in plan for item in batch.ahead]
     assert sorted((v, v.draw) for v in visits) == sorted((v, v.draw) for batch in plan for v in batch.items)
 
 

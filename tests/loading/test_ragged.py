@@ -33,7 +33,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, DatasetError, StoreError
 from latentcache.families import FAMILIES, FamilyName, family_named
 from latentcache.identity import key_of
-from latentcache.loading import sample_index
+from latentcache.loading import sample
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.types import Entry, Record
 
@@ -388,6 +388,6 @@ def test_a_negative_prompt_is_looked_up_by_the_recipe_that_precache_gives_it(fam
         common = {"schema": 1, "salt": "", "family": family, "text_encoding": {"store_dtype": "bfloat16", **recipe}}
         negative = family_named(family).text_recipe(negative=True, **settings_)
         for is_negative, expected_recipe in ((False, recipe), (True, negative)):
-            found = sample_index.prompt_identity(common, negative=is_negative)
+            found = sample.prompt_identity(common, negative=is_negative)
             assert found["encoding"] == {"store_dtype": "bfloat16", **expected_recipe}
     assert allowed >= (1 if family_named(family).text_reads_control else 2)

@@ -22,7 +22,7 @@ from PIL import Image
 from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig
 from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.errors import (
     DatasetError,
     ModelError,
@@ -35,7 +35,8 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.models.vae import encode_images
 from latentcache.precache import encodings
-from latentcache.precache.plan import Shard
+from latentcache.precache import run as precache_run
+from latentcache.precache.plan import Plan, Shard
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
@@ -537,6 +538,33 @@ def test_manifests_are_left_alone_until_the_last_rank_is_done(
     # The first rank did not replace the manifest: the second one still knows why its miss is one.
     assert second.num_encoded == 1 and second.misses_by_reason == {"image changed": 1}
     assert second.manifests_waiting == [] and manifest.read_bytes() != before
+
+
+def test_a_manifest_waits_for_what_is_gone_since_the_plan(
+    make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a single process: as where a bucket was pruned while it encoded."""
+    config = make_config()
+    run_precache(config)
+    write_photo(photos / "b.png", 77)
+    make_plan = precache_run.make_plan
+
+    def plan_then_lose(config: Config, workspace: Workspace, *arguments: Any, **options: Any) -> Plan:
+        plan = make_plan(config, workspace, *arguments, **options)
+        workspace.store.remove([image_key(workspace.manifests, "a.png")])
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(precache_run, "make_plan", plan_then_lose)
+        assert run_precache(config).manifests_waiting == ["photos"]
+    report = run_precache(config)
+    assert (report.num_misses, report.manifests_waiting) == (1, [])
+
+
+def image_key(manifests: Manifests, sample_id: str) -> str:
+    manifest = manifests.read("photos")
+    assert manifest is not None
+    return manifest.rows[sample_id].images[0].key
 
 
 def test_ranks_agree_whatever_fits_into_their_memory(

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDPMScheduler
-from helpers.far_stores import served_store
 from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from helpers.relay import Relay
-from helpers.remote_samples import entries_of, make_cache, make_manifest
+from helpers.remote_samples import make_cache, make_manifest
 from helpers.runner_runs import precache_training_set, validation_config
 from helpers.serving import RunningServer, serving
 from torch.utils.data import DataLoader
@@ -121,13 +120,6 @@ def test_workers_of_a_data_loader_read_from_the_service(server: RunningServer, s
 
     workers = {"num_workers": 2, "multiprocessing_context": "fork", "generator": torch.Generator()}
     assert repr(read(server.url, **workers)) == repr(read(served_cache))
-
-
-def test_a_cache_whose_first_run_is_not_finished_is_no_local_tier(server: RunningServer, tmp_path: Path) -> None:
-    DiskStore(tmp_path / "mine").close()
-    ManifestFolder(tmp_path / "mine" / "manifests").begin("photos")
-    with pytest.raises(StoreError, match="is a cache of its own"):
-        LatentCache(server.url, token=server.token, local=tmp_path / "mine")
 
 
 TRAINER = """
@@ -357,19 +349,6 @@ def test_ranks_share_a_service(
     with LatentCache(config.cache) as cache:
         assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["sample_id"]) == 1
         assert cache.store.find(cache.manifest("photos").keys()) == cache.manifest("photos").keys()
-
-
-def test_an_upload_that_fails_says_what_becomes_of_its_entries(
-    empty: RunningServer, filled: tuple[RunningServer, Path]
-) -> None:
-    with (
-        served_store(empty.url, retry_s=0.2) as store,
-        DiskStore(filled[1]) as disk,
-        disk.lock("compact", shared=False),
-        pytest.raises(RemoteError, match=r"2 entries .* the next `latentcache precache` encodes them again") as caught,
-    ):
-        store.add(entries_of(701))
-    assert caught.value.status == 503
 
 
 @pytest.mark.parametrize("local", [None, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,12 @@ def folder(served_cache: Path) -> Iterator[ManifestFolder]:
     """The manifests on the server's disk; what a test adds goes again."""
     yield ManifestFolder(served_cache / "manifests")
     for name in ("other", "odd"):
-        for suffix in (".safetensors", ".unfinished"):
-            (served_cache / "manifests" / (name + suffix)).unlink(missing_ok=True)
+        for file in (served_cache / "manifests").glob(f"{name}*"):
+            file.unlink()
 
 
 def connected(url: str, token: str | None) -> RemoteManifests:
     return RemoteManifests(ServiceTransport(url, token=token, retry_s=5))
-
-
-def test_manifests_are_those_of_the_server(server: RunningServer, folder: ManifestFolder) -> None:
-    manifests = connected(server.url, server.token)
-    assert manifests.names() == ["served"]
-    assert manifests.read("served") == folder.read("served") == make_manifest()
-    assert manifests.read("absent") is None
 
 
 @pytest.mark.parametrize("name", ["../../odd", "/tmp/odd", "", "..", "a\\..\\odd", "odd\n", "a" * 101])
@@ -51,6 +43,7 @@ def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_manifest_is_noted_and_replaced(server: RunningServer, folder: ManifestFolder) -> None:
     manifests, manifest = connected(server.url, server.write_token), make_manifest("other", 4)
+    assert manifests.read("served") == make_manifest() and manifests.read("other") is None
     manifests.begin("other")
     assert list(folder.unfinished()) == ["other"]
     manifests.write(manifest)
@@ -61,16 +54,23 @@ def test_a_manifest_is_noted_and_replaced(server: RunningServer, folder: Manifes
     manifests.write(smaller)
     manifests.write(manifest)  # once more, without having read what was written
     assert folder.read("other") == manifest
+    path = folder.path / "other.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"caption 0", b"caption 9"))
+    with pytest.raises(DatasetError):
+        manifests.read("other")
+    manifests.write(smaller)  # in the place of a damaged one
+    assert folder.read("other") == smaller
 
 
 def test_what_another_client_wrote_meanwhile_is_not_undone(server: RunningServer, folder: ManifestFolder) -> None:
     mine, theirs = (connected(server.url, server.write_token) for _ in range(2))
     assert mine.read("other") is None
     theirs.write(make_manifest("other", 4))
-    with pytest.raises(StoreBusyError, match="another client replaced the manifest other"):
-        mine.write(make_manifest("other", 2))
+    for _ in range(2):
+        with pytest.raises(StoreBusyError, match="another client replaced the manifest other"):
+            mine.write(make_manifest("other", 2))
     assert folder.read("other") == make_manifest("other", 4)
-    assert theirs.read("other") is not None
+    assert theirs.read("other") == mine.read("other")
     mine.write(make_manifest("other", 2))
     theirs.write(make_manifest("other", 2))  # equal: as when ranks end together
     assert folder.read("other") == make_manifest("other", 2)
@@ -94,25 +94,3 @@ def test_a_damaged_transfer_of_a_manifest_is_fetched_again(relay: Relay, server:
     relay.change = lambda path, status, data: data.replace(b"caption 3", b"caption 4")
     with pytest.raises(DatasetError, match="its digest differs"):
         manifests.read("served")
-
-
-def test_a_damaged_manifest_of_the_server_is_an_error_and_is_replaced(
-    server: RunningServer, folder: ManifestFolder
-) -> None:
-    folder.write(make_manifest("odd", 2))
-    path = folder.path / "odd.safetensors"
-    path.write_bytes(path.read_bytes().replace(b"caption 0", b"caption 9"))
-    manifests = connected(server.url, server.write_token)
-    with pytest.raises(DatasetError):
-        manifests.read("odd")
-    manifests.write(replace(make_manifest("odd", 4)))
-    assert folder.read("odd") == make_manifest("odd", 4)
-
-
-def test_names_are_no_paths(server: RunningServer) -> None:
-    manifests = connected(server.url, server.write_token)
-    for name in ("../served", "a/b", "", ".", "%2e%2e"):
-        try:
-            assert manifests.read(name) is None
-        except Exception as error:
-            assert type(error).__module__ == "latentcache.errors", name

@@ -12,7 +12,7 @@ import torch
 from helpers.ragged_samples import in_memory, on_disk
 from helpers.serving import RunningServer, serving
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache import LatentCache
 
 LENGTHS = (3, 9, 2, 7, 1, 5, 4, 8, 6)
 SQUARE = ["0", "1", "3", "4", "6", "7"]
@@ -66,14 +66,3 @@ def test_disk_memory_service_and_local_tier_give_equal_batches(
         assert stored[1:] == stored[:1] * 3
     with LatentCache(ragged_server.url, **options) as kept:
         assert plain(kept.batch(SQUARE, device="cpu", scaled=True)) == batches[0], "from the local tier"
-
-
-def test_a_loader_reads_them_from_the_service(path: Path, ragged_server: RunningServer) -> None:
-    def epoch(where: Any, **options: Any) -> list[dict[str, Any]]:
-        dataset = LatentDataset(where, **options)
-        with LatentLoader(BucketBatchSampler(dataset, 4, seed=3), device="cpu", scaled=True) as loader:
-            found = [plain(batch) for batch in loader]
-        dataset.cache.close()
-        return found
-
-    assert epoch(ragged_server.url, token=ragged_server.token) == epoch(path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, LatentCache
 from latentcache.remote import index
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import Tier
-from latentcache.remote.transport import DirectoryTransport
+from latentcache.remote.transport import FolderTransport
 from latentcache.store import DiskStore
 from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact
@@ -266,6 +264,27 @@ def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(
         assert path.read_bytes() == whole and read(store, 0, 8)
 
 
+def test_what_another_process_fetched_in_between_stays(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served_store(server.url, token=server.token, local=tmp_path / "local") as store:
+        assert read(store, 0, 8)
+        (path,) = packs_in(tmp_path / "local")
+        data, has = path.read_bytes(), Tier.has
+        path.unlink()
+        store.release_all()
+
+        def fetched_after(self: Tier, pack: str) -> bool:
+            is_here = has(self, pack)
+            path.write_bytes(data) if not is_here else None
+            return is_here
+
+        monkeypatch.setattr(Tier, "has", fetched_after)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda *_, **__: pytest.fail("what is here is removed"))
+            assert store.record(KEYS[0]) == IMAGES[0].record and read(store, 0, 8)
+
+
 def test_a_cache_is_no_tier(server: RunningServer, tmp_path: Path) -> None:
     """What is unused there would go."""
     make_cache(tmp_path / "own")
@@ -316,22 +335,6 @@ def test_a_fork_reads_on(server: RunningServer, tmp_path: Path, max_bytes: int |
         assert read(store, 0, 24)
 
 
-def test_processes_share_a_tier_also_with_one_that_ends_without_closing(
-    relay: Relay, server: RunningServer, tmp_path: Path
-) -> None:
-    program = (
-        "import sys; from helpers.far_stores import served_store\n"
-        "served_store(sys.argv[1], token=sys.argv[2], local=sys.argv[3]).rows(sys.argv[4:])"
-    )
-    command = [sys.executable, "-c", program, server.url, str(server.token), str(tmp_path / "local"), *KEYS[:3]]
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
-        assert read(store, 0, 3) and relay.routes().count("packs") == 1
-        assert len(fetched(relay)) == 3, "three headers, which are remembered by URL, and no pack"
-
-
 def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many threads and tiers reads all, with the room of one pack."""
     monkeypatch.setattr("latentcache.remote.tier.NOTE_S", 0.0)
@@ -356,38 +359,8 @@ def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path, monkeypatch:
     assert wrong == [] and len(packs_in(tmp_path / "local")) <= 4
 
 
-def test_what_was_fetched_stays_while_another_process_makes_room(tmp_path: Path) -> None:
-    """It was once thrown away, and its entries were fetched again one by one."""
-    transport = DirectoryOfFiles(make_cache(tmp_path / "cache"))
-    packs = [path.stem for path in packs_in(tmp_path / "cache")]
-    tiers = [Tier(transport, tmp_path / "local", max_bytes) for max_bytes in (None, 1)]
-    barrier = threading.Barrier(2)
-
-    def make_room() -> None:
-        barrier.wait()
-        tiers[1].bring(packs[:1])
-
-    other = threading.Thread(target=make_room)
-    other.start()
-    transport.while_reading = barrier.wait
-    tiers[0].bring(packs[1:2])
-    other.join(20)
-    assert tiers[0].has(packs[1]) or tiers[0].has(packs[0])
-    tiers[0].forget([packs[1]])
-    tiers[0].bring(packs[1:2])
-    assert tiers[0].path(packs[1]).stat().st_size == packs_in(tmp_path / "cache")[1].stat().st_size
-
-
-class DirectoryOfFiles(DirectoryTransport):
+class DirectoryOfFiles(FolderTransport):
     """A directory that is read as if it were far away."""
-
-    while_reading: Callable[[], object] | None = None
 
     def local_path(self, name: str) -> Path | None:
         return None
-
-    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-        if self.while_reading is not None:
-            waiting, self.while_reading = self.while_reading, None
-            waiting()
-        return super().read(name, start, num_bytes)

@@ -424,7 +424,7 @@ def test_a_precache_that_runs_shows_how_far_it_is(tmp_path: Path) -> None:
         ended = fetch(base, "/running").text
         assert "ended in the middle" in ended
         assert "Run the same command again" in ended
-        (cache / "manifests" / "photos.unfinished").unlink()
+        ManifestFolder(cache / "manifests").end("photos")
         assert fetch(base, "/running").text.strip() == ""
 
 

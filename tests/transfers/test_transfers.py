@@ -95,6 +95,22 @@ def test_a_dry_run_says_so_and_makes_nothing(tmp_path: Path) -> None:
     ) == before
 
 
+def test_a_push_ends_its_own_note_alone(tmp_path: Path, run_json: Run) -> None:
+    """What a precache has encoded into the target, and has in no manifest yet, stays."""
+    source, target = fill(tmp_path / "a", range(8)), fill(tmp_path / "b", range(8, 16), None)
+    notes = ManifestFolder(target / "manifests")
+    notes.begin("photos")
+    assert transfer(source, target).ok
+    code, error = run_json("prune", target)
+    assert code == 2 and "not finished: photos" in error["error"]
+    check(target, range(16))
+    notes.write(make_manifest("photos", 16))
+    assert notes.unfinished() == {} and run_json("prune", target)[1]["num_entries"] == 0
+    notes.begin("photos")
+    assert run_json("prune", target, "--unfinished", "--dry-run")[0] == 0 and notes.unfinished()
+    assert run_json("prune", target, "--unfinished")[0] == 0 and notes.unfinished() == {}
+
+
 def test_only_what_a_manifest_needs(tmp_path: Path) -> None:
     source = fill(tmp_path / "a", range(16), "first")
     fill(source, range(16, 32), "second")
@@ -217,23 +233,25 @@ def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
     assert transfer(source, target).num_packs == 0
 
 
-def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(tmp_path: Path) -> None:
+def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = fill(tmp_path / "a", range(32)), fill(tmp_path / "b", range(40, 48), "others")
     gone, lock = set(packs_of(source)), threading.Lock()
 
-    class Asking(End):
-        """Lets its source be compacted before it says what it has itself."""
+    def find(keys: Collection[str]) -> set[str]:
+        """Let the source be compacted before the target says what it has itself."""
+        with lock:  # packs move in several threads
+            compact(source)
+        here.packs()
+        return target_finds(keys)
 
-        def find(self, keys: Collection[str]) -> set[str]:
-            with lock:  # packs move in several threads
-                compact(source)
-            here.packs()
-            return super().find(keys)
-
-    here, there = End.open(source), Asking.open(target, is_target=True)
+    here, there = End.open(source), End.open(target, is_target=True)
+    target_finds = there.find
+    monkeypatch.setattr(there, "find", find)
     report = Move(here, there).run()
     for end in (here, there):
-        end.transport.close()
+        end.close()
     assert report.refused.keys() == {*gone, "photos"}
     assert all("is gone since it was listed: run the same command again" in report.refused[pack] for pack in gone)
     assert transfer(source, target).ok

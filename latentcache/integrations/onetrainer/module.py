@@ -40,9 +40,9 @@ from latentcache.integrations.onetrainer.values import (
     own_random_streams,
     values_of,
 )
-from latentcache.loading.sample import SampleReader, SampleRef
 from latentcache.precache.workspace import Memo
 from latentcache.store.disk import DiskStore
+from latentcache.store.stacking import read_batch
 from latentcache.types import Entry, Record
 from latentcache.utils.signals import uninterrupted
 
@@ -220,10 +220,6 @@ class CacheModule:
     def _plain(self) -> PlainValues:
         return PlainValues(self._store, self._memo)
 
-    @cached_property
-    def _reader(self) -> SampleReader:
-        return SampleReader(self._store)
-
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
         source_values = self.source_value_in_names
@@ -341,7 +337,7 @@ class CacheModule:
         return Entry(record, fields_of(values))
 
     def _read(self, key: str, *, tensors_only: bool) -> dict[str, Any]:
-        tensors = {name: rows[0] for name, rows in self._reader.tensors([SampleRef(key, (key,))]).items()}
+        tensors = {name: rows[0] for name, rows in read_batch(self._store, [key]).items()}
         if tensors_only:
             tensors.pop(PLAIN_FIELD, None)
         device = torch.device(self.pipeline.device)
