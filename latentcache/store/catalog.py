@@ -284,20 +284,19 @@ class Catalog:
     def drop_empty(self, packs: Collection[str] | None = None) -> set[str]:
         """Delete the packs, of `packs` if given, in which no entry is live, and return them.
 
-        The file goes first, so that a crash leaves a row that the next call sees.
+        The file goes first, so that a crash leaves a row that the next call sees. So does a file that cannot go now.
         """
         with self._lock:  # no other thread changes memory between the look and the removal
             self.reload()
             empty = self.table.empty_packs()
             if packs is not None:
                 empty &= set(packs)
-            if empty:
-                for pack in empty:
-                    self.directory.remove_pack(pack)
+            gone = {pack for pack in empty if self.directory.remove_pack(pack)}
+            if gone:
                 with self._changing() as rows:
-                    for pack in empty:
+                    for pack in gone:
                         rows.remove(PACK_PREFIX + pack)
-            return empty
+            return gone
 
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""

@@ -32,6 +32,8 @@ MARK = "CACHE.json"
 DAMAGED = "damaged"
 _ABOUT_TO_GO = ("index.replaced-*", "*.removed-*")
 _MAX_MARK_BYTES = 1 << 12
+KEEPS_MAPPED = os.name == "nt"
+"""Whether the system refuses to remove a file that a process has mapped."""
 NOTED_S = 3600.0
 """The use of a pack is noted with this precision, in seconds: many processes may begin to read it at once."""
 
@@ -170,13 +172,19 @@ class CacheDirectory:
                     num_bytes += file.lstat().st_size
         return num_bytes
 
-    def remove_pack(self, pack: str) -> None:
-        """Delete a pack's file, if it is there."""
+    def remove_pack(self, pack: str) -> bool:
+        """Delete a pack's file, if it is there. False if that must wait: Windows removes no file that is mapped."""
         path = self.pack_path(pack)
         with typed_errors(path, 0):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except PermissionError:
+                if not KEEPS_MAPPED:
+                    raise
+                return False
             if path.parent.exists():
                 sync_folder(path.parent)
+        return True
 
     def put_aside(self, pack: str) -> None:
         """Move a pack that cannot be read to the folder `damaged`."""

@@ -6,12 +6,13 @@ import os
 import shutil
 import signal
 import sqlite3
+from pathlib import Path
 
 import pytest
 from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, upkeep, writer
+from latentcache.store import DiskStore, directory, upkeep, writer
 from latentcache.store.pack import new_pack_id
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -228,6 +229,38 @@ def test_compact_never_copies_damage(store):
     assert store.find([key(1)]) == set()
     assert_holds(store, 0, 2)
     assert verify(store).ok
+
+
+def test_a_pack_that_cannot_be_removed_now_goes_with_a_later_compaction(store, root, monkeypatch):
+    """As on Windows, while a process has it mapped."""
+    add_packs(store, [0], [1])
+    old = packs(store)
+
+    def refuses(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "in use")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory, "KEEPS_MAPPED", True)
+        patched.setattr(Path, "unlink", refuses)
+        assert compact(store).num_entries == 2
+    assert len(packs(store)) == 3
+    with DiskStore(root) as again:
+        assert_holds(again, 0, 1)
+        assert len(list(again.keys())) == 2
+        compact(again)
+        assert len(packs(again)) == 1 and not {*packs(again)} & {*old}
+        assert_holds(again, 0, 1)
+
+
+def test_compact_leaves_a_pack_that_it_cannot_read(store):
+    add_packs(store, [0], [1], [2])
+    path = pack_of(store, 0)
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    report = compact(store)
+    assert report.unreadable.keys() == {path.stem} and path.exists() and report.num_packs_after == 2
+    assert_holds(store, 1, 2)
 
 
 def broken_pack(store, number):
