@@ -181,32 +181,6 @@ class LatentCache(Closing):
         assert scaling is not None
         return scaling
 
-    def prompt_row(self, text: str, *, negative: bool) -> tuple[Manifest, Row]:
-        """A cached prompt of these datasets' text encoders. SampleError naming a prompt that is not cached.
-
-        StoreError if no dataset is cached, or if their text encoders differ.
-        """
-        datasets = self.datasets()
-        names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
-        if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
-            names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
-        if len(names) > 1:
-            known = ", ".join(manifest.name for manifest in datasets)
-            raise StoreError(
-                f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
-            )
-        if not datasets:
-            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
-        sample_id = prompt_id(text, negative=negative)
-        # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
-        there = [name for name in names if name in self.known.manifests or name in self.manifests.names()]
-        prompts = self.manifest(there[0]) if there else None
-        row = None if prompts is None else prompts.rows.get(sample_id)
-        if prompts is None or row is None:
-            remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
-            raise SampleError(sample_id, "is not cached", remedy)
-        return prompts, row
-
     def text_shapes(self) -> dict[str, tuple[int, ...]] | None:
         """The shape of each field of the first caption that is cached; None where there is none."""
         columns = [manifest.rows.columns["caption/keys"] for manifest in self.datasets()]
@@ -237,39 +211,52 @@ class LatentCache(Closing):
         is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders.
         """
         try:
-            manifest, row = self.prompt_row(text, negative=negative)
-            tensors = self._prompt(SampleRef(row.sample_id, (row.captions[0].key,), facts=SampleFacts.of(manifest)))
+            batch = self.reader.gather([self._cached_prompt(text, negative)])
         except SampleError as missing:
-            tensors = self._prompt(self._encoded_prompt(text, negative, missing))
-        return moved(tensors, device, dtype)
+            batch = self.reader.gather([self._encoded_prompt(text, negative, missing)])
+        return moved({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}, device, dtype)
 
-    def _prompt(self, ref: SampleRef) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in self.reader.gather([ref]).items() if isinstance(value, torch.Tensor)}
+    def _cached_prompt(self, text: str, negative: bool) -> SampleRef:
+        datasets = self.datasets()
+        names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
+        if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
+            names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
+        if len(names) > 1:
+            known = ", ".join(manifest.name for manifest in datasets)
+            raise StoreError(
+                f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
+            )
+        if not datasets:
+            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
+        sample_id = prompt_id(text, negative=negative)
+        for name in names:
+            # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
+            if name in self.known.manifests or name in self.manifests.names():
+                prompts = self.manifest(name)
+                if (row := prompts.rows.get(sample_id)) is not None:
+                    return SampleRef(sample_id, (row.captions[0].key,), facts=SampleFacts.of(prompts))
+        remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
+        raise SampleError(sample_id, "is not cached", remedy)
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
         keys = None if self._remote is None else self._remote.encode_prompts([(text, negative)])
         if keys is None:
             raise missing
-        datasets = self.datasets()
+        datasets, found = self.datasets(), self.store.record(keys[0]).identity
         manifests = [manifest for manifest in datasets if manifest.imported_from is None]
-        if not all(self._is_prompt(keys[0], manifest, text, negative) for manifest in manifests):
-            names = ", ".join(manifest.name for manifest in manifests)
-            raise StoreError(
-                f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype or "
-                f"salt, than {names} was cached with. Start it with the config of that dataset: serve --encode CONFIG"
-            ) from missing
+        for manifest in manifests:
+            family = SampleFacts.of(manifest).family
+            # A family that renders texts needs its tokenizer for that, which a reader has not. The identity says how
+            # the text was encoded, by which tokenizer too; the service is believed that it is this one.
+            source = found["source"] if family.renders else caption_digest(family.rendered({}, text))
+            if found != {"source": source, **prompt_identity(manifest.common, negative=negative)}:
+                raise StoreError(
+                    f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype "
+                    f"or salt, than {manifest.name} was cached with. Start it with the config of that dataset: serve "
+                    "--encode CONFIG"
+                ) from missing
         return SampleRef(missing.sample_id, (keys[0],), facts=SampleFacts.of([*manifests, *datasets][0]))
-
-    def _is_prompt(self, key: str, manifest: Manifest, text: str, negative: bool) -> bool:
-        """Whether the key is that of this prompt, encoded as the manifest's captions are.
-
-        A family that renders texts needs its tokenizer for that, which a reader has not: then the entry's identity says
-        how it was encoded, by which tokenizer too, and the service is believed that it is of this text.
-        """
-        found, family = self.store.record(key).identity, SampleFacts.of(manifest).family
-        source = found["source"] if family.renders else caption_digest(family.rendered({}, text))
-        return found == {"source": source, **prompt_identity(manifest.common, negative=negative)}
 
     def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
         self,

@@ -19,16 +19,17 @@ from typing_extensions import Unpack
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Manifest
 from latentcache.devices.placement import DeviceLike
-from latentcache.errors import SampleError, StoreError
+from latentcache.errors import StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import PRECACHE, SIZES, SampleRef, keep
+from latentcache.loading.sample import SIZES, SampleRef, keep
 from latentcache.loading.sampler import Visit
-from latentcache.store.stacking import pad_tensors
+from latentcache.store.base import as_array, dtype_name
+from latentcache.store.stacking import stack_columns
 from latentcache.types import Batch, ClipSize, Extent, Size
 
 Order = Literal["random", "packs"]
@@ -44,32 +45,24 @@ class _Samples:
         self.buckets = manifest.rows.first_sizes("extent")
         self.flips, self.num_once = flips, len(usable) * (1 + flips)
         self.num_items = self.num_once * manifest.repeats
+        # Each of these raises the error of the first sample that cannot be read.
         for number in np.intersect1d(usable, self.rows.unverified())[:1].tolist():
             cache.check_trust(manifest, self.rows.row(number))
-        for number in usable[~self.rows.has_flip()[usable]][:1].tolist() if flips else ():
-            SampleRef.of(self.rows.row(number), self.facts, flip=True)  # it raises the error of a sample without one
+        whole = (self.buckets[:, 0] > 0) & (self.rows.has_flip() | (not flips))
+        for number in usable[~whole[usable]][:1].tolist():
+            SampleRef.of(self.rows.row(number), self.facts, flip=flips)
 
     def item(self, index: int) -> tuple[int, bool]:
         """The number of an item's row, and whether it is the mirrored image."""
         flip, place = divmod(index % self.num_once, len(self.usable))
         return self.usable.item(place), bool(flip)
 
-    def bucket(self, number: int) -> Extent:
-        """The bucket of a row; of a clip with its number of frames."""
-        height, width, num_frames = self.buckets[number].tolist()
-        if not height:
-            raise SampleError(self.rows.sample_ids[number], "has no image entry", PRECACHE)
-        return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
-
     def shapes(self) -> np.ndarray:
         """What each usable sample shares with others of its batch: the bucket, and the sizes of control images.
 
-        int32 [n, 3 + 2 * parts]; the third number is that of frames. SampleError for a sample without images.
+        int32 [n, 3 + 2 * parts]; the third number is that of frames.
         """
-        buckets = self.buckets[self.usable]
-        for number in self.usable[buckets[:, 0] == 0][:1].tolist():
-            self.bucket(number)  # it raises the error
-        return np.concatenate([buckets, self.rows.part_sizes(self.usable)], axis=1)
+        return np.concatenate([self.buckets[self.usable], self.rows.part_sizes(self.usable)], axis=1)
 
     def identify(self, hasher: blake3) -> None:
         """Hash what the items are, in their order: id, bucket, sizes of parts, how often, and which are mirrored."""
@@ -82,8 +75,7 @@ class _Samples:
             hasher.update(column.tobytes())
 
     def image_keys(self) -> list[str]:
-        """The key of each item's image. SampleError for a sample without any."""
-        self.shapes()
+        """The key of each item's image."""
         once = []
         for flip in (False, True)[: 1 + self.flips]:
             once += self.rows.image_keys(self.usable, flip=flip)
@@ -192,7 +184,8 @@ class LatentDataset(Dataset[Batch]):
     def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it; of a clip with its number of frames."""
         part, number, _ = self._item(index)
-        return self._parts[part].bucket(number)
+        height, width, num_frames = self._parts[part].buckets[number].tolist()
+        return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def groups(self) -> np.ndarray:
         """The number of each item's group, int64 [n], in the order of their sizes.
@@ -266,10 +259,10 @@ class LatentDataset(Dataset[Batch]):
         rules = {name: rule for name, rule in self.facts.padding if name in items[0]}
         plain = [{name: value for name, value in item.items() if name not in rules} for item in items]
         batch: Batch = default_collate(plain)
-        sample_ids = batch["sample_id"]
-        for name, rule in rules.items():
-            batch[name], batch[f"{name}{MASK}"] = pad_tensors(sample_ids, name, [item[name] for item in items], rule)
-        return batch
+        ragged = {name: [item[name] for item in items] for name in rules}
+        columns = {name: (dtype_name(rows[0]), [as_array(row)[None] for row in rows]) for name, rows in ragged.items()}
+        tensors, masks = stack_columns(batch["sample_id"], columns, rules)
+        return {**batch, **tensors, **{f"{name}{MASK}": mask for name, mask in masks.items()}}
 
     def place(
         self,

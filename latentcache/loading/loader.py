@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -158,12 +158,10 @@ class LatentLoader(Closing):
     ):
         if prefetch < 0:
             raise StoreError(f"prefetch is {prefetch}; it must be at least 0 (0: no thread)")
-        for name, value, allowed in (
-            ("output", output, ("latents", "mean", "moments")),
-            ("damaged", damaged, ("raise", "skip")),
-        ):
-            if value not in allowed:
-                raise StoreError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        if output not in get_args(Output):
+            raise StoreError(f"output is {output!r}; it must be one of {', '.join(get_args(Output))}")
+        if damaged not in ("raise", "skip"):
+            raise StoreError(f"damaged is {damaged!r}; it must be one of raise, skip")
         if scaled and output == "moments":
             raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
         self.sampler = sampler

@@ -34,8 +34,6 @@ _FLOAT32 = np.dtype(np.float32)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 _KEYS = attrgetter("keys")
 
-Pair = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
@@ -95,25 +93,21 @@ class Layout(NamedTuple):
     batch share: the target size, and of a clip its number of frames. Equal layouts are shared.
     """
 
-    original_size: Pair
-    resized_size: Pair
-    crop_top_left: Pair
-    target_size: Pair
+    sizes: tuple[tuple[int, ...], ...]
     time_ids: bytes
     extent: tuple[int, ...]
 
 
-_NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", ())  # of what is no image
+_NO_LAYOUT = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
 
 
 @lru_cache(_MAX_LAYOUTS)
 def layout_of(geometry: Geometry, family: Family) -> Layout:
     """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
     ids = family.size_conditions(geometry) or []
-    original, resized, crop = geometry.original_size, geometry.resized_size, geometry.seen_crop
-    target = geometry.target_size
-    plain = (*original,), (*resized,), (*crop,), (*target,)  # tuples: what a batch lists is compared with them
-    return Layout(*plain, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
+    sizes = geometry.original_size, geometry.resized_size, geometry.seen_crop, geometry.target_size  # as SIZES
+    # Plain tuples: what a batch lists is compared with them.
+    return Layout(tuple([(*size,) for size in sizes]), np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +142,7 @@ class SampleRef:
             text.text,
             layout_of(image.geometry, facts.family),
             facts,
-            tuple((part_field(name), part.geometry.target_size) for name, part in parts),
+            tuple((name.replace("control ", CONTROL), part.geometry.target_size) for name, part in parts),
         )
 
 
@@ -246,26 +240,14 @@ def _check_alike(refs: Sequence[SampleRef]) -> None:
             )
 
 
-def part_field(name: str) -> str:
-    """The name that a part has in a batch: `control_latents_1` for `control 1`."""
-    return name.replace("control ", CONTROL)
-
-
 def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
     """What the manifest says of at least one sample: ids, captions, sizes, and time ids where its family has them.
 
     The lists are new ones. All samples are of one family.
     """
-    layouts = [ref.layout for ref in refs]
-    original_size, resized_size, crop_top_left, target_size, time_ids, _ = zip(*layouts, strict=True)
-    metadata: dict[str, Any] = {
-        "sample_id": [ref.sample_id for ref in refs],
-        "caption": [ref.caption for ref in refs],
-        "original_size": list(original_size),
-        "resized_size": list(resized_size),
-        "crop_top_left": list(crop_top_left),
-        "target_size": list(target_size),
-    }
+    sizes, time_ids, _ = zip(*[ref.layout for ref in refs], strict=True)
+    metadata: dict[str, Any] = {"sample_id": [ref.sample_id for ref in refs], "caption": [ref.caption for ref in refs]}
+    metadata |= dict(zip(SIZES, map(list, zip(*sizes, strict=True)), strict=True))
     if num_bytes := len(time_ids[0]):
         # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
         ids = np.ndarray((len(time_ids), num_bytes // _FLOAT32.itemsize), _FLOAT32, bytearray().join(time_ids))

@@ -84,21 +84,17 @@ def status(path: str | Path | CacheConfig) -> Status:
 
 
 def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> Status:
-    """The same of a store and manifests that are open, which `path` names."""
+    """Count what a store and manifests that are open hold; see `status`. `path` names them."""
     present = set(store.keys())
-    unused = set(present)
-    counted = []
-    for name in manifests.names():
-        manifest = manifests.read(name)
-        if manifest is None:
-            continue  # it is gone since it was listed
+    unused, counted = set(present), []
+    for manifest in filter(None, map(manifests.read, manifests.names())):  # one may be gone since it was listed
         rows, usable = manifest.rows, manifest.rows.usable()
         unused.difference_update(rows.entry_keys())
         lacking = rows.rows_with(set(rows.entry_keys(usable=True)) - present)
         counted.append(
             ManifestStatus(
-                name=name,
-                role=manifest.role,
+                manifest.name,
+                manifest.role,
                 num_samples=len(rows),
                 num_refused=len(rows.refusals),
                 num_lost=len(np.intersect1d(lacking, usable)),
@@ -106,12 +102,12 @@ def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> St
                 imported_from=manifest.imported_from,
             )
         )
-    stats = store.stats().to_json()
+    stats = store.stats()
     return Status(
         str(path),
-        stats,
+        stats.to_json(),
         num_unused=len(unused),
-        num_damaged=int(stats["num_damaged"]),
+        num_damaged=stats.num_damaged,
         num_lost=sum(manifest.num_lost for manifest in counted),
         num_refused=sum(manifest.num_refused for manifest in counted),
         manifests=tuple(counted),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -36,8 +36,9 @@ class KeyIndex(Protocol):
 
 
 class _Mapping(NamedTuple):
-    """The bytes of a pack, and which of its entries were found good: a flag a row."""
+    """The file of a pack, its bytes, and which of its entries were found good: a flag a row."""
 
+    path: Path
     data: np.ndarray
     good: np.ndarray
 
@@ -160,11 +161,11 @@ class PackReader(Store):
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
-        path = self.path_of(pack.id)
         mapping = self._maps.get(pack.id)
+        path = self.path_of(pack.id) if mapping is None else mapping.path
         try:
             if mapping is None:
-                mapped = _Mapping(map_pack(path, end, pack.file_bytes), np.zeros(pack.num_entries, bool))
+                mapped = _Mapping(path, map_pack(path, end, pack.file_bytes), np.zeros(pack.num_entries, bool))
                 mapping = self._maps.setdefault(pack.id, mapped)
             elif min(mapping.data.size, path.stat().st_size) < end:
                 # Touching mapped bytes that a truncation took away would kill the process.
@@ -186,11 +187,11 @@ class PackReader(Store):
         """
         if not hasattr(os, "posix_fadvise"):
             return
-        for pack, together in groupby(sorted(locations, key=attrgetter("place")), key=attrgetter("pack.id")):
+        for pack, together in groupby(sorted(locations, key=attrgetter("pack.id", "row")), key=attrgetter("pack.id")):
             with suppress(OSError, StoreError):
                 fd = open_to_read(self.path_of(pack))
                 try:
-                    for offset, num_bytes in joined(part for location in together for part in location.ranges()):
+                    for offset, num_bytes in joined(chain.from_iterable([each.ranges() for each in together])):
                         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(fd)

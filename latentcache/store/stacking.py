@@ -35,31 +35,23 @@ def read_batch(
 
     The rows are written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. New
     tensors cannot be resized. No keys give no tensors. EntryMissingError, EntryDamagedError; StoreError if the entries'
-    fields, shapes or dtypes differ. After an error nothing was written.
+    fields, shapes or dtypes differ, if one is longer than its rule's length, and for padding that the field's dtype
+    cannot have. After an error nothing was written.
     """
-    return stack(keys, store.rows(keys), fields, out, padding)
-
-
-def stack(
-    keys: Sequence[str],
-    rows: Sequence[EntryArrays],
-    fields: Sequence[str] | None = None,
-    out: Mapping[str, torch.Tensor] | None = None,
-    padding: Mapping[str, Padding] | None = None,
-) -> dict[str, torch.Tensor]:
-    """One CPU tensor per field of rows that were read, as `read_batch` gives them. `keys` name the entries in errors.
-
-    StoreError if an entry is longer than its rule's length, and for padding that the field's dtype cannot have.
-    """
-    if not rows:
+    if not keys:
         return {}
     rules = padding or {}
-    columns = columns_of(keys, rows, rules, fields)
+    columns = columns_of(keys, store.rows(keys), rules, fields)
     for name in columns.keys() & rules.keys():
         if f"{name}_lengths" in columns:
             raise StoreError(f"field {name!r} cannot be padded: the entries have a field {name}_lengths too")
     tensors, masks = stack_columns(keys, columns, rules, out)
     return tensors | {f"{name}_lengths": mask.sum(1) for name, mask in masks.items()}
+
+
+def stack(keys: Sequence[str], rows: Sequence[EntryArrays]) -> dict[str, torch.Tensor]:
+    """One CPU tensor per field of rows that were read; see `read_batch`. `keys` name the entries in errors."""
+    return stack_columns(keys, columns_of(keys, rows, {}), {})[0]
 
 
 def columns_of(
@@ -158,15 +150,6 @@ def concatenated(column: Column) -> list[torch.Tensor]:
     tensor, array = new_tensor(dtype, (sum(lengths), *arrays[0].shape[2:]), np.empty)
     np.concatenate([each[0] for each in arrays], out=array)
     return list(torch.split(tensor, lengths))
-
-
-def pad_tensors(
-    keys: Sequence[str], name: str, tensors: Sequence[torch.Tensor], rule: Padding
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CPU tensors [length, *rest] of one field, padded to one tensor, and its mask. StoreError: see `stack_columns`."""
-    column = dtype_name(tensors[0]), [as_array(tensor)[None] for tensor in tensors]
-    padded, masks = stack_columns(keys, {name: column}, {name: rule})
-    return padded[name], masks[name]
 
 
 def _padded_length(keys: Sequence[str], name: str, arrays: Sequence[np.ndarray], rule: Padding) -> int:

@@ -11,13 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from helpers.hub_snapshot import snapshot_of
 from helpers.pack_damage import damage
+from helpers.ragged_samples import in_memory
 
-from latentcache import LatentCache
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import PROMPTS_PREFIX, Config
+from latentcache.dataset.row_table import RowTable
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families import family_named
 from latentcache.loading.sample import SampleRef, layout_of, metadata_of
+from latentcache.loading.status import status, verify
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Geometry, Size
 
@@ -174,9 +178,11 @@ def test_a_reader_that_may_not_write_says_how_to_mend(config: Config, monkeypatc
 
 def test_removed_entries_are_missing(config: Config) -> None:
     with LatentCache(config.cache.path) as cache:
+        assert cache.batch(WIDE, device="cpu")["sample_id"] == WIDE, "and b.png is remembered"
         cache.store.remove([cache.row("b.png")[1].captions[0].key])
         with pytest.raises(SampleError, match=r"'b\.png': has no entry: no such entry.*latentcache precache"):
-            cache.batch(["b.png"], device="cpu")
+            cache.batch(WIDE, device="cpu")
+        assert cache.batch(["a.png", "sub/e.png"], device="cpu")["sample_id"] == ["a.png", "sub/e.png"]
     assert run_precache(config).misses_by_reason == {"entry lost": 1}
 
 
@@ -213,22 +219,45 @@ def test_what_another_process_caches_is_seen_after_a_refresh(
         assert cache.batch(WIDE, device="cpu")["latents"].shape[0] == 3
 
 
-def test_what_another_store_of_this_process_caches_is_seen_after_a_refresh(
-    config: Config, make_config: Callable[..., Config]
-) -> None:
-    with LatentCache(config.cache.path) as cache:
-        known = cache.sample_ids()
-        other = make_config(**{"datasets.0.name": "other", "encode.image_output": "mean"})
-        assert run_precache(other).num_encoded == 5
-        assert cache.dataset_names() == ["other", "photos"], "names are read each time"
-        cache.refresh()
-        assert len(cache.sample_ids()) == 2 * len(known)
-        row = cache.manifest("other").rows["a.png"]
-        assert set(cache.get(row.images[0].key).tensors) == {"latents"}
-
-
 def test_a_cache_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="none"):
         LatentCache(tmp_path / "none")
     with pytest.raises(StoreError, match="needs a path, or a store"):
         LatentCache()
+
+
+def test_a_look_up_makes_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a manifest of a million: the columns find the rest."""
+    store, manifests = in_memory("z-image", [3] * 300)
+    numbers: list[int] = []
+    row = RowTable.row
+    monkeypatch.setattr(RowTable, "row", lambda self, number: numbers.append(number) or row(self, number))
+    with LatentCache(store=store, manifests=manifests) as cache:
+        assert cache.text_shapes() == {"prompt_embeds": (3, 6)} and numbers == []
+        assert cache.batch(["297", "0"], device="cpu")["sample_id"] == ["297", "0"]
+        assert cache.row("3")[1].sample_id == "3" and len(cache.sample_ids()) == 300
+        assert cache.prompt("a cat", device="cpu")["prompt_embeds"].shape[0] == 1
+    assert len(numbers) == 4
+
+
+@pytest.mark.parametrize("is_writable", [False, True])
+def test_a_snapshot_of_the_hub_opens_by_its_path(config: Config, tmp_path: Path, is_writable: bool) -> None:
+    snapshot = snapshot_of(Path(config.cache.path), tmp_path / "hub")
+    blobs = {path: path.read_bytes() for path in (tmp_path / "hub" / "blobs").iterdir()}
+    if is_writable:
+        for path in tmp_path.rglob("hub/**/*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+    read_only = None if is_writable else True  # root may write to every folder
+    with LatentCache(snapshot, read_only=read_only) as there, LatentCache(config.cache.path) as here:
+        left, right = (cache.batch(WIDE, device="cpu", output="moments") for cache in (there, here))
+        assert torch.equal(left["moments"], right["moments"])
+        prompts = [cache.prompt("", device="cpu")["prompt_embeds"] for cache in (there, here)]
+        assert torch.equal(*prompts)
+    dataset = LatentDataset(snapshot)
+    with LatentLoader(BucketBatchSampler(dataset, 2), device="cpu") as loader:
+        assert sum(len(batch["sample_id"]) for batch in loader) == len(dataset) == 5
+    dataset.cache.close()
+    assert verify(snapshot).ok and status(snapshot).num_lost == 0
+    assert {path: path.read_bytes() for path in blobs} == blobs, "blobs are shared with other revisions"
+    if not is_writable and os.getuid():
+        assert not (snapshot / "index").exists()

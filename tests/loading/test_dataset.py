@@ -84,13 +84,6 @@ def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Co
                 assert torch.equal(found["moments"], expected["moments"]), index
 
 
-def test_flips_that_are_not_cached(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-    run_precache(config)
-    with pytest.raises(SampleError, match="has no flipped entry"):
-        LatentDataset(config.cache.path, flips=True)[5]
-
-
 def test_random_captions_follow_the_global_generator(config: Config) -> None:
     dataset = LatentDataset(config.cache.path, caption="random")
     with torch.random.fork_rng():

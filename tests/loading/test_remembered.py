@@ -16,7 +16,6 @@ import torch
 from loading import make_cache, plain
 
 from latentcache import LatentCache, LatentDataset
-from latentcache.config import Config
 from latentcache.dataset.manifest_row import CaptionRef
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
@@ -24,8 +23,6 @@ from latentcache.loading import loader, sample
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sample import SampleFacts, SampleReader, SampleRef, layout_of
 from latentcache.loading.sampler import BucketBatchSampler
-from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.store.upkeep import compact
 from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
@@ -66,6 +63,18 @@ def test_samples_are_found_without_a_manifest_the_second_time(
     order = [2, 0, 1, 0]
     mixed = plain(cache.batch([WIDE[number] for number in order], device="cpu"))
     assert mixed == {name: [values[number] for number in order] for name, values in first[0].items()}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_warm_batch_asks_the_store_once(cache: LatentCache, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
+    calls: list[str] = []
+    for name in ("rows", "find", "describe", "record", "get", "prefetch"):
+        asked = getattr(cache.store, name)
+        monkeypatch.setattr(cache.store, name, lambda *keys, asked=asked, name=name: calls.append(name) or asked(*keys))
+    monkeypatch.setattr(type(cache.manifests), "read", lambda *_: pytest.fail("it read a manifest"))
+    cache.batch(WIDE, device="cpu", output="moments", out=out if given else None)
+    assert calls == ["rows"]
 
 
 def test_an_output_that_there_is_not_is_refused(cache: LatentCache) -> None:
@@ -124,50 +133,6 @@ def test_a_dataset_that_came_makes_a_sample_ambiguous_after_a_refresh(cache: Lat
     with pytest.raises(SampleError, match="is in several manifests"):
         cache.batch(WIDE, device="cpu")
     assert cache.restricted("other").batch(WIDE, device="cpu")["sample_id"] == WIDE
-
-
-def test_entries_that_go_are_missed_at_once(path: Path, cache: LatentCache) -> None:
-    cache.batch(WIDE, device="cpu")
-    cache.store.remove([cache.row("b.png")[1].images[0].key])
-    with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
-        cache.batch(WIDE, device="cpu")
-    assert cache.batch(["a.png", "sub/e.png"], device="cpu")["sample_id"] == ["a.png", "sub/e.png"]
-
-
-def test_samples_of_two_buckets_are_refused_though_each_is_remembered(cache: LatentCache) -> None:
-    for sample_id in cache.sample_ids():
-        cache.batch([sample_id], device="cpu")
-    with pytest.raises(StoreError, match="a batch has one bucket, but these samples lie in"):
-        cache.batch(cache.sample_ids(), device="cpu")
-    with pytest.raises(StoreError, match="a batch has at least one"):
-        cache.batch([], device="cpu")
-
-
-def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()]
-    assert isinstance(cache.store, DiskStore)
-    extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
-    cache.store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])  # one more small pack, to be joined with
-    assert compact(cache.store).num_entries > len(expected)
-    read, found = cache.store.rows, []
-    monkeypatch.setattr(cache.store, "rows", lambda keys: found.append(keys) or read(keys))
-    assert [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()] == expected
-    assert found
-
-
-def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the reading of a batch and the holding of its samples."""
-    rows, key = cache.store.rows, cache.row("b.png")[1].images[0].key
-
-    def remove_then(keys: Any) -> Any:
-        found = rows(keys)
-        cache.store.remove([key])
-        return found
-
-    monkeypatch.setattr(cache.store, "rows", remove_then)
-    assert cache.batch(["b.png", "a.png"], device="cpu")["sample_id"] == ["b.png", "a.png"]
-    with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
-        cache.batch(["b.png", "a.png"], device="cpu")
 
 
 def test_a_refresh_while_a_batch_is_read_counts_for_the_next(
@@ -296,17 +261,6 @@ def test_what_is_remembered_is_bounded(path: Path, cache: LatentCache, monkeypat
     for number in range(len(dataset)):
         assert dataset[number]["sample_id"] == dataset.refs([number])[0].sample_id
         assert 0 < len(dataset._refs) <= 4
-
-
-def test_a_cache_in_memory_remembers_too(make_config: Callable[..., Config]) -> None:
-    workspace = Workspace()
-    run_precache(make_config(**{"cache.store": "cpu"}), workspace=workspace)
-    with LatentCache(store=workspace.store, manifests=workspace.manifests) as cache:
-        first = plain(cache.batch(WIDE, device="cpu"))
-        assert plain(cache.batch(WIDE, device="cpu")) == first
-        cache.store.remove([cache.row("b.png")[1].images[0].key])
-        with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
-            cache.batch(WIDE, device="cpu")
 
 
 # Tensors that are given ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import tracemalloc
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
+from latentcache.loading.pack_order import Places, spots_ahead
 from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator, seed_of
 from latentcache.types import Bucket
 
 
 @dataclass
-class Numbers:
-    """Items that lie in bucket number `buckets[index]`."""
+class Items:
+    """Items that lie in bucket number `buckets[index]`, and in pack number `packs[index]` where packs are given."""
 
     buckets: list[int]
+    packs: list[int] | None = None
     name: str = "numbers"
 
     def __len__(self) -> int:
@@ -33,21 +36,30 @@ class Numbers:
     def groups(self) -> np.ndarray:
         return np.array(self.buckets, np.int64)
 
-    def places(self) -> None:
-        """They have no packs."""
+    def places(self) -> Places | None:
+        if self.packs is None:
+            return None
+        return Places(np.array(self.packs, np.int64), np.arange(len(self.packs)), f"{self.packs}")
+
+    def prefetch(self, items: list[int]) -> None:
+        assert all(isinstance(item, Visit) for item in items)
 
     def identity(self) -> str:
         return f"{self.name} {self.buckets}"
 
 
-DATASETS = st.lists(st.integers(0, 3), max_size=40).map(Numbers)
+RANDOM = st.lists(st.integers(0, 3), max_size=40).map(Items)
+IN_PACKS = st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 9)), max_size=60).map(
+    lambda items: Items([bucket for bucket, _ in items], [pack for _, pack in items])
+)
+DATASETS = st.one_of(RANDOM, IN_PACKS)
 
 
 def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
     return [[(int(item), item.draw) for item in batch] for batch in sampler]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     DATASETS,
     st.integers(1, 5),
@@ -55,48 +67,108 @@ def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
     st.booleans(),
     st.integers(-(2**70), 2**70),
     st.integers(1, 4),
+    st.integers(1, 4),
 )
-def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size) -> None:  # type: ignore[no-untyped-def]
-    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed}
+def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, window) -> None:  # type: ignore[no-untyped-def]
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "window": window}
     whole = list(BucketBatchSampler(dataset, batch_size, **options))
     items = [item for batch in whole for item in batch]
     assert len(set(items)) == len(items) and (drop_last or len(items) == len(dataset))
     assert all(len({dataset.bucket(item) for item in batch}) == 1 and len(batch) <= batch_size for batch in whole)
     assert not drop_last or all(len(batch) == batch_size for batch in whole)
-    samplers = [
-        BucketBatchSampler(dataset, batch_size, rank=rank, world_size=world_size, **options)
-        for rank in range(world_size)
-    ]
+    ranks = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
+    samplers = [BucketBatchSampler(dataset, batch_size, **rank, **options) for rank in ranks]
     shares = [list(sampler) for sampler in samplers]
-    assert len({len(share) for share in shares}) == 1 and len(shares[0]) == len(samplers[0])
     dealt = [batch for step in zip(*shares, strict=True) for batch in step]
-    assert dealt == whole[: len(whole) // world_size * world_size]
+    assert len(whole) == samplers[0].num_batches and len(dealt) == len(whole) // world_size * world_size
+    assert drawn(samplers[0]) == drawn(samplers[0]) and len(shares[0]) == len(samplers[0])
+    if dataset.packs is None:
+        assert dealt == whole[: len(dealt)]
+        return
+    assert all(len({dataset.bucket(item) for item in batch}) == 1 and len(batch) <= batch_size for batch in dealt)
+    dealt_items = [item for batch in dealt for item in batch]
+    assert len(set(dealt_items)) == len(dealt_items), "no rank has those of another"
+    plan = list(samplers[0].plan(0))
+    for place in range(len(plan)):
+        brought = {item for batch in plan[: place + 1] for item in batch.ahead}
+        assert brought.issuperset(plan[place].items), "a pack comes with the batch that needs it, or before"
+    visits = [item for batch in plan for item in batch.ahead]
+    assert sorted((v, v.draw) for v in visits) == sorted((v, v.draw) for batch in plan for v in batch.items)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(DATASETS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 12))
 def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size, stop) -> None:  # type: ignore[no-untyped-def]
-    for rank in range(world_size):
+    def share(rank: int) -> BucketBatchSampler:
+        return BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size, window=2)
 
-        def make(rank: int = rank) -> BucketBatchSampler:
-            return BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size)
-
-        sampler = make()
+    first, expected, taken = [share(rank) for rank in range(world_size)], [], 0
+    for sampler in first:
         sampler.set_epoch(4)
-        expected = drawn(sampler)
-        first = iter(sampler)
-        taken = sum(1 for _, _ in zip(range(min(stop, len(expected))), first, strict=False))
-        state = json.loads(json.dumps(sampler.state_dict()))
-        other = make()
-        other.load_state_dict(state)
-        assert other.state_dict() == state and other.epoch == 4
+        expected.append(drawn(sampler))
+        taken = sum(1 for _ in zip(range(min(stop, len(sampler))), sampler, strict=False))
+    states = [json.loads(json.dumps(sampler.state_dict())) for sampler in first]
+    assert all(state == states[0] for state in states), "any rank's state is that of all"
+    for rank in range(world_size):
+        other = share(rank)
+        other.load_state_dict(states[0])
+        assert other.state_dict() == states[0] and other.epoch == 4
         other.set_epoch(4)  # as every loop does
-        assert drawn(other) == expected[taken:]
-        assert drawn(other) == expected, "the next iteration is a whole epoch again"
+        assert drawn(other) == expected[rank][taken:]
+        assert drawn(other) == expected[rank], "the next iteration is a whole epoch again"
+
+
+def test_packs_are_shuffled_and_few_are_open() -> None:
+    num_packs, per_pack, window = 60, 64, 5
+    dataset = Items([0] * num_packs * per_pack, np.repeat(np.arange(num_packs), per_pack).tolist())
+    sampler = BucketBatchSampler(dataset, 4, seed=1, window=window, world_size=2)
+    packs = [[dataset.packs[item] for item in batch.numbers] for batch in sampler.plan(0)]
+    flat = [pack for batch in packs for pack in batch]
+    first = {pack: flat.index(pack) for pack in flat}
+    last = {pack: len(flat) - flat[::-1].index(pack) for pack in flat}
+    most_open = max(sum(first[pack] <= at < last[pack] for pack in first) for at in range(0, len(flat), 16))
+    assert 3 <= most_open <= window + 1
+    assert len(first) == num_packs // 2, "a rank reads its own packs only"
+    assert sorted(first, key=first.__getitem__) != sorted(first), "packs come in random order"
+    mixed = [len(set(batch)) for batch in packs[40:-40]]
+    assert np.mean(mixed) > 2.5, "the rows of a batch come from several packs"
+    assert packs != [[dataset.packs[item] for item in batch.numbers] for batch in sampler.plan(1)]
+    in_turn = BucketBatchSampler(dataset, 4, shuffle=False)
+    assert [item for batch in in_turn for item in batch] == list(range(len(dataset)))
+
+
+def test_what_is_to_come_takes_little_memory() -> None:
+    num = 20_000
+    places = Places(np.arange(num) // 100, np.arange(num) % 100, "")
+    batches = [items.tolist() for items in np.random.default_rng(0).permutation(num).reshape(-1, 8)]
+    tracemalloc.start()
+    try:
+        ahead = spots_ahead(places, batches)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 32 * num, "a dataset may have ten million samples"
+    assert sum(len(visits) for packs in ahead.values() for visits in packs) == num
+
+
+def test_a_state_of_other_packs_is_refused_by_name() -> None:
+    dataset = Items([0, 0, 0, 1, 1], [0, 0, 1, 1, 2])
+    state = BucketBatchSampler(dataset, 2).state_dict()
+    random = Items(dataset.buckets)
+    for other, message in (
+        (BucketBatchSampler(Items(dataset.buckets, [0, 0, 1, 2, 2]), 2), r"packs \('\[0, 0, 1, 1, 2\]' there"),
+        (BucketBatchSampler(dataset, 2, window=3), r"window \(16 there, 3 here\)"),
+    ):
+        with pytest.raises(StoreError, match=message + r".*set_epoch\(0\)"):
+            other.load_state_dict(state)
+    with pytest.raises(StoreError, match=r"packs \(None there"):
+        BucketBatchSampler(dataset, 2).load_state_dict(BucketBatchSampler(random, 2).state_dict())
+    with pytest.raises(StoreError, match="window is 0; it must be at least 1 pack"):
+        BucketBatchSampler(dataset, 2, window=0)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    dataset = Numbers([0, 0, 0, 1, 1])
+    dataset = Items([0, 0, 0, 1, 1])
     sampler = BucketBatchSampler(dataset, 2, seed=1)
     state = sampler.state_dict()
     for other, message in (
@@ -104,7 +176,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (BucketBatchSampler(dataset, 2, seed=2), r"seed \(1 there, 2 here\)"),
         (BucketBatchSampler(dataset, 2, seed=1, shuffle=False), r"shuffle \(True there, False here\)"),
         (BucketBatchSampler(dataset, 2, seed=1, drop_last=True), r"drop_last"),
-        (BucketBatchSampler(Numbers([0, 0, 0, 1, 0]), 2, seed=1), r"dataset \('numbers"),
+        (BucketBatchSampler(Items([0, 0, 0, 1, 0]), 2, seed=1), r"dataset \('numbers"),
         (BucketBatchSampler(dataset, 4, seed=5), r"batch_size .*, seed "),
         (BucketBatchSampler(dataset, 2, seed=1, world_size=2), r"world_size \(1 there, 2 here\).*set_epoch\(0\)"),
     ):
