@@ -13,7 +13,7 @@ import yaml
 
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.part_config import as_list, as_section
-from latentcache.utils.durable_files import read_regular
+from latentcache.utils.durable_files import read_small_file
 
 MAX_BYTES = 1 << 24
 """Of a config's file."""
@@ -49,7 +49,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     # A config may be a link, but it may not be endless.
-    return read_regular(Path(os.path.realpath(path)), MAX_BYTES, "name a config").decode("utf-8-sig")
+    return read_small_file(Path(os.path.realpath(path)), MAX_BYTES, "name a config").decode("utf-8-sig")
 
 
 def from_text(value: Any) -> Any:

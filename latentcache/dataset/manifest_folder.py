@@ -20,8 +20,7 @@ from latentcache.identity import digest
 from latentcache.provenance import now
 from latentcache.utils.durable_files import (
     make_folder,
-    read_regular,
-    regular_file,
+    read_small_file,
     sealed_file,
     typed_errors,
     unreadable,
@@ -35,8 +34,6 @@ NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""
-MAX_BYTES = 1 << 36
-"""The largest file of a manifest: one of two hundred million samples has about as many."""
 SUFFIX, OLD_SUFFIX = ".safetensors", ".jsonl"
 """How the file of a manifest ends, and one that an older version wrote, which is refused until it is replaced."""
 _NOTE = re.compile(rf"(?:.*/)?([^/+]+)(?:\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
@@ -126,12 +123,13 @@ class ManifestFolder:
         """
         file = self.file(name)
         try:
-            with regular_file(file, MAX_BYTES, REMEDY) as opened:
-                return read_manifest(_bytes_of(opened), name, file)
+            with file.open("rb") as opened:
+                data = _bytes_of(opened)
         except FileNotFoundError:
             return None
-        except UnsafeStoreError as error:
-            raise DatasetError(file, error.detail) from error
+        except OSError as error:
+            raise unreadable(file, error) from error
+        return read_manifest(data, name, file)
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
@@ -190,7 +188,7 @@ class ManifestFolder:
     def _begun(self, file: Path) -> str:
         remedy = "run precache again to finish, or `latentcache prune --unfinished`"
         try:
-            text = read_regular(file, _MAX_NOTE_BYTES, remedy).decode("ascii")
+            text = read_small_file(file, _MAX_NOTE_BYTES, remedy).decode("ascii")
             datetime.fromisoformat(text)
             return text
         except FileNotFoundError:

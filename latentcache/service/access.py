@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from latentcache.errors import ConfigError, RequestRefused
-from latentcache.utils.durable_files import read_regular
+from latentcache.utils.durable_files import read_small_file
 
 SESSION_S = 24 * 3600
 """For so long a browser stays logged in."""
@@ -46,7 +46,7 @@ def token_from(file: Path | None, variable: str) -> str | None:
         source = str(file)
         try:
             # The file may be a link: secrets are mounted like that.
-            data = read_regular(Path(os.path.realpath(file)), _MAX_TOKEN_BYTES, "name a file with a token")
+            data = read_small_file(Path(os.path.realpath(file)), _MAX_TOKEN_BYTES, "name a file with a token")
         except FileNotFoundError:
             raise ConfigError("there is no such file; make one with a token in it", source=source) from None
         text = data.decode("ascii", "replace")

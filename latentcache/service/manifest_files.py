@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latentcache.dataset.manifest import MAX_HEADER_BYTES, REMEDY, read_head, read_manifest
+from latentcache.dataset.manifest import MAX_HEADER_BYTES, read_head, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
     make_folder,
-    open_regular,
+    open_to_read,
     sealed_file,
     typed_errors,
     write_all,
@@ -62,7 +62,7 @@ class ManifestFiles:
         """A descriptor of a manifest's file, which the caller closes, and its facts."""
         path = self.path(name)
         try:
-            fd = open_regular(path, REMEDY)
+            fd = open_to_read(path)
         except FileNotFoundError:
             known = ", ".join(self.names()) or "none yet"
             raise RequestRefused(f"there is no manifest {name!r}", status=404, met=name, allowed=known) from None

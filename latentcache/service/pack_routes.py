@@ -15,7 +15,7 @@ from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS, file_answer
 from latentcache.service.uploads import body_chunks, length_of
 from latentcache.store.exchange import take_pack, take_sealed
-from latentcache.utils.durable_files import open_regular
+from latentcache.utils.durable_files import open_to_read
 
 PackId = Annotated[
     str, Path(pattern="^[0-9a-f]{32}$", description="The pack's id.", examples=["3f9c2a7be1d84f0c9a1b2c3d4e5f6a7b"])
@@ -97,7 +97,7 @@ def _packs(context: ServiceContext) -> PackList:
 
 def _open(context: ServiceContext, pack: str) -> int:
     try:
-        return open_regular(context.store.directory.pack_path(pack))
+        return open_to_read(context.store.directory.pack_path(pack))
     except FileNotFoundError:
         step = "`GET /v1/packs` lists those that there are"
         raise RequestRefused(f"there is no pack {pack}", status=404, met=pack, next_step=step) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from latentcache.errors import MetricsError, RequestRefused, StoreError
 from latentcache.service.charts import Curve, curve_of
-from latentcache.utils.durable_files import read_regular
+from latentcache.utils.durable_files import read_small_file
 from latentcache.validation.metrics import GRID_NAME, METRICS_NAME, PLOT_NAME, Metrics, step_folder
 
 MAX_PICTURE_BYTES = 1 << 28
@@ -83,6 +83,6 @@ def validation_picture(folder: Path, step: int, name: str) -> bytes:
         detail = f"step {step} has no picture {name!r:.40}: ask for {GRID_NAME}, {PLOT_NAME} or sample-NN.png"
         raise RequestRefused(detail, status=404)
     try:
-        return read_regular(folder / step_folder(step) / name, MAX_PICTURE_BYTES, "run that validation again")
+        return read_small_file(folder / step_folder(step) / name, MAX_PICTURE_BYTES, "run that validation again")
     except FileNotFoundError as error:
         raise RequestRefused(f"step {step} has no {name} in {folder}", status=404) from error

@@ -16,7 +16,7 @@ from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
     REBUILD,
     make_folder,
-    read_regular,
+    read_small_file,
     remove_whole,
     sweep_temporaries,
     sync_folder,
@@ -95,7 +95,7 @@ class CacheDirectory:
             write_sealed(self.path / MARK, mark_bytes())
 
     def _check_schema(self) -> None:
-        check_mark(read_regular(self.path / MARK, _MAX_MARK_BYTES), self.path / MARK, self.path)
+        check_mark(read_small_file(self.path / MARK, _MAX_MARK_BYTES), self.path / MARK, self.path)
 
     def pack_path(self, pack: str) -> Path:
         """Where a pack lies. `pack` is an id; UnsafeStoreError for anything that could be a path."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,7 @@ from latentcache.errors import PackError
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import PackRow
 from latentcache.store.pack import WholePack
-from latentcache.utils.durable_files import open_regular, sealed_file, write_all
+from latentcache.utils.durable_files import sealed_file, write_all
 
 
 def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> int:
@@ -26,7 +25,7 @@ def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview],
     def fill(fd: int) -> PackRow:
         for part in chunks:
             write_all(fd, part)
-        return _checked_row(path, fd)
+        return _checked_row(path, WholePack.in_open_file(path, fd))
 
     return _take(store, path, num_bytes, fill)
 
@@ -67,17 +66,11 @@ def take_sealed(store: DiskStore, pack: str) -> int:
         return 0
     path = store.directory.pack_path(pack)
     with store.lock("taking a pack", shared=True):
-        fd = open_regular(path)
-        try:
-            row = _checked_row(path, fd)
-        finally:
-            os.close(fd)
-        return store.catalog.seal(row)
+        return store.catalog.seal(_checked_row(path, WholePack.in_file(path)))
 
 
-def _checked_row(path: Path, fd: int) -> PackRow:
-    """The row of an open pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
-    whole = WholePack.in_open_file(path, fd)
+def _checked_row(path: Path, whole: WholePack) -> PackRow:
+    """The row of a pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
     for key, problem in whole.problems():
         raise PackError(path, f"entry {key}: {problem}")
     return whole.row

@@ -53,7 +53,7 @@ from latentcache.store.layout import (
     description_of,
 )
 from latentcache.types import Record
-from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_all
+from latentcache.utils.durable_files import open_to_read, sealed_file, unreadable, write_all
 
 PACK_FORMAT = "2"
 DISAGREE = "its pack and the index do not agree; `latentcache rebuild` may bring it back"
@@ -419,7 +419,7 @@ def read_row(path: Path) -> PackRow:
     UnsafeStoreError for what is no regular file; FileNotFoundError if there is no such file. A plain StoreError says
     that the file cannot be read now, and nothing about what it holds.
     """
-    fd = open_regular(path)
+    fd = open_to_read(path)
     try:
         return row_in(path.stem, PackBytes.in_file(path, fd))[0]
     finally:
@@ -428,7 +428,7 @@ def read_row(path: Path) -> PackRow:
 
 def read_records(path: Path) -> PackRecords:
     """As `read_row`, with the records of the entries. They are compared with their digest, not parsed."""
-    fd = open_regular(path)
+    fd = open_to_read(path)
     try:
         return records_in(path.stem, PackBytes.in_file(path, fd))
     finally:
@@ -463,7 +463,7 @@ def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
     PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
     UnsafeStoreError, FileNotFoundError and StoreError as for `read_row`.
     """
-    fd = open_regular(path)
+    fd = open_to_read(path)
     try:
         file_bytes = os.fstat(fd).st_size
         if file_bytes < min_bytes:
@@ -536,7 +536,7 @@ class WholePack:
     @classmethod
     def in_file(cls, path: Path) -> WholePack:
         """The pack at `path`, mapped. Errors as for `read_row`."""
-        fd = open_regular(path)
+        fd = open_to_read(path)
         try:
             return cls.in_open_file(path, fd)
         finally:

@@ -21,7 +21,7 @@ from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import DISAGREE, arrays_in, map_pack, read_records, verified_arrays
 from latentcache.store.stacking import stack
 from latentcache.types import Entry, Record
-from latentcache.utils.durable_files import open_regular, unreadable
+from latentcache.utils.durable_files import open_to_read, unreadable
 
 _MAX_RECORDS = 8  # a full pack's records are a few MiB
 
@@ -189,7 +189,7 @@ class PackReader(Store):
             return
         for pack, together in groupby(sorted(locations, key=attrgetter("pack.id", "row")), key=attrgetter("pack.id")):
             with suppress(OSError, StoreError):
-                fd = open_regular(self.path_of(pack))
+                fd = open_to_read(self.path_of(pack))
                 try:
                     for offset, num_bytes in joined(chain.from_iterable([each.ranges() for each in together])):
                         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)

@@ -6,13 +6,10 @@ import errno
 import logging
 import os
 import shutil
-import stat
-import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
 from latentcache.utils import file_locks
@@ -21,20 +18,14 @@ TEMPORARY_SUFFIX = ".tmp"
 REBUILD = "run `latentcache rebuild`"
 """The step that restores most of a cache."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_IN_THE_WAY = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENXIO}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 logger = logging.getLogger("latentcache")
-_publishing = threading.Lock()
-"""Held between the look whether a file is there and the renaming."""
 
 
 @contextmanager
 def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
-    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError.
-
-    UnsafeStoreError: a link, a folder, a file or a pipe lies there that latentcache did not make.
-    """
+    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError."""
     try:
         yield
     except OSError as error:
@@ -42,12 +33,7 @@ def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
             raise StorageFullError(path, num_bytes) from error
         if error.errno in _FORBIDDEN:
             raise ReadOnlyError(path, f"cannot be written: {error.strerror}") from error
-        if error.errno in _IN_THE_WAY:
-            detail = f"cannot be written: {error.strerror}. Remove what is there and run the same command."
-            raise UnsafeStoreError(path, detail) from error
-        raise StoreError(
-            f"{path}: cannot be written: {error}. Fix the file system and run the same command."
-        ) from error
+        raise StoreError(f"{path}: cannot be written: {error}. Fix the cause and run the same command.") from error
 
 
 def unreadable(path: Path | str, error: Exception) -> StoreError:
@@ -73,8 +59,10 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the names in a folder durable. Windows does that itself, and opens no folder."""
+    if os.name == "nt":
+        return
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -92,26 +80,26 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 def sealed_file(path: Path, num_bytes: int, *, is_new: bool = False) -> Iterator[int]:
     """Yield the descriptor of a temporary sibling, which becomes `path`, durably. An error leaves nothing.
 
-    `num_bytes` is the size of the file, for the message of StorageFullError. With `is_new` a file that is there is not
-    replaced by any thread: FileExistsError.
+    `num_bytes` is the size of the file, for the message of StorageFullError. With `is_new` a file that is there stays:
+    FileExistsError.
     """
-    is_there = False
     with typed_errors(path, num_bytes):
         fd, temporary = _locked_sibling(path)
         try:
-            yield fd
-            os.fsync(fd)
-            with _publishing if is_new else nullcontext():
+            with ExitStack() as opened:
+                opened.callback(unlock_and_close, fd)
+                yield fd
+                os.fsync(fd)
+                if os.name == "nt":
+                    opened.close()  # Windows renames no open file
                 is_there = is_new and path.exists()
                 if not is_there:
-                    os.rename(temporary, path)
-            if is_there:
-                temporary.unlink()
+                    os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        finally:
-            unlock_and_close(fd)
+        if is_there:
+            temporary.unlink()
         sync_folder(path.parent)
     if is_there:
         raise FileExistsError(path)
@@ -127,25 +115,24 @@ def write_sealed(path: Path, data: bytes) -> None:
 
 
 def _locked_sibling(path: Path) -> tuple[int, Path]:
-    while True:
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-        fd = os.open(temporary, file_locks.OPEN_FLAGS | os.O_EXCL, 0o666)
-        try:
-            file_locks.take(fd, wait=True)
-            # A sweep may have come between open and lock, and removed the name.
-            if temporary.exists():
-                return fd, temporary
-        except BaseException:
-            unlock_and_close(fd)
-            temporary.unlink(missing_ok=True)
-            raise
-        unlock_and_close(fd)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+    fd = os.open(temporary, file_locks.OPEN_FLAGS | os.O_EXCL, 0o666)
+    try:
+        file_locks.take(fd, wait=True)
+    except BaseException:
+        os.close(fd)
+        temporary.unlink(missing_ok=True)
+        raise
+    if temporary.exists():
+        return fd, temporary
+    os.close(fd)  # a sweep came between open and lock
+    return _locked_sibling(path)
 
 
 def remove_whole(path: Path) -> None:
-    """Remove a file, a link (not what it names) or a folder, if it is there. StoreError when that cannot be done."""
+    """Remove a file or a folder, if it is there. StoreError when that cannot be done."""
     with typed_errors(path, 0):
-        if path.is_symlink() or not path.is_dir():
+        if not path.is_dir():
             path.unlink(missing_ok=True)
             return
         # Renamed first: another process must never see half of it.
@@ -171,79 +158,52 @@ def sweep_temporaries(folder: Path) -> int:
     """
     num_removed = 0
     try:
-        names = [n for n in os.listdir(folder) if n.startswith(".") and n.endswith(TEMPORARY_SUFFIX)]
+        names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)]
     except OSError as error:
         logger.warning("%s: not searched for half-written files: %s", folder, error)
         return 0
-    for name in names:
+    for path in map(folder.joinpath, names):
         try:
-            fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(path, "r+b") as file:
+                is_dead = file_locks.take(file.fileno())
+                if is_dead and os.name != "nt":
+                    path.unlink()  # before the lock ends: a writer may have opened it just now
+            if is_dead:
+                path.unlink(missing_ok=True)  # Windows removes no open file
+            num_removed += is_dead
         except FileNotFoundError:
             continue
         except OSError as error:
-            logger.warning("%s: left alone: %s", folder / name, error)
-            continue
-        try:
-            if file_locks.take(fd):
-                (folder / name).unlink(missing_ok=True)
-                num_removed += 1
-        except OSError as error:
-            logger.warning("%s: left alone: %s", folder / name, error)
-        finally:
-            os.close(fd)
+            logger.warning("%s: left alone: %s", path, error)
     return num_removed
 
 
-def open_regular(path: Path, remedy: str = REBUILD) -> int:
-    """Open a regular file for reading. UnsafeStoreError for pipes, devices and folders: `remedy` is the next step.
+def open_to_read(path: Path) -> int:
+    """Open a file for reading, and return its descriptor, which the caller closes.
 
     FileNotFoundError is passed on; any other refusal is a plain StoreError, which does not mean that the file's bytes
-    are damaged. The caller closes the descriptor.
+    are damaged.
     """
     try:
-        # O_NONBLOCK: opening a pipe must not wait for its other end.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return os.open(path, file_locks.READ_FLAGS)
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if error.errno in _IN_THE_WAY:
-            raise UnsafeStoreError(path, f"is no file: {error.strerror}; remove it, then {remedy}") from error
-        if isinstance(error, FileNotFoundError):
-            raise
         raise unreadable(path, error) from error
-    try:
-        mode = os.fstat(fd).st_mode
-    except OSError as error:
-        os.close(fd)
-        raise unreadable(path, error) from error
-    if not stat.S_ISREG(mode):
-        os.close(fd)
-        raise UnsafeStoreError(path, f"is not a regular file; remove it, then {remedy}")
-    return fd
 
 
-@contextmanager
-def regular_file(path: Path, max_bytes: int, remedy: str = REBUILD) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. As `open_regular`; UnsafeStoreError also for one of more than `max_bytes`.
+def read_small_file(path: Path, max_bytes: int, remedy: str = REBUILD) -> bytes:
+    """The bytes of a file. UnsafeStoreError if it has more than `max_bytes`: `remedy` is the next step.
 
-    An OSError of the block is a plain StoreError: the file cannot be read now.
+    FileNotFoundError is passed on; any other refusal is a plain StoreError: the file cannot be read now.
     """
-    fd = open_regular(path, remedy)
     try:
-        file = open(fd, "rb")  # noqa: SIM115 - the block below closes it
-    except OSError as error:  # it asks the system what kind of file it is
-        os.close(fd)
+        with open(path, "rb", opener=lambda name, _: os.open(name, file_locks.READ_FLAGS)) as file:
+            data = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
         raise unreadable(path, error) from error
-    with file:
-        try:
-            num_bytes = os.fstat(fd).st_size
-            if num_bytes > max_bytes:
-                detail = f"has {num_bytes:,} bytes, {max_bytes:,} are allowed; remove it, then {remedy}"
-                raise UnsafeStoreError(path, detail)
-            yield file
-        except OSError as error:
-            raise unreadable(path, error) from error
-
-
-def read_regular(path: Path, max_bytes: int, remedy: str = REBUILD) -> bytes:
-    """The bytes of a regular file of at most `max_bytes`: see `regular_file`."""
-    with regular_file(path, max_bytes, remedy) as file:
-        return file.read(max_bytes)
+    if len(data) > max_bytes:
+        raise UnsafeStoreError(path, f"has more than {max_bytes:,} bytes, the limit; remove it, then {remedy}")
+    return data

@@ -13,7 +13,11 @@ import os
 import struct
 import sys
 
-OPEN_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+READ_FLAGS = os.O_RDONLY
+for _name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):
+    READ_FLAGS |= getattr(os, _name, 0)
+"""How any file is opened for reading, on all systems. A pipe does not wait for its other end."""
+OPEN_FLAGS = READ_FLAGS | os.O_RDWR | os.O_CREAT
 """How a file to be locked is opened: it is made if it is not there."""
 FAR = 1 << 62
 """A byte far beyond the end of any file: Windows lets nobody read a locked byte, and the file's note stays readable."""
@@ -21,43 +25,41 @@ FAR = 1 << 62
 if sys.platform == "win32":
     import ctypes
     import msvcrt
-    from ctypes import wintypes
-
-    class _Overlapped(ctypes.Structure):
-        _fields_ = (
-            ("internal", ctypes.c_void_p),
-            ("internal_high", ctypes.c_void_p),
-            ("low", wintypes.DWORD),
-            ("high", wintypes.DWORD),
-            ("event", wintypes.HANDLE),
-        )
 
     _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
     _EXCLUSIVE, _AT_ONCE = 2, 1
     _TAKEN = (33, 997)  # ERROR_LOCK_VIOLATION, ERROR_IO_PENDING
 
     def _take(fd: int, shared: bool, wait: bool, at: int) -> bool:
-        where = _Overlapped(low=at & 0xFFFFFFFF, high=at >> 32)
         flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
-        if _kernel.LockFileEx(wintypes.HANDLE(msvcrt.get_osfhandle(fd)), flags, 0, 1, 0, ctypes.byref(where)):
+        if _kernel.LockFileEx(_handle(fd), flags, 0, 1, 0, _overlapped(at)):
             return True
         code = ctypes.get_last_error()
         if code in _TAKEN:
             return False
         raise ctypes.WinError(code)
 
-    def _release(fd: int, at: int) -> None:
-        where = _Overlapped(low=at & 0xFFFFFFFF, high=at >> 32)
-        _kernel.UnlockFileEx(wintypes.HANDLE(msvcrt.get_osfhandle(fd)), 0, 1, 0, ctypes.byref(where))
+    def _release(fd: int, at: int | None) -> None:
+        if at is not None:  # Windows releases no two locks at once
+            _kernel.UnlockFileEx(_handle(fd), 0, 1, 0, _overlapped(at))
+
+    def _handle(fd: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(msvcrt.get_osfhandle(fd))
+
+    def _overlapped(at: int) -> ctypes.Array[ctypes.c_char]:
+        """An OVERLAPPED: two pointers, the offset's low and high half, and an event."""
+        return ctypes.create_string_buffer(struct.pack("PPIIP", 0, 0, at & 0xFFFFFFFF, at >> 32, 0))
 
 else:
     import fcntl
 
+    _IS_OFD = hasattr(fcntl, "F_OFD_SETLK")
+
     def _take(fd: int, shared: bool, wait: bool, at: int) -> bool:
         try:
-            if hasattr(fcntl, "F_OFD_SETLK"):
+            if _IS_OFD:
                 command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-                fcntl.fcntl(fd, command, _range(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at))
+                fcntl.fcntl(fd, command, _range(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at, 1))
             else:
                 mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
                 fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
@@ -67,14 +69,15 @@ else:
             raise
         return True
 
-    def _release(fd: int, at: int) -> None:
-        if hasattr(fcntl, "F_OFD_SETLK"):
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, at))
+    def _release(fd: int, at: int | None) -> None:
+        if _IS_OFD:
+            # A range of no bytes reaches to the end.
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, at or 0, 0 if at is None else 1))
         else:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def _range(kind: int, at: int) -> bytes:
-        return struct.pack("hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
+    def _range(kind: int, at: int, num_bytes: int) -> bytes:
+        return struct.pack("hhqqi4x", kind, os.SEEK_SET, at, num_bytes, 0)
 
 
 def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
@@ -95,6 +98,9 @@ def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) ->
     return _take(fd, shared, wait, at)
 
 
-def release(fd: int, at: int = FAR) -> None:
-    """Release the lock on the byte `at`, for those too who share the open file. OSError: the file system fails."""
+def release(fd: int, at: int | None = FAR) -> None:
+    """Release the lock on the byte `at`, for those too who share the open file. OSError: the file system fails.
+
+    None: all locks on the file. On Windows these end when it is closed, since nobody shares it there.
+    """
     _release(fd, at)

@@ -25,13 +25,10 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, str)):
-        return value
     if isinstance(value, Integral):
-        return int(value)
+        return value if isinstance(value, bool) else int(value)
     if isinstance(value, Real):
-        number = float(value)
-        return number if math.isfinite(number) else None
+        return float(value) if math.isfinite(value) else None
     return value
 
 

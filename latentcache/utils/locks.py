@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import stat
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.errors import StoreBusyError, StoreError
 from latentcache.utils import file_locks
 from latentcache.utils.durable_files import typed_errors, unlock_and_close
 
@@ -22,8 +20,7 @@ _MAX_NOTE_BYTES = 4096
 def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_brief: bool = False) -> Iterator[None]:
     """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError names the process that has it.
 
-    A brief operation leaves the name of the one that works for longer. Raises UnsafeStoreError if `path` is not a file
-    of its own.
+    A brief operation leaves the name of the one that works for longer.
     """
     fd = _open(path)
     owner = os.getpid()
@@ -45,32 +42,21 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
 
 
 def _open(path: Path) -> int:
-    """Open or make a lock's file. Raises UnsafeStoreError for any other file, which the note would overwrite."""
     with typed_errors(path, _MAX_NOTE_BYTES):
-        fd = os.open(path, file_locks.OPEN_FLAGS | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
-        try:
-            status = os.fstat(fd)
-        except OSError:
-            os.close(fd)
-            raise
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        os.close(fd)
-        raise UnsafeStoreError(path, "is a second name of another file, or no regular file; remove it and try again")
-    return fd
+        return os.open(path, file_locks.OPEN_FLAGS, 0o666)
 
 
 def _sign(fd: int, operation: str) -> None:
     # Each process that shares the lock overwrites the note of the others.
-    note = json.dumps({"operation": operation, "pid": os.getpid(), "host": platform.node()}).encode()
     os.ftruncate(fd, 0)
-    os.pwrite(fd, note, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+    os.write(fd, f"{operation} (process {os.getpid()} on {platform.node()})".encode())
 
 
 def _holder(fd: int) -> str:
     try:
-        note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
-        return f"{note['operation']} (process {int(note['pid'])} on {note['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
+        return os.read(fd, _MAX_NOTE_BYTES).decode(errors="replace") or "another process"
+    except OSError:
         return "another process"
 
 
@@ -126,7 +112,6 @@ class Claims:
 
     def __init__(self, path: Path):
         self._fd, self._owner = _open(path), os.getpid()
-        self._taken: set[int] = set()
 
     def take(self, keys: Iterable[str]) -> set[str]:
         """Claim those keys (hexadecimal) that nobody else has claimed, and return them."""
@@ -135,7 +120,6 @@ class Claims:
             with suppress(OSError):  # the file system has no locks
                 if not file_locks.take(self._fd, at=_byte_of(key)):
                     continue
-                self._taken.add(_byte_of(key))
             taken.add(key)
         return taken
 
@@ -144,17 +128,15 @@ class Claims:
         for key in keys:
             self._release(_byte_of(key))
 
-    def _release(self, byte: int) -> None:
-        self._taken.discard(byte)
-        with suppress(OSError):
-            file_locks.release(self._fd, byte)
-
     def close(self) -> None:
         """Release all claims."""
         if os.getpid() == self._owner:
-            for byte in tuple(self._taken):
-                self._release(byte)  # a fork has the same locks, and may live on
+            self._release(None)  # a fork has the same locks, and may live on
         os.close(self._fd)
+
+    def _release(self, byte: int | None) -> None:
+        with suppress(OSError):  # the file system has no locks
+            file_locks.release(self._fd, byte)
 
 
 def _byte_of(key: str) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from latentcache.errors import ConfigError, MetricsError, StoreError, UnsafeStoreError
-from latentcache.utils.durable_files import read_regular
+from latentcache.utils.durable_files import read_small_file
 from latentcache.utils.json_document import first_fault, plain
 
 METRICS_NAME = "metrics.json"
@@ -173,7 +173,7 @@ class Metrics(_Schema):
         MetricsError for a file that cannot be read, that is damaged, or that another program wrote.
         """
         try:
-            return cls.model_validate(json.loads(read_regular(path, MAX_BYTES, "run that validation again")))
+            return cls.model_validate(json.loads(read_small_file(path, MAX_BYTES, "run that validation again")))
         except UnsafeStoreError as error:
             raise MetricsError(path, error.detail) from error
         except ValidationError as error:

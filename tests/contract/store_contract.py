@@ -166,17 +166,6 @@ class StoreContract:
         assert store.rows(keys)[0].description is rows[0].description
         assert len(store.rows(keys[1:])) == 2 and not store.rows([])
 
-    def test_rows_are_arrays_of_each_field(self, store):
-        entry = make_entry(1, kind="text", dtype=torch.bfloat16)
-        store.add([entry])
-        first, again = store.rows([entry.record.key] * 2)
-        assert dict(first.description) == {"moments": ("bfloat16", (4, 3, 5)), "pooled": ("bfloat16", (7,))}
-        assert [(array.shape, str(array.dtype)) for array in first.arrays] == [
-            ((1, 4, 3, 5), "int16"),
-            ((1, 7), "int16"),
-        ]
-        assert first.description is again.description
-
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_new_tensors_of_any_size_stand_alone(self, store, dtype):
         shape = (1 << 20,)  # one is small, two and more lie in huge pages where the system has them
@@ -239,11 +228,6 @@ class StoreContract:
             assert store.prefetch(key for key in keys) is None
             assert same(read_batch(store, keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
         assert store.find([*keys, ABSENT]) == set(keys)
-
-    def test_describe(self, store):
-        entry = make_entry(1, kind="text", dtype=torch.bfloat16)
-        store.add([entry])
-        assert store.describe(entry.record.key) == {"moments": ("bfloat16", (4, 3, 5)), "pooled": ("bfloat16", (7,))}
 
     def test_the_writer_keeps_what_was_added_before_an_exception(self, store):
         entries = [make_entry(number) for number in range(5)]
@@ -362,21 +346,6 @@ class StoreContract:
         only = read_batch(store, keys, fields=["hidden"], padding=rules)
         assert only.keys() == {"hidden", "hidden_lengths"} and same(only["hidden"], expected)
 
-    def test_padding_comes_before_the_last_rows(self, store):
-        entries = [make_text(number, length, dtype=torch.float64) for number, length in enumerate([2, 3, 6])]
-        store.add(entries)
-        keys = [entry.record.key for entry in entries]
-        short, middle, long = (entry.tensors["hidden"] for entry in entries)
-        blank = torch.zeros(4, 3, dtype=torch.float64)
-        rules = {"hidden": Padding(num_last=3), "mask": Padding()}
-        batch = read_batch(store, keys, padding=rules)["hidden"]
-        assert same(batch[0], torch.cat([blank, short])), "an entry of fewer rows comes last as a whole"
-        assert same(batch[1], torch.cat([blank[:3], middle])) and same(batch[2], long)
-        rules["hidden"] = Padding(7, num_last=1)
-        batch = read_batch(store, keys, padding=rules)["hidden"]
-        assert same(batch[1], torch.cat([middle[:2], blank, middle[2:]]))
-        assert same(batch[2], torch.cat([long[:5], blank[:1], long[5:]]))
-
     def test_without_a_rule_lengths_must_be_equal(self, store):
         entries = [make_text(1, 3), make_text(2, 3), make_text(3, 4)]
         store.add(entries)
@@ -456,20 +425,6 @@ class RemovingStoreContract(StoreContract):
             store.rows(keys)
         assert len(store.rows(keys[1:])) == 2 and not store.rows([])
         assert same(stack(keys, rows)["pooled"], expected["pooled"]), "what was read stays readable"
-
-    def test_a_batch_again_follows_what_was_removed_and_added(self, store):
-        entries = [make_entry(number) for number in range(4)]
-        store.add(entries[:3])
-        keys = [entry.record.key for entry in entries]
-        expected = torch.stack([entry.tensors["moments"] for entry in entries])
-        for _ in range(2):
-            assert same(read_batch(store, keys[:3])["moments"], expected[:3])
-        store.remove([keys[1]])
-        with pytest.raises(EntryMissingError):
-            read_batch(store, keys[:3])
-        store.add([entries[3], entries[1]])
-        for _ in range(2):
-            assert same(read_batch(store, keys)["moments"], expected)
 
     def test_remove(self, store):
         entries = [make_entry(number) for number in range(3)]

@@ -11,13 +11,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text, padded, same
+from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text, same
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.store.stacking import read_batch
-from latentcache.store.upkeep import compact, prune, rebuild, verify
-from latentcache.types import Padding
+from latentcache.store.upkeep import compact, rebuild, verify
 
 LENGTHS = [3, 1, 7, 3, 2]
 
@@ -153,17 +152,6 @@ class StoreMachine(RuleBasedStateMachine):
         if numbers:
             assert same(batch["moments"], torch.stack([self.model[n].tensors["moments"] for n in numbers]))
 
-    @rule(order=st.randoms(use_true_random=False), side=st.sampled_from(["left", "right"]))
-    def read_padded(self, order, side):
-        numbers = [number for number in self.model if number > 7] * 2
-        order.shuffle(numbers)
-        rule = Padding(side=side)
-        keys = [self.model[number].record.key for number in numbers]
-        batch = read_batch(self.store, keys, padding={"hidden": rule, "mask": rule})
-        if numbers:
-            values, lengths = padded([self.model[number].tensors["hidden"] for number in numbers], side=side)
-            assert same(batch["hidden"], values) and same(batch["hidden_lengths"], lengths)
-
     @rule(number=st.integers(0, 11))
     def get(self, number):
         if number in self.model:
@@ -191,28 +179,7 @@ class DiskStoreMachine(StoreMachine):
 
     @rule()
     def compact(self):
-        report = compact(self.store)
-        assert report.damaged == {} and report.num_packs_after <= report.num_packs_before
-
-    @rule(numbers=StoreMachine.numbers)
-    def prune(self, numbers):
-        report = prune(self.store, [self.entry(number).record.key for number in numbers])
-        gone = self.model.keys() - set(numbers)
-        assert report.num_entries == len(gone)
-        for number in gone:
-            del self.model[number]
-
-    @rule()
-    def rebuild_after_compaction(self):
-        # What was removed comes back from packs that were not compacted: so remove it for good first.
-        removed = {self.entry(number).record.key for number in range(12) if number not in self.model}
-        rebuild(self.store)
-        self.store.remove(removed)
-
-    @rule()
-    def verify(self):
-        report = verify(self.store)
-        assert report.ok and report.num_entries == len(self.model)
+        assert compact(self.store).damaged == {} and verify(self.store).num_entries == len(self.model)
 
 
 quick = settings(

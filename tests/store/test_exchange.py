@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ from latentcache.store import DiskStore
 from latentcache.store.base import own_entry
 from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.store.pack import new_pack_id, pack_buffers
-from latentcache.store.upkeep import compact, verify
+from latentcache.store.upkeep import verify
 from latentcache.types import Entry, Record
 
 
@@ -36,11 +34,6 @@ def packed(entries):
     data = b"".join(buffers)
     assert len(data) == num_bytes
     return row.pack.id, data
-
-
-def mapped_packs():
-    lines = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines()
-    return {line.partition("/packs/")[2] for line in lines if "/packs/" in line}
 
 
 def test_entries_go_from_store_to_store(store, tmp_path):
@@ -112,23 +105,3 @@ def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
     assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(8)]) == set()
     assert take_sealed(store, pack) == 1 and store.find([key(8)]) == {key(8)}
     assert take_sealed(store, pack) == 0
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says what is mapped")
-def test_packs_that_another_process_removed_are_released(store):
-    held = store.rows([key(0)])
-    [name] = [path.name for path in store.directory.packs.glob("*/*.safetensors")]
-    for number in (5, 6):  # the second time its pack came and went since the last look
-        assert any(name in each for each in mapped_packs())
-        with DiskStore(store.path) as other:
-            other.add(samples(number))
-            other.remove(sorted(set(other.keys()) - {key(0), key(number)}))
-        compact(store.path)
-        store.release_gone()
-        values = np.array(held[0].arrays[0][0])  # what was read stays
-        assert np.array_equal(values, sample(0).tensors["moments"].numpy())
-        del held
-        assert not any(name in each for each in mapped_packs())
-        held = store.rows([key(0)])
-        [name] = [path.name for path in store.directory.packs.glob("*/*.safetensors")]
-    assert len(held) == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,42 +90,3 @@ def test_a_row_is_read_back_and_every_flipped_bit_is_refused():
     for length in range(len(data)):
         with pytest.raises(ValueError, match="checksum"):
             PackRow.from_bytes(row.pack.id, data[:length])
-
-
-def test_places_are_of_the_packs_that_there_were_when_they_were_looked_up():
-    """Another thread takes in new packs, and forgets those in which nothing is live any more."""
-    table = LocationTable([row_of(0, KEYS[:4]), row_of(1, KEYS[4:6])])
-
-    class Slow(list):
-        def __getitem__(self, chosen):
-            table.drop_packs([f"{0:032x}"])
-            table.add([row_of(2, KEYS[6:9])])
-            return super().__getitem__(chosen)
-
-    packs, places = table.places(Slow(KEYS[4:9]))
-    found = [(packs[number], row) for number, row in places.tolist() if number >= 0]
-    assert found == [(f"{1:032x}", 0), (f"{1:032x}", 1)]
-
-
-def test_reasons_are_read_while_another_thread_changes_them():
-    table, rows = LocationTable(), [row_of(number, KEYS[:4], dead=KEYS) for number in range(200)]
-    for row in rows:
-        row.reasons = {0: "its bytes changed"}
-    done, interval = threading.Event(), sys.getswitchinterval()
-
-    def change():
-        while not done.is_set():
-            table.add(rows)
-            table.drop_packs([row.pack.id for row in rows])
-
-    thread = threading.Thread(target=change)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(1000):
-            assert table.reason(KEYS[0]) in (None, "its bytes changed")
-            assert table.damaged().keys() <= {KEYS[0]}
-    finally:
-        done.set()
-        thread.join()
-        sys.setswitchinterval(interval)

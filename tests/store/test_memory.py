@@ -8,20 +8,6 @@ from latentcache.errors import StoreError
 from latentcache.store import MemoryStore
 
 
-def test_stores_do_not_share_entries():
-    with MemoryStore() as one, MemoryStore() as two:
-        one.add(samples(0))
-        assert two.find([key(0)]) == set()
-
-
-def test_closing_drops_the_entries():
-    store = MemoryStore()
-    store.add(samples(0))
-    store.close()
-    with pytest.raises(StoreError, match="closed"):
-        store.keys()
-
-
 def test_pinning_needs_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(StoreError, match="pin=True needs an accelerator"):

@@ -6,7 +6,7 @@ import errno
 import os
 
 import pytest
-from store_samples import key, pack_of, payload, samples, where
+from store_samples import key, payload, samples, where
 
 from latentcache.store import DiskStore
 from latentcache.store.stacking import read_batch
@@ -70,18 +70,3 @@ def test_a_file_system_that_takes_no_advice_is_no_matter(root, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise")
     with DiskStore(root) as store:
         assert read_batch(store, [key(0), key(2)])["moments"].shape[0] == 2
-
-
-def test_a_pack_that_is_gone_or_unreadable_is_no_matter(root, advised):
-    with DiskStore(root) as store:
-        read_batch(store, [key(2)])
-        other = pack_of(store, 0)
-        pack_of(store, 2).unlink()
-        advised.clear()
-        assert read_batch(store, [key(2)])["moments"].shape[0] == 1, "a mapped pack stays readable"
-        store.prefetch([key(2)])
-        assert advised == []
-        other.unlink()
-        other.mkdir()
-        store.prefetch([key(0)])
-        assert advised == []

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from store_samples import fork, key, mark, payload, run, same, sample, samples
+from store_samples import key, mark, payload, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError
 from latentcache.store import DiskStore
@@ -50,21 +47,6 @@ def assert_knows(store, present, damaged=()):
 def assert_reads(store, present):
     for number in present:
         assert same(store.get(key(number)), sample(number))
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_an_opening_knows_what_came_in_many_packs(root, read_only):
-    with DiskStore(root) as store:
-        for number in range(4):
-            store.add(samples(number))
-        with DiskStore(root, read_only=read_only) as other:
-            assert_knows(other, range(4))
-            store.add(samples(4, 5))
-            assert_knows(other, range(6))
-            assert_reads(other, range(6))
-    with DiskStore(root, read_only=read_only) as store:
-        assert_knows(store, range(6))
-        assert_reads(store, range(6))
 
 
 @pytest.mark.parametrize("what", ["remove", "remove a pack", "mark", "compact", "prune", "rebuild", "replace"])
@@ -123,51 +105,6 @@ def test_a_store_that_meets_a_rebuilt_index_reads_all_of_it(root):
         assert rebuild(other).num_entries == 2
         for each in (store, other, reader):
             assert_knows(each, [0, 1])
-
-
-def write_and_close(root, source):
-    for number in itertools.count(source):
-        with DiskStore(root) as store:
-            store.add(samples(number))
-            store.remove([key(number - 3)])
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_kills_at_random(root):
-    source = random.Random(6)
-    with DiskStore(root) as never_closed:
-        for attempt in range(5):
-            process = fork.Process(target=write_and_close, args=(root, attempt * 100))
-            process.start()
-            until = time.monotonic() + 30
-            while not list(root.glob("packs/*/*.safetensors")) and time.monotonic() < until:
-                time.sleep(0.01)
-            process.join(source.uniform(0.1, 0.5))
-            process.kill()
-            process.join(60)
-            # For writing first: that rolls back what the dead writer left half done.
-            with DiskStore(root) as store, DiskStore(root, read_only=True) as reader:
-                numbers = {key(number): number for number in range(500)}
-                present = sorted(numbers[name] for name in store.keys())
-                for each in (store, reader, never_closed):
-                    assert_knows(each, present)
-                assert_reads(store, present)
-                assert verify(store).ok
-
-
-def test_forks_share_a_store_and_see_changes(root):
-    with DiskStore(root) as store:
-        store.add(samples(*range(4)))
-
-        def child():
-            assert_reads(store, [2])
-            store.remove([key(2)])
-            store.add(samples(7))
-            assert_knows(store, [0, 1, 3, 7])
-
-        assert run(child) == 0
-        assert_reads(store, [7])
-        assert_knows(store, [0, 1, 3, 7])
 
 
 # In any order --------------------------------------------------------------------------------------------------------

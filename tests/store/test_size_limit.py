@@ -254,23 +254,6 @@ def test_a_reader_of_another_process(cache: Path, kill: bool) -> None:
     assert left(cache) == {0}
 
 
-def test_the_use_of_a_pack_is_noted_once_an_hour_and_never_by_a_reader_that_may_not_write(cache: Path) -> None:
-    with DiskStore(cache, read_only=True) as store:
-        path, before = pack_of(store, 0), pack_of(store, 0).stat().st_mtime_ns
-        store.get(key(0))
-        assert path.stat().st_mtime_ns == before
-    verify(cache)
-    assert path.stat().st_mtime_ns == before, "to verify is not to use"
-    with DiskStore(cache) as store:
-        store.get(key(0))
-        assert path.stat().st_mtime > time.time() - 60
-    recent = int(time.time() - 600)
-    os.utime(path, (recent, recent))
-    with DiskStore(cache) as store:
-        store.get(key(1))
-    assert path.stat().st_mtime == recent
-
-
 def test_a_caption_ref_counts_too(cache: Path) -> None:
     row = Row("a", "a", None, (), (CaptionRef("a", key(7)),))
     ManifestFolder(cache / "manifests").write(Manifest("texts", "train", 1, COMMON, {"a": row}))

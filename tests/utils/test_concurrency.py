@@ -88,22 +88,6 @@ def test_calls_are_made_in_order_in_one_other_thread() -> None:
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_no_more_than_size_wait() -> None:
-    given, done, most = 0, 0, 0
-
-    def slow() -> None:
-        nonlocal done
-        time.sleep(0.002)
-        done += 1
-
-    with BackgroundWorker(2, "test") as worker:
-        for _ in range(30):
-            worker.call(slow)
-            given += 1
-            most = max(most, given - done)
-    assert done == 30 and 1 <= most <= 2
-
-
 def test_each_error_comes_up_and_the_other_calls_are_made() -> None:
     made, gate = [], threading.Event()
 
@@ -129,16 +113,6 @@ def test_an_error_is_raised_once_and_later_calls_are_made() -> None:
         worker.finish()
         worker.call(made.append, 1)
     assert made == [1]
-
-
-def test_the_first_error_is_reported_and_the_second_is_noted(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
-        raise StoreError("full")
-
-    with pytest.raises(ZeroDivisionError) as caught, BackgroundWorker(2, "test") as worker:
-        worker.call(fail)
-        raise ZeroDivisionError
-    assert any("full" in note for note in caught.value.__notes__) and "full" in caplog.text
 
 
 def test_an_error_of_the_call_that_an_interrupt_met_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
-from latentcache.errors import ReadOnlyError, StorageFullError, StoreError
-from latentcache.utils import durable_files as files
-from latentcache.utils.durable_files import regular_file, sealed_file, sweep_temporaries, write_all, write_sealed
+from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+from latentcache.utils.durable_files import (
+    read_small_file,
+    sealed_file,
+    sweep_temporaries,
+    write_all,
+    write_sealed,
+)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -66,23 +70,27 @@ def test_a_disk_that_fills_up_while_a_file_is_written_leaves_nothing(
     assert num_calls == 3 and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_file_whose_kind_cannot_be_asked_for_is_closed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """`open` asks for it by a call of its own, and leaves the descriptor open when that is refused."""
-    path, opened = tmp_path / "file", []
-    path.write_bytes(b"data")
+def test_a_small_file_is_read_and_a_large_one_refused(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "file", b"data")
+    assert read_small_file(tmp_path / "file", 4) == b"data"
+    with pytest.raises(UnsafeStoreError, match="more than 3 bytes"):
+        read_small_file(tmp_path / "file", 3)
+    with pytest.raises(FileNotFoundError):
+        read_small_file(tmp_path / "none", 3)
+    with pytest.raises(StoreError, match="cannot be read now"):
+        read_small_file(tmp_path, 3)
 
-    def refuse(fd: int, mode: str) -> BinaryIO:
-        opened.append(fd)
-        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files, "open", refuse, raising=False)
-    with pytest.raises(StoreError, match="file: cannot be read now"), regular_file(path, 100):
-        pass
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(opened[0])
-    monkeypatch.undo()
-    with regular_file(path, 100) as file:
-        assert file.read() == b"data"
+def test_what_dead_writers_left_is_swept_and_what_others_write_stays(tmp_path: Path) -> None:
+    (tmp_path / ".dead.tmp").write_bytes(b"half")
+    with sealed_file(tmp_path / "alive", 4) as fd:
+        assert sweep_temporaries(tmp_path) == 1
+        write_all(fd, b"data")
+    assert os.listdir(tmp_path) == ["alive"]
+
+
+def test_a_new_file_replaces_none(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "file", b"old")
+    with pytest.raises(FileExistsError), sealed_file(tmp_path / "file", 3, is_new=True) as fd:
+        write_all(fd, b"new")
+    assert (tmp_path / "file").read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]

@@ -148,7 +148,7 @@ def test_a_damaged_or_foreign_file_is_named_with_its_field_and_left_out(
 def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(report(1), tmp_path)
     monkeypatch.setattr(metrics_module, "MAX_BYTES", 100)
-    with pytest.raises(MetricsError, match="100 are allowed"):
+    with pytest.raises(MetricsError, match="more than 100 bytes"):
         Metrics.read(path)
 
 
@@ -156,7 +156,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(MetricsError, match="No such file"):
         Metrics.read(tmp_path / "metrics.json")
     (tmp_path / "folder" / "metrics.json").mkdir(parents=True)
-    with pytest.raises(MetricsError, match="is not a regular file"):
+    with pytest.raises(MetricsError, match="cannot be read now"):
         Metrics.read(tmp_path / "folder" / "metrics.json")
 
 

@@ -69,7 +69,7 @@ def test_a_second_validation_of_a_step_replaces_the_first_whole(tmp_path: Path) 
 def test_metrics_is_the_first_to_go_and_the_last_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_results(report(), tmp_path)
     order: list[str] = []
-    rename, unlink = os.rename, Path.unlink
+    rename, unlink = os.replace, Path.unlink
 
     def renamed(source: Path, target: Path) -> None:
         assert not (tmp_path / "000100" / "metrics.json").exists()
@@ -80,7 +80,7 @@ def test_metrics_is_the_first_to_go_and_the_last_to_come(tmp_path: Path, monkeyp
         order.append(f"-{path.name}")
         unlink(path, missing_ok)
 
-    monkeypatch.setattr(files.os, "rename", renamed)
+    monkeypatch.setattr(files.os, "replace", renamed)
     monkeypatch.setattr(Path, "unlink", unlinked)
     write_results(report(num_images=1), tmp_path)
     assert order[:2] == ["-metrics.json", "-sample-01.png"]
