@@ -31,8 +31,8 @@ import numpy as np
 from benchmarking import emit, environment, make_parser, parse, spread
 
 from latentcache.store import DiskStore, Index
-from latentcache.store.base import DTYPES
 from latentcache.store.catalog import PACK_PREFIX
+from latentcache.store.entry import DTYPES
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackRow, RowGroup
 from latentcache.store.writer import PACK_BYTES
 

@@ -31,7 +31,7 @@ from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.families import family_named
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
-from latentcache.store.base import as_array
+from latentcache.store.entry import as_array
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 FAMILY = "qwen-image"

@@ -142,7 +142,7 @@ def import_foreign(
     """
     from latentcache.interop.importing import DatasetUse, import_cache
     from latentcache.precache.workspace import open_workspace
-    from latentcache.store.base import DTYPES
+    from latentcache.store.entry import DTYPES
     from latentcache.utils.progress import default_progress
 
     options = options or ImportOptions()
@@ -239,7 +239,7 @@ def _buckets(text: str, rule: str) -> BucketsConfig:
 
 
 def _dtype(name: str, _: str) -> torch.dtype:
-    from latentcache.store.base import DTYPES
+    from latentcache.store.entry import DTYPES
 
     return DTYPES[name]
 

@@ -28,7 +28,7 @@ from latentcache.models.vae import problems
 from latentcache.precache.prompts import last_manifest
 from latentcache.precache.workspace import Workspace
 from latentcache.provenance import provenance_json
-from latentcache.store.base import dtype_name, flat_bytes
+from latentcache.store.entry import dtype_name, flat_bytes
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress

@@ -19,7 +19,7 @@ from latentcache.interop.declaration import DESCRIPTION
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import problems
-from latentcache.store.base import dtype_name
+from latentcache.store.entry import dtype_name
 from latentcache.utils.durable_files import make_folder, sealed_file, typed_errors
 from latentcache.utils.json_document import to_bytes
 from latentcache.utils.progress import Progress

@@ -32,7 +32,7 @@ from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import Workspace
-from latentcache.store.base import DTYPES
+from latentcache.store.entry import DTYPES
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind, Refusal
 from latentcache.utils.progress import Progress

@@ -14,8 +14,8 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import HostMemory
 from latentcache.errors import StoreError
 from latentcache.families.scaling import Scaling, latents_from_moments
-from latentcache.store.base import ALIGNMENT
-from latentcache.store.stacking import Empty, check_output
+from latentcache.store.batch import Empty, check_output
+from latentcache.store.entry import ALIGNMENT
 from latentcache.types import Batch
 
 IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")

@@ -28,8 +28,8 @@ from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import SIZES, SampleRef, keep
 from latentcache.loading.sampler import Visit
-from latentcache.store.base import as_array, dtype_name
-from latentcache.store.stacking import stack_columns
+from latentcache.store.batch import stack_columns
+from latentcache.store.entry import as_array, dtype_name
 from latentcache.types import Batch, ClipSize, Extent, Size
 
 Order = Literal["random", "packs"]

@@ -21,7 +21,7 @@ from latentcache.families.base import MASK, Family
 from latentcache.families.scaling import Scaling
 from latentcache.loading.batch import CONTROL, BufferPool
 from latentcache.store.base import Store
-from latentcache.store.stacking import Column, columns_of, concatenated, stack_columns
+from latentcache.store.batch import Column, columns_of, concatenated, stack_columns
 from latentcache.types import Batch, ClipSize, Geometry, Padding, Size
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"

@@ -21,7 +21,7 @@ from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.plan import TEXT_BATCH_SIZE, ImageTask
-from latentcache.store.base import DTYPES
+from latentcache.store.entry import DTYPES
 from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled
 

@@ -28,7 +28,7 @@ from latentcache.precache.encodings import text_dtypes
 from latentcache.precache.plan import TextTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
-from latentcache.store.base import DTYPES
+from latentcache.store.entry import DTYPES
 from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import BackgroundWorker, bounded_map
 

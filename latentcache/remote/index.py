@@ -16,11 +16,11 @@ import numpy as np
 
 from latentcache.errors import PackError, RemoteError
 from latentcache.remote.transport import Transport, in_threads, packs_in, removals_in
-from latentcache.store.base import is_pack_id
 from latentcache.store.directory import pack_name
+from latentcache.store.entry import is_pack_id
 from latentcache.store.layout import KEY_BYTES, Location, PackRow
-from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import RangedBytes, row_in
+from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
 """What is known to be there counts for so long without another look, as for a writer what is known not to be there."""

@@ -21,8 +21,8 @@ from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
 from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
 from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport
-from latentcache.store.base import check_key, is_pack_id
 from latentcache.store.directory import pack_name
+from latentcache.store.entry import check_key, is_pack_id
 from latentcache.utils.json_document import to_bytes
 
 KEYS = 4096

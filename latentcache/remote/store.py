@@ -25,8 +25,9 @@ from latentcache.errors import (
 from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.tier import Tier, default_folder, rows_folder
 from latentcache.remote.transport import ANY_VERSION, Transport
-from latentcache.store.base import OwnedEntry, StoreStats, check_key
+from latentcache.store.base import StoreStats
 from latentcache.store.directory import pack_name
+from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
 from latentcache.store.reader import PackReader

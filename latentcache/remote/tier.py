@@ -15,8 +15,8 @@ from pathlib import Path
 from latentcache.errors import StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.remote.transport import Transport, read_pack
-from latentcache.store.base import PACK_SUFFIX
 from latentcache.store.directory import MARK, pack_name
+from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
 
 NUM_THREADS = 4

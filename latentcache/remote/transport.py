@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol, TypeVar
 from typing_extensions import override
 
 from latentcache.errors import PackError, ReadOnlyError, StoreError
-from latentcache.store.base import PACK_SUFFIX, Closing, is_pack_id
+from latentcache.store.base import Closing
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
+from latentcache.store.entry import PACK_SUFFIX, is_pack_id
 from latentcache.store.pack import WholePack
 from latentcache.utils.concurrency import bounded_map
 

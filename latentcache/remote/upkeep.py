@@ -35,11 +35,11 @@ from latentcache.remote.transport import (
     read_pack,
     removals_in,
 )
-from latentcache.store.base import OwnedEntry
 from latentcache.store.directory import pack_name
+from latentcache.store.entry import OwnedEntry
 from latentcache.store.layout import Location
-from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import new_pack_id, pack_buffers
+from latentcache.store.table import LocationTable
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 logger = logging.getLogger("latentcache")

@@ -13,7 +13,7 @@ from latentcache.errors import RequestRefused
 from latentcache.service.context import ServiceContext
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS
-from latentcache.store.base import own_entry
+from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify_entries
 

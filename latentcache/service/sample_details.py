@@ -13,7 +13,8 @@ from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.service.charts import crop_box
 from latentcache.service.gallery import Gallery, State
 from latentcache.service.photos import Photo, examine_photo
-from latentcache.store.base import Description, Store
+from latentcache.store.base import Store
+from latentcache.store.entry import Description
 from latentcache.types import Record
 
 if TYPE_CHECKING:

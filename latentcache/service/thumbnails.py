@@ -19,7 +19,8 @@ from PIL import Image
 from latentcache.errors import RequestRefused
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import Preview
-from latentcache.store.base import Description, Store
+from latentcache.store.base import Store
+from latentcache.store.entry import Description
 from latentcache.types import Entry
 
 SIDES = range(32, 2049)

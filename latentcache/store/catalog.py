@@ -16,12 +16,12 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import is_pack_id
 from latentcache.store.directory import CacheDirectory
+from latentcache.store.entry import is_pack_id
 from latentcache.store.index import Index, Position, Reading, Transaction, process_lock
 from latentcache.store.layout import Location, PackRow
-from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import read_row
+from latentcache.store.table import LocationTable
 from latentcache.utils.durable_files import remove_whole, typed_errors
 from latentcache.utils.locks import locked
 

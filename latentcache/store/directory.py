@@ -12,7 +12,7 @@ from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
 from latentcache.identity import canonical_json, digest
-from latentcache.store.base import PACK_SUFFIX, is_pack_id
+from latentcache.store.entry import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
     REBUILD,
     make_folder,

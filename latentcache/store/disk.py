@@ -13,9 +13,10 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import ReadOnlyError, StoreError
-from latentcache.store.base import OwnedEntry, StoreStats, check_key
+from latentcache.store.base import StoreStats
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
+from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.reader import PackReader

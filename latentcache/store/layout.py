@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from latentcache.store.base import DTYPES, Description
+from latentcache.store.entry import DTYPES, Description
 
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
 _CRC_BYTES = 8

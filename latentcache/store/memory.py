@@ -10,16 +10,8 @@ from dataclasses import replace
 from typing_extensions import override
 
 from latentcache.errors import EntryMissingError, StoreError
-from latentcache.store.base import (
-    EntryArrays,
-    OwnedEntry,
-    Store,
-    StoreStats,
-    as_array,
-    check_key,
-    dtype_name,
-    record_of,
-)
+from latentcache.store.base import EntryArrays, Store, StoreStats
+from latentcache.store.entry import OwnedEntry, as_array, check_key, dtype_name, record_of
 from latentcache.store.layout import description_of
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Record

@@ -30,11 +30,11 @@ from typing_extensions import override
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
-from latentcache.store.base import (
+from latentcache.store.base import EntryArrays
+from latentcache.store.entry import (
     ALIGNMENT,
     ARRAY_DTYPES,
     DTYPES,
-    EntryArrays,
     OwnedEntry,
     flat_bytes,
     is_field,

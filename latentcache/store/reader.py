@@ -15,11 +15,12 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError, UnsafeStoreError
-from latentcache.store.base import Description, EntryArrays, Store, StoreStats
+from latentcache.store.base import EntryArrays, Store, StoreStats
+from latentcache.store.batch import stack
+from latentcache.store.entry import Description
 from latentcache.store.layout import Location, Pack
-from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import DISAGREE, arrays_in, map_pack, read_records, verified_arrays
-from latentcache.store.stacking import stack
+from latentcache.store.table import LocationTable
 from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import open_to_read, unreadable
 

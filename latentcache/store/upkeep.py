@@ -22,13 +22,14 @@ from typing import Any
 from typing_extensions import override
 
 from latentcache.errors import PackError, StoreBusyError, StoreError, UnsafeStoreError
-from latentcache.store.base import OwnedEntry, StoreReport, check_key
+from latentcache.store.base import StoreReport
 from latentcache.store.catalog import is_damage, read_rows
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
+from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location
-from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
+from latentcache.store.table import LocationTable
 from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors, unreadable
 from latentcache.utils.locks import locked, readers_since

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
 from latentcache.errors import StoreError
-from latentcache.store.base import OwnedEntry, check_key, own_entry
+from latentcache.store.entry import OwnedEntry, check_key, own_entry
 from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, noted_on
 from latentcache.utils.locks import Claims

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache.config import SourceConfig
-from latentcache.dataset import samples
+from latentcache.dataset import samples, tables
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, Row
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("limited")
 
 NO_FILES = ["pipe", "socket", "device", "loop"]
 """What the system has for a file and is none."""
+MANY = 3000
 """Levels of folders: a path through all of them is longer than the system takes."""
 
 
@@ -114,6 +116,52 @@ def hostile_images() -> list[tuple[str, bytes, str]]:
         ("script.png", b"#!/bin/sh\ntouch exploded\n", "not-an-image"),
         ("pickle.png", b"\x80\x04\x95\x0f\x00\x00\x00", "not-an-image"),
     ]
+
+
+def test_very_deep_folders_end_where_the_systems_paths_do(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a.png").write_bytes(png())
+    here = os.open(tmp_path / "root", os.O_RDONLY)
+    for _ in range(MANY):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    try:
+        ids, refused = found(source_of(tmp_path / "root"))
+        assert ids == ["a.png"]
+        ((name, reason),) = refused.items()
+        assert reason == "unreadable" and name.startswith("d/d/d/")
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "root" / "d"], check=True)  # shutil.rmtree takes no such paths
+
+
+def test_a_folder_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("a.png", "locked/b.png", "readable/c.png"):
+        (tmp_path / "root" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "root" / name).write_bytes(png())
+    (tmp_path / "root").chmod(0o755)
+    (tmp_path / "root" / "locked").chmod(0)
+    (tmp_path / "root" / "locked.png").write_bytes(png())
+    (tmp_path / "root" / "locked.png").chmod(0)
+    as_root = os.geteuid() == 0
+    modes = {path: path.stat().st_mode for path in (tmp_path, *tmp_path.parents)}
+    modes = {path: mode for path, mode in modes.items() if not mode & 0o001}
+    if as_root:  # who may read everything: the test looks as somebody else
+        for path in modes:
+            path.chmod(modes[path] | 0o011)
+        os.seteuid(65534)
+    try:
+        ids, refused = found(source_of(tmp_path / "root"))
+    finally:
+        if as_root:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)
+        (tmp_path / "root" / "locked").chmod(0o700)
+    assert ids == ["a.png", "readable/c.png"]
+    assert refused == {"locked": "unreadable", "locked.png": "unreadable"}
 
 
 @pytest.mark.parametrize("what", [*NO_FILES, "folder", "sparse", "gone", "empty"])
@@ -201,6 +249,13 @@ def test_lines_that_are_too_long_deep_or_odd_are_refused_by_number(tmp_path: Pat
     refused = [item for item in items if isinstance(item, Refusal)]
     assert len(refused) == len(lines) - 1
     assert all(len(item.sample_id) < 300 and len(item.detail) < 1000 for item in refused)
+
+
+def test_a_line_without_an_end_is_refused_and_what_follows_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    sparse(tmp_path / "metadata.jsonl", b'{"file_name": "a.png", "text": "x"}\n')
+    ids, refused = found(source_of(tmp_path, "imagefolder"))
+    assert ids == ["a.png"] and refused == {"metadata.jsonl:2": "corrupt"}
 
 
 # Captions ------------------------------------------------------------------------------------------------------------
@@ -390,3 +445,25 @@ def test_odd_types_and_names_in_a_table(tmp_path: Path) -> None:
     assert ids[-1] == "zz.parquet#0"
     files = {name.split(".parquet")[0] for name in refused} | {"no rows", "twice"}
     assert files >= odd.keys(), f"silent: {odd.keys() - files}"
+
+
+def test_cells_that_are_repeated_are_not_unfolded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary page holds a value once, and a row group of some kilobytes can have it a million times."""
+    monkeypatch.setattr(tables, "MAX_ROW_GROUP_BYTES", 64 << 20)
+    large, num_rows = b"\x89PNG" + bytes(1 << 20), 100_000
+    long = "x" * samples.MAX_ONE_CAPTION_BYTES
+    zeros = pa.array([0] * num_rows, pa.int32())
+    columns = {
+        "image": pa.DictionaryArray.from_arrays(zeros, pa.array([large])),
+        "text": pa.DictionaryArray.from_arrays(zeros, pa.array([long])),
+        "more": [os.urandom(2) for _ in range(num_rows)],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    source = source_of(tmp_path, "parquet")
+    items = source.samples()
+    first = next(items)
+    assert isinstance(first, Sample) and first.captions == (long,)
+    with pytest.raises(ImageRefused, match="row group"):
+        source.read(first)
+    assert sum(1 for _ in zip(items, range(2000), strict=False)) == 2000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
-from latentcache.store.stacking import read_batch, stack
+from latentcache.store.batch import read_batch, stack
 from latentcache.types import Entry, Padding, Record
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -11,7 +11,7 @@ from latentcache.errors import StoreError
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.store import RemoteStore
 from latentcache.store import DiskStore
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact
 
 

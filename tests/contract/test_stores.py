@@ -15,7 +15,7 @@ from store_contract import RemovingStoreContract, assert_holds, make_entry, make
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact, rebuild, verify
 
 LENGTHS = [3, 1, 7, 3, 2]

@@ -11,7 +11,7 @@ from helpers.fake_streams import Streams
 
 from latentcache.devices.transfer import MAX_IN_FLIGHT, StreamTransfer, Transfer, transfer_to
 from latentcache.loading.batch import BufferPool
-from latentcache.store.stacking import new_tensor
+from latentcache.store.batch import new_tensor
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from latentcache.precache.plan import TextTask
 from latentcache.precache.run import run_precache
 from latentcache.precache.texts import TextKeys
 from latentcache.scaleout.ray_encoder import RayEncoder
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 from latentcache.types import Padding
 from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise
 

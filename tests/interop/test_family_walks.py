@@ -21,7 +21,7 @@ from latentcache.interop.readers import ForeignImage, ForeignText
 from latentcache.interop.verification import Verification
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.workspace import Workspace
-from latentcache.store.base import as_array
+from latentcache.store.entry import as_array
 from latentcache.types import Size
 
 pytestmark = pytest.mark.families

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.loading.batch import BufferPool
-from latentcache.store.base import ALIGNMENT
-from latentcache.store.stacking import new_tensor
+from latentcache.store.batch import new_tensor
+from latentcache.store.entry import ALIGNMENT
 
 SHAPES = {"moments": (torch.bfloat16, (2, 3, 5)), "pooled": (torch.float32, (2, 7)), "flag": (torch.bool, (2,))}
 

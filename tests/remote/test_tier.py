@@ -23,7 +23,7 @@ from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FolderTransport
 from latentcache.store import DiskStore
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact
 
 IMAGES = [entries_of(number)[0] for number in range(0, NUM_SAMPLES, 2)]  # one bucket

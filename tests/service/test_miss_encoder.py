@@ -38,7 +38,8 @@ from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
 from latentcache.service.context import ServiceContext, ServiceSettings
 from latentcache.service.miss_encoder import MissEncoder
-from latentcache.store.base import Store, as_array
+from latentcache.store.base import Store
+from latentcache.store.entry import as_array
 from latentcache.utils.locks import ReadersLock
 
 WAIT_S = 60

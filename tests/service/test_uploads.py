@@ -26,7 +26,7 @@ from latentcache.service import manifest_views
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.store import DiskStore
-from latentcache.store.base import OwnedEntry, own_entry
+from latentcache.store.entry import OwnedEntry, own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify
 from latentcache.types import Record

@@ -26,7 +26,7 @@ from latentcache.errors import (
 )
 from latentcache.store import DiskStore, Index
 from latentcache.store import writer as writer_module
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import rebuild
 
 

@@ -15,7 +15,7 @@ from latentcache.errors import (
 )
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
-from latentcache.store.base import own_entry
+from latentcache.store.entry import own_entry
 from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify

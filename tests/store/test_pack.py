@@ -19,7 +19,8 @@ from store_samples import packs, payload, same, sample, samples, where
 from latentcache.errors import EntryDamagedError, PackError
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
-from latentcache.store.base import DTYPES, own_entry
+from latentcache.store.batch import read_batch
+from latentcache.store.entry import DTYPES, own_entry
 from latentcache.store.pack import (
     WholePack,
     map_pack,
@@ -28,7 +29,6 @@ from latentcache.store.pack import (
     read_row,
     write_pack,
 )
-from latentcache.store.stacking import read_batch
 from latentcache.types import Entry, Record
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from store_samples import sample, samples
 
 from latentcache.errors import PackError
-from latentcache.store.base import own_entry
+from latentcache.store.entry import own_entry
 from latentcache.store.pack import (
     WholePack,
     pack_buffers,

@@ -10,9 +10,9 @@ from store_samples import key, mark, same, sample, samples
 
 from latentcache.errors import StorageFullError, StoreError
 from latentcache.store import DiskStore, catalog, pack
-from latentcache.store.base import own_entry
+from latentcache.store.batch import read_batch
+from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
-from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import rebuild, verify
 
 

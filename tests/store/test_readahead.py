@@ -9,7 +9,7 @@ import pytest
 from store_samples import key, payload, samples, where
 
 from latentcache.store import DiskStore
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 
 
 @pytest.fixture

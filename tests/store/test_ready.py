@@ -14,8 +14,8 @@ from store_samples import flip, key, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.store import DiskStore, Index
+from latentcache.store.batch import read_batch, stack
 from latentcache.store.catalog import Catalog
-from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import verify
 
 KEYS = [key(number) for number in range(6)]

@@ -12,7 +12,7 @@ from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError
 from latentcache.store import DiskStore, reader
-from latentcache.store.stacking import read_batch
+from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact
 
 NUMBERS = range(12)

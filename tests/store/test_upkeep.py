@@ -13,8 +13,8 @@ from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, ru
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, directory, upkeep, writer
+from latentcache.store.batch import read_batch, stack
 from latentcache.store.pack import new_pack_id
-from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 

@@ -17,7 +17,7 @@ from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.precache.run import run_precache
 from latentcache.store import DiskStore
-from latentcache.store.base import as_array
+from latentcache.store.entry import as_array
 
 pytestmark = pytest.mark.families
 Run = Callable[..., Any]

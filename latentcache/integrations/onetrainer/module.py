@@ -41,8 +41,8 @@ from latentcache.integrations.onetrainer.values import (
     values_of,
 )
 from latentcache.precache.workspace import Memo
+from latentcache.store.batch import read_batch
 from latentcache.store.disk import DiskStore
-from latentcache.store.stacking import read_batch
 from latentcache.types import Entry, Record
 from latentcache.utils.signals import uninterrupted
 

@@ -21,8 +21,9 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineErr
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.items import Item
 from latentcache.phases.process_state import RandomStreams
-from latentcache.store.base import Store, is_field
-from latentcache.store.stacking import read_batch
+from latentcache.store.base import Store
+from latentcache.store.batch import read_batch
+from latentcache.store.entry import is_field
 from latentcache.store.writer import Writer
 from latentcache.types import Entry
 from latentcache.utils.signals import uninterrupted

@@ -41,7 +41,7 @@ from latentcache.interop.readers import (
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.store.base import dtype_name
+from latentcache.store.entry import dtype_name
 from latentcache.types import Refusal, Size
 from latentcache.utils.progress import Progress
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import ARRAY_DTYPES, DTYPES, EntryArrays, Store, as_array, dtype_name
+from latentcache.store.base import EntryArrays, Store
+from latentcache.store.entry import ARRAY_DTYPES, DTYPES, as_array, dtype_name
 from latentcache.types import Padding
 
 CPU = torch.device("cpu")

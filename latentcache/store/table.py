@@ -9,7 +9,7 @@ from itertools import accumulate, chain, islice
 
 import numpy as np
 
-from latentcache.store.base import check_key
+from latentcache.store.entry import check_key
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, RowGroup, key_names
 
 _KEY_WORDS = 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
 from latentcache.store.layout import Column, Pack, PackRow, RowGroup
-from latentcache.store.location_table import LocationTable
+from latentcache.store.table import LocationTable
 
 KEYS = [f"{start:016x}{end:048x}" for start in (0, 7, (1 << 64) - 1) for end in (0, 1, 1 << 100, (1 << 192) - 1)]
 """Four of each have the same first word."""
