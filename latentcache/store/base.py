@@ -100,7 +100,7 @@ class Store(Closing, Protocol):
         """The verified arrays of each entry; keys may repeat. EntryMissingError, EntryDamagedError.
 
         The arrays keep their memory alive by reference, also after the entry was removed or the store was closed.
-        `stacking.read_batch` makes batches of them.
+        `batch.read_batch` makes batches of them.
         """
 
     def prefetch(self, keys: Iterable[str]) -> None:

@@ -134,7 +134,7 @@ def key_names(keys: np.ndarray) -> list[str]:
 
 
 class Location(NamedTuple):
-    """Where one entry lies: a row of a pack. `digest` is that of its payload (`base.payload_digest`), 16 bytes."""
+    """Where one entry lies: a row of a pack. `digest` is that of its payload (`entry.payload_digest`), 16 bytes."""
 
     pack: Pack
     row: int
