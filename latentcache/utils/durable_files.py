@@ -130,9 +130,9 @@ def _locked_sibling(path: Path) -> tuple[int, Path]:
 
 
 def remove_whole(path: Path) -> None:
-    """Remove a file or a folder, if it is there. StoreError when that cannot be done."""
+    """Remove a file, a link or a folder, if it is there. StoreError when that cannot be done."""
     with typed_errors(path, 0):
-        if not path.is_dir():
+        if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return
         # Renamed first: another process must never see half of it.
