@@ -10,17 +10,16 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from latentcache.dataset.manifest import REMEDY, Manifest, manifest_parts, read_manifest
-from latentcache.errors import DatasetError, StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
 from latentcache.identity import digest
 from latentcache.provenance import now
 from latentcache.utils.durable_files import (
     make_folder,
-    read_small_file,
     sealed_file,
     typed_errors,
     unreadable,
@@ -37,7 +36,6 @@ LOCK = ".lock"
 SUFFIX, OLD_SUFFIX = ".safetensors", ".jsonl"
 """How the file of a manifest ends, and one that an older version wrote, which is refused until it is replaced."""
 _NOTE = re.compile(rf"(?:.*/)?([^/+]+)(?:\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
-_MAX_NOTE_BYTES = 100
 _ATTEMPTS = 8
 """To write a manifest that another client replaces in the middle each time."""
 
@@ -48,8 +46,8 @@ def owner_of(source: str = "") -> str:
 
 
 def note_file(name: str, owner: str) -> str:
-    """The file that notes that a run of this owner works on a manifest. Without an owner any run may end it."""
-    return f"{name}+{owner}{UNFINISHED}" if owner else f"{name}{UNFINISHED}"
+    """The file that notes that a run of this owner works on a manifest."""
+    return f"{name}+{owner}{UNFINISHED}"
 
 
 def noted_in(file: str) -> str | None:
@@ -159,19 +157,16 @@ class ManifestFolder:
         write_sealed(self.path / note_file(name, self._owner if owner is None else owner), now().encode())
 
     def end(self, name: str, owner: str | None = None) -> None:
-        """End what `begin` noted for this owner. What an older version wrote goes too: a note, and the manifest."""
-        gone = [note_file(name, self._owner if owner is None else owner), note_file(name, "")]
+        """End what `begin` noted for this owner. A manifest that an older version wrote goes too."""
+        gone = [note_file(name, self._owner if owner is None else owner)]
         if os.path.lexists(self.path / f"{name}{SUFFIX}"):
             gone.append(f"{name}{OLD_SUFFIX}")
         self._remove(gone)
 
     def unfinished(self) -> dict[str, str]:
-        """The names of runs that began and did not finish, with the time when the first one of each started.
-
-        DatasetError for a note that is none.
-        """
-        begun = [(name, self._begun(self.path / file)) for file, name in self._notes()]
-        return {name: min(time for other, time in begun if other == name) for name in dict(begun)}
+        """The names of runs that began and did not finish, with the time when the first one of each started."""
+        begun = sorted([(_written(self.path / file), name) for file, name in self._notes()], reverse=True)
+        return {name: datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds") for at, name in begun if at}
 
     def give_up(self, before: datetime) -> None:
         """End runs that began before this time and did not finish, of any owner."""
@@ -185,25 +180,13 @@ class ManifestFolder:
             for file in files:
                 (self.path / file).unlink(missing_ok=True)
 
-    def _begun(self, file: Path) -> str:
-        remedy = "run precache again to finish, or `latentcache prune --unfinished`"
-        try:
-            text = read_small_file(file, _MAX_NOTE_BYTES, remedy).decode("ascii")
-            datetime.fromisoformat(text)
-            return text
-        except FileNotFoundError:
-            return "and finished meanwhile"
-        except UnsafeStoreError as error:
-            raise DatasetError(file, error.detail) from error
-        except ValueError as error:
-            raise DatasetError(file, f"does not say when a run began ({error}); {remedy}") from error
-
     def _make(self) -> None:
         with typed_errors(self.path, 0):
             make_folder(self.path)
 
 
 def _written(path: Path) -> float:
+    """When a file was written (seconds since 1970); 0 if it is gone."""
     try:
         return path.lstat().st_mtime
     except FileNotFoundError:
@@ -218,7 +201,7 @@ def _bytes_of(opened: BinaryIO) -> bytes | mmap.mmap:
 
 
 class Manifests(Protocol):
-    """Where manifests are stored: memory, a folder, or a service."""
+    """Where manifests are stored: memory, a folder, or elsewhere."""
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
@@ -243,7 +226,7 @@ class Manifests(Protocol):
 
 
 def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -> None:
-    """As `manifests.update`, and again with a new `make` when another client replaced the manifest meanwhile."""
+    """Do as `manifests.update`, and again with a new `make` when another client replaced the manifest meanwhile."""
     for attempt in range(_ATTEMPTS):
         try:
             return manifests.update(make)

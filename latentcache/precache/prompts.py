@@ -158,11 +158,12 @@ def prompt_row(task: TextTask) -> Row:
 
 
 def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str, Row]:
-    """Prompts that other runs cached with these encoders, and whose entries are there: they stay."""
+    """Prompts that other runs cached with these encoders: they stay, but for those whose entries are gone."""
     manifest = last_manifest(manifests, name)
     if manifest is None:
         return {}
-    present = store.find(manifest.keys())
+    keys = manifest.keys()
+    present = store.find(keys) if store.can_tell() else keys
     whole = (row for row in manifest.rows.values() if row.refusal is None and present.issuperset(row.keys()))
     return {row.sample_id: row for row in whole}
 

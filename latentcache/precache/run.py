@@ -337,7 +337,7 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
 
     A manifest waits until each of its entries is there or was refused. With several ranks the one that finishes last
     finds them all. A single process has tried all of them; what it had found there when it planned may be gone since.
-    StoreBusyError if another client replaced a dataset's manifest since the plan was made: it is not undone unseen.
+    StoreBusyError if another client of a cache elsewhere replaced a dataset's manifest since the plan was made.
     """
     waiting = []
     failures.share()

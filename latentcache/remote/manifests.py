@@ -49,6 +49,7 @@ class RemoteManifests:
             return self._read(name)
 
     def _read(self, name: str) -> Manifest | None:
+        self._versions.pop(name, None)
         for file in (_file(name), _old_file(name)):
             try:
                 data, version = self._transport.read(file)
@@ -62,6 +63,8 @@ class RemoteManifests:
     def write(self, manifest: Manifest) -> None:
         """Replace what this object read of the manifest, or all that is there now; end what `begin` noted.
 
+        One that a service refuses to give, because it is damaged, is replaced whatever it is.
+
         StoreBusyError if another writer replaced it since it was read, until it was read again.
         """
         self._check_writable()
@@ -69,7 +72,7 @@ class RemoteManifests:
         if name not in self._versions:
             with suppress(DatasetError):  # a damaged one is replaced
                 self._read(name)
-        is_written = self._transport.write(_file(name), data, version=self._versions[name])
+        is_written = self._transport.write(_file(name), data, version=self._versions.get(name, ANY_VERSION))
         # Also where a first attempt arrived, and its answer was lost: then what is there is what was sent.
         if not is_written and not self._has(name, data):
             raise StoreBusyError(
@@ -77,11 +80,11 @@ class RemoteManifests:
                 f"another client replaced the manifest {name} since this one read it. What was encoded is stored: run "
                 "the same command again",
             )
-        del self._versions[name]
+        self._versions.pop(name, None)
         self._transport.remove([self._note(name), _old_file(name)])
 
     def _has(self, name: str, data: bytes) -> bool:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, DatasetError):
             return bytes(self._transport.read(_file(name))[0]) == data
         return False
 

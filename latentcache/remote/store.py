@@ -135,6 +135,11 @@ class RemoteStore(PackReader):
         return found - self.index.table.damaged().keys()
 
     @override
+    def can_tell(self) -> bool:
+        self.index.refresh(LISTED_S)
+        return not self.index.unreadable
+
+    @override
     def keys(self) -> Iterator[str]:
         self.check_open()
         self.index.refresh()

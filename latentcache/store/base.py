@@ -84,6 +84,10 @@ class Store(Closing, Protocol):
     def find(self, keys: Iterable[str]) -> set[str]:
         """Find which of the keys have entries."""
 
+    def can_tell(self) -> bool:
+        """Whether what `find` does not find is not there. False where packs exist that could not be read."""
+        return True
+
     def get(self, key: str) -> Entry:
         """The entry, with CPU tensors that the caller owns. EntryMissingError, EntryDamagedError."""
 

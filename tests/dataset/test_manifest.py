@@ -165,13 +165,6 @@ def test_what_is_no_file_of_ours_is_refused_at_once(tmp_path: Path, what: str) -
     assert folder.read("photos") == manifest("one")
 
 
-@pytest.mark.parametrize("what", ["sparse", "zeros"])
-def test_a_note_of_a_run_that_is_none_is_refused_at_once(tmp_path: Path, what: str) -> None:
-    _planted(tmp_path / "photos.unfinished", what)
-    with pytest.raises(DatasetError, match=r"photos\.unfinished.*prune --unfinished"):
-        ManifestFolder(tmp_path).unfinished()
-
-
 def test_a_folder_of_manifests_that_is_none_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "manifests").write_text("{}")
     folder = ManifestFolder(tmp_path / "manifests")
