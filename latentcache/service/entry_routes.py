@@ -20,7 +20,6 @@ from latentcache.store.upkeep import verify_entries
 KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an example
 Key = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyInPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The entry's key.", examples=[KEY])]
-_PAGE_BYTES = 4096
 
 
 class KeyList(BaseModel):

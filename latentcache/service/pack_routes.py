@@ -88,8 +88,8 @@ _FILE: dict[int | str, str] = {200: "The whole file.", 206: "The range that was 
 
 def _packs(context: ServiceContext) -> PackList:
     catalog = context.store.catalog
-    catalog.reload()
-    packs = sorted(catalog.table.packs.copy().items())
+    with catalog.current() as table:
+        packs = sorted(table.packs.items())
     return PackList(
         packs=[PackFacts(id=name, num_bytes=each.file_bytes, num_entries=each.num_entries) for name, each in packs]
     )

@@ -14,7 +14,6 @@ from latentcache.errors import (
     StorageFullError,
     StoreBusyError,
     StoreError,
-    UnsafeStoreError,
 )
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entry import is_pack_id
@@ -73,22 +72,31 @@ class Catalog:
             logger.warning("%s Its entries are missing.", reason)
 
     def _replace(self, error: IndexDamagedError) -> None:
-        with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):
+        operation = "replacing a damaged index"
+        with (
+            locked(self.directory.path / "index.lock", operation, shared=False, wait=True),
+            locked(self.directory.lock, operation, shared=True, is_brief=True),
+        ):
             try:
                 # Another process may have replaced it while this one waited.
                 self._start_over()
                 return
             except IndexDamagedError:
-                self._remove_index()
-            self._start_over()
-            logger.warning("%s It was removed, and is made again from the packs now.", error)
+                logger.warning("%s It is removed, and made again from the packs.", error)
+                self._make_anew()
 
-    def _remove_index(self) -> None:
-        """Remove the index. After a death from here on, the next opening adds what a new one lacks."""
+    def _make_anew(self) -> dict[str, StoreError]:
+        """Make a new index of what the packs say. Returns why some cannot be read, by pack.
+
+        After a death in between the next opening adds what is lacking.
+        """
         aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
         with typed_errors(self.directory.index, 0), suppress(FileNotFoundError):
             self.directory.index.rename(aside)
+        with suppress(StoreError):  # an opening sweeps what is left of it
             remove_whole(aside)
+        self._start_over()
+        return self._take_in()
 
     def _start_over(self) -> None:
         self.table, self._position = LocationTable(), None
@@ -130,17 +138,35 @@ class Catalog:
         return refused
 
     def rebuild(self) -> dict[str, StoreError]:
-        """Put what the packs say in the place of the index, while the caller keeps all others away.
+        """Put what the packs say in the place of the index's rows, while the caller keeps all writers away.
+
+        Readers see the old rows, or the new ones. What the index says of a pack that cannot be read now stays.
 
         Returns:
-            Why packs could not be read, by pack. Those that can be read later are added by an opening.
+            Why packs could not be read, by pack.
         """
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
-        with self._lock:
-            self._remove_index()
-            self._start_over()
-            return self._take_in()
+        if not self.directory.index.exists():
+            return self._make_anew()
+        sizes = self.directory.pack_sizes()
+        found, refused = read_rows(self.directory, sizes)
+        try:
+            with self._changing() as rows:
+                known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
+                damaged = {pack for pack, error in refused.items() if is_damage(error)}
+                gone = (self.directory.lost_packs(known, sizes) | damaged) & known.keys() - found.keys()
+                stay = known.keys() - found.keys() - gone
+                kept = {key for _, entries in self.table.by_pack(stay) for key in entries} if stay else set[str]()
+                for pack in gone:
+                    rows.remove(PACK_PREFIX + pack)
+                for row in found.values():
+                    row.live &= [key not in kept for key in row.names()]
+                    rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+        except IndexDamagedError:
+            return self._make_anew()
+        unlisted = {pack: StoreError(f"{self.directory.pack_path(pack)}: cannot be read now") for pack in stay}
+        return unlisted | refused
 
     # Catching up
 
@@ -151,10 +177,17 @@ class Catalog:
                 self._apply(reading)
 
     def _apply(self, reading: Reading) -> None:
-        if reading.is_whole and self._position is not None:
-            self.table = LocationTable()
-        self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
-        self._position = reading.position
+        # All rows are a table of their own first: other threads look at this one without the lock.
+        table = LocationTable() if reading.is_whole else self.table
+        table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
+        self.table, self._position = table, reading.position
+
+    @contextmanager
+    def current(self) -> Iterator[LocationTable]:
+        """The table, as the index is now. It does not change while the block runs."""
+        with self._lock:
+            self.reload()
+            yield self.table
 
     # Looking up
 
@@ -179,15 +212,8 @@ class Catalog:
 
     def relocate(self, keys: Sequence[str]) -> list[Location | None]:
         """As `look_up`, as the index says now: a compaction may have moved the entries."""
-        with self._lock:
-            self.reload()
-            return self.table.look_up(keys)
-
-    def keys(self) -> list[str]:
-        """The keys of all entries that the index has now."""
-        with self._lock:
-            self.reload()
-            return self.table.keys()
+        with self.current() as table:
+            return table.look_up(keys)
 
     # Changing
 
@@ -214,10 +240,11 @@ class Catalog:
 
     def _add_row(self, rows: Transaction, row: PackRow) -> int:
         """Add a pack's row, with the entries that are live in no other pack. Returns how many are."""
-        if rows.get(PACK_PREFIX + row.pack.id) is not None:
-            return 0  # another process took it in
+        name = PACK_PREFIX + row.pack.id
+        if (value := rows.get(name)) is not None:  # another process took it in
+            return int(parsed_row(name, value, self.directory).live.sum())
         drop_known(row, self.table)
-        rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+        rows.put(name, row.to_bytes())
         return int(row.live.sum())
 
     def move(self, row: PackRow, old: Mapping[str, Location]) -> int:
@@ -317,7 +344,7 @@ def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
 
 def is_damage(error: StoreError) -> bool:
     """Whether a pack that could not be read is damaged. Otherwise the system refused to read it, which may pass."""
-    return isinstance(error, PackError | UnsafeStoreError)
+    return isinstance(error, PackError)
 
 
 def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:

@@ -137,9 +137,13 @@ class CacheDirectory:
                     for entry in entries:
                         pack = entry.name.removesuffix(PACK_SUFFIX)
                         if entry.name != pack and is_pack_id(pack) and pack[:2] == folder.name:
-                            with suppress(FileNotFoundError):  # compacted away since it was listed
+                            try:
                                 if entry.is_file():
                                     sizes[pack] = entry.stat().st_size
+                            except FileNotFoundError:
+                                continue  # compacted away since it was listed
+                            except OSError as error:
+                                logger.warning("%s: cannot be examined: %s", entry.path, error)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -195,14 +199,15 @@ class CacheDirectory:
             sync_folder(folder)
             sync_folder(path.parent)
 
-    def sweep(self) -> int:
-        """Remove what dead writers left half written, or were about to remove, and count what was half written."""
+    def sweep(self) -> None:
+        """Remove what dead writers left half written, or were about to remove."""
         for pattern in _ABOUT_TO_GO:
             for leftover in self.path.glob(pattern):
                 with suppress(StoreError):  # another process may remove it too
                     remove_whole(leftover)
         folders = [folder for folder in (self.manifests, self.index) if folder.is_dir()]
-        return sum(map(sweep_temporaries, [self.path, *folders, *self._pack_folders()]))
+        for folder in (self.path, *folders, *self._pack_folders()):
+            sweep_temporaries(folder)
 
     def _pack_folders(self) -> list[Path]:
         try:

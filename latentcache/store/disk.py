@@ -123,12 +123,13 @@ class DiskStore(PackReader):
 
     @override
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        self.catalog.reload()
-        return self.catalog.table.places(keys)
+        with self.catalog.current() as table:
+            return table.places(keys)
 
     @override
     def keys(self) -> Iterator[str]:
-        return iter(self.catalog.keys())
+        with self.catalog.current() as table:
+            return iter(table.keys())
 
     @override
     def relocate(self, key: str, location: Location, problem: str) -> Location:
@@ -156,8 +157,9 @@ class DiskStore(PackReader):
 
         A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
         """
-        self.catalog.reload()
-        self.release(self.mapped_packs() - self.catalog.table.packs.keys())
+        with self.catalog.current() as table:
+            gone = self.mapped_packs() - table.packs.keys()
+        self.release(gone)
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
@@ -165,13 +167,13 @@ class DiskStore(PackReader):
 
     @override
     def damaged(self) -> dict[str, str]:
-        self.catalog.reload()
-        return self.catalog.table.damaged()
+        with self.catalog.current() as table:
+            return table.damaged()
 
     @override
     def stats(self) -> StoreStats:
-        self.catalog.reload()
-        return self._stats(self.directory.pack_sizes(), self.directory.index_bytes())
+        with self.catalog.current():
+            return self._stats(self.directory.pack_sizes(), self.directory.index_bytes())
 
     def close(self) -> None:
         """Release files. Tensors that were returned are copies and stay."""

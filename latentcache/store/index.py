@@ -191,7 +191,7 @@ class Index:
                 return
             self.path.mkdir(parents=True, exist_ok=True)
             # One at a time: making the tables is not one transaction.
-            with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
+            with self.lock, locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
                 if not self._has_tables():
                     with self.transaction():
                         pass  # it makes the tables, and the first generation
@@ -228,7 +228,8 @@ class Index:
             since = Position(None, _BEFORE_ALL)
         last = execute("SELECT max(rowid) FROM Cache").fetchone()[0]
         rows = self._rows(execute, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", since.last_row, GENERATION)
-        return Reading(Position(generation, _BEFORE_ALL if last is None else last), since.generation is None, rows)
+        is_whole = since.last_row == _BEFORE_ALL
+        return Reading(Position(generation, _BEFORE_ALL if last is None else last), is_whole, rows)
 
     def _rows(self, execute: Execute, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
         for name, value, is_ours in execute(_SELECT + where, *values):

@@ -416,8 +416,8 @@ def row_in(pack_id: str, source: PackBytes) -> tuple[PackRow, Mapping[str, int],
 def read_row(path: Path) -> PackRow:
     """Read and check a pack's header, keys and digests, and nothing else. PackError if they are not as written.
 
-    UnsafeStoreError for what is no regular file; FileNotFoundError if there is no such file. A plain StoreError says
-    that the file cannot be read now, and nothing about what it holds.
+    FileNotFoundError if there is no such file. A plain StoreError says that the file cannot be read now, and nothing
+    about what it holds.
     """
     fd = open_to_read(path)
     try:
@@ -433,14 +433,6 @@ def read_records(path: Path) -> PackRecords:
         return records_in(path.stem, PackBytes.in_file(path, fd))
     finally:
         os.close(fd)
-
-
-def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
-    """As `read_records`, of a pack in memory, of which the result has views. `name` is its id, and names it in errors.
-
-    `verified_arrays` reads its entries: it takes the bytes as `np.frombuffer(data, np.uint8)`.
-    """
-    return records_in(name, PackBytes.in_memory(name, data))
 
 
 def records_in(pack: str, source: PackBytes) -> PackRecords:
@@ -461,7 +453,7 @@ def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
 
     They are `min_bytes`, or as many as there are up to `max_bytes`: what follows a pack's own bytes may be endless.
     PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
-    UnsafeStoreError, FileNotFoundError and StoreError as for `read_row`.
+    FileNotFoundError and StoreError as for `read_row`.
     """
     fd = open_to_read(path)
     try:
@@ -554,7 +546,7 @@ class WholePack:
     @classmethod
     def in_memory(cls, pack: str, data: bytes | memoryview) -> WholePack:
         """The pack with this id, in views of its bytes. PackError."""
-        return cls(read_pack_bytes(data, pack), np.frombuffer(data, np.uint8))
+        return cls(records_in(pack, PackBytes.in_memory(pack, data)), np.frombuffer(data, np.uint8))
 
     @property
     def row(self) -> PackRow:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from typing_extensions import override
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError, UnsafeStoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError
 from latentcache.store.base import EntryArrays, Store, StoreStats
 from latentcache.store.batch import stack
 from latentcache.store.entry import Description
@@ -37,9 +37,10 @@ class KeyIndex(Protocol):
 
 
 class _Mapping(NamedTuple):
-    """The file of a pack, its bytes, and which of its entries were found good: a flag a row."""
+    """The file of a pack, its number and size, its bytes, and which of its entries were found good: a flag a row."""
 
     path: Path
+    file: tuple[int, int]
     data: np.ndarray
     good: np.ndarray
 
@@ -126,7 +127,7 @@ class PackReader(Store):
                     return records.record(location.row)
             except FileNotFoundError as error:
                 problem = f"its pack is gone: {error}"
-            except (PackError, UnsafeStoreError, ValueError) as error:
+            except (PackError, ValueError) as error:
                 problem = f"its records cannot be read: {error}"
             location = self.relocate(key, location, problem)
 
@@ -165,16 +166,16 @@ class PackReader(Store):
         mapping = self._maps.get(pack.id)
         path = self.path_of(pack.id) if mapping is None else mapping.path
         try:
-            if mapping is None:
-                mapped = _Mapping(path, map_pack(path, end, pack.file_bytes), np.zeros(pack.num_entries, bool))
-                mapping = self._maps.setdefault(pack.id, mapped)
-            elif min(mapping.data.size, path.stat().st_size) < end:
-                # Touching mapped bytes that a truncation took away would kill the process.
-                return None, f"its pack was cut short: {path}"
+            status = path.stat()
+            file = status.st_ino, status.st_size
+            if mapping is None or mapping.file != file:
+                # It may be another file now, or cut short: touching bytes that are gone would kill the process.
+                data = map_pack(path, end, pack.file_bytes)
+                mapping = self._maps[pack.id] = _Mapping(path, file, data, np.zeros(pack.num_entries, bool))
         except FileNotFoundError:
             # A mapped file stays readable after its name is gone.
             return (mapping if mapping is not None and mapping.data.size >= end else None), f"its pack is gone: {path}"
-        except (PackError, UnsafeStoreError) as error:
+        except PackError as error:
             return None, str(error)
         except OSError as error:
             raise unreadable(path, error) from error
@@ -207,7 +208,7 @@ class PackReader(Store):
                 mapping.good[location.row] = False
 
     def release(self, packs: Iterable[str]) -> None:
-        """Release what is kept of packs that are gone, or have come again."""
+        """Release what is kept of these packs."""
         for pack in packs:
             self._maps.pop(pack, None)
         self._read_records.cache_clear()

@@ -21,7 +21,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from latentcache.errors import PackError, StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.errors import PackError, StoreBusyError, StoreError
 from latentcache.store.base import StoreReport
 from latentcache.store.catalog import is_damage, read_rows
 from latentcache.store.directory import CacheDirectory
@@ -188,7 +188,7 @@ def _verify_pack(
     path = directory.pack_path(pack)
     try:
         whole = WholePack.in_file(path)
-    except (PackError, UnsafeStoreError) as error:
+    except PackError as error:
         advice = (
             f"{error} `latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
         )
@@ -258,7 +258,7 @@ def prune(
                 rewrite(disk, chosen, {}, unreadable)
                 present = disk.directory.pack_sizes()
                 bytes_left = sum(present.values())
-                for pack in unreadable.keys() & present.keys():  # they stay as they are
+                for pack in (unreadable.keys() | chosen.keys()) & present.keys():  # they stay as they are
                     del present[pack]
         return PruneReport(
             num_entries=removal.num_entries,

@@ -167,7 +167,9 @@ class Prefetcher(Generic[Item]):
         if os.getpid() == self._pid:
             _stop(self._room)
             self._thread.join()
-            self._made = SimpleQueue()  # what nobody takes may be large
+            ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # what nobody takes may be large
+            ended.put((None, _END))
+            self._made = ended
 
 
 _END = StopIteration()

@@ -151,17 +151,16 @@ def unlock_and_close(fd: int) -> None:
         os.close(fd)
 
 
-def sweep_temporaries(folder: Path) -> int:
-    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer has a lock.
+def sweep_temporaries(folder: Path) -> None:
+    """Remove the temporary files in `folder` whose writer is dead. A live writer has a lock.
 
     Files that cannot be listed or removed stay, with a warning.
     """
-    num_removed = 0
     try:
         names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)]
     except OSError as error:
         logger.warning("%s: not searched for half-written files: %s", folder, error)
-        return 0
+        return
     for path in map(folder.joinpath, names):
         try:
             with open(path, "r+b") as file:
@@ -170,12 +169,10 @@ def sweep_temporaries(folder: Path) -> int:
                     path.unlink()  # before the lock ends: a writer may have opened it just now
             if is_dead:
                 path.unlink(missing_ok=True)  # Windows removes no open file
-            num_removed += is_dead
         except FileNotFoundError:
             continue
         except OSError as error:
             logger.warning("%s: left alone: %s", path, error)
-    return num_removed
 
 
 def open_to_read(path: Path) -> int:

@@ -13,7 +13,6 @@ from latentcache.store.entry import own_entry
 from latentcache.store.pack import (
     WholePack,
     pack_buffers,
-    read_pack_bytes,
     read_records,
 )
 
@@ -57,7 +56,7 @@ def test_memory_and_file_get_the_same_verdict(tmp_path_factory, at, value, end, 
     data = PACKED[:end] if cut else PACKED[:at] + bytes([value]) + PACKED[at + 1 :]
     path = tmp_path_factory.getbasetemp() / f"{'4' * 32}.safetensors"
     path.write_bytes(data)
-    in_memory = verdict(lambda: read_pack_bytes(data, "a pack"))
+    in_memory = verdict(lambda: WholePack.in_memory("a pack", data).records)
     on_disk = verdict(lambda: read_records(path))
     assert in_memory == on_disk
     assert data == PACKED or not cut or isinstance(in_memory, str)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from store_samples import key, mark, payload, same, sample, samples
+from store_samples import flip, key, mark, pack_of, payload, same, sample, samples
 
-from latentcache.errors import EntryDamagedError, EntryMissingError
-from latentcache.store import DiskStore
+from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError
+from latentcache.store import DiskStore, catalog
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 NUMBERS = range(14)
@@ -203,3 +203,53 @@ class TwoStores(RuleBasedStateMachine):
 
 TestTwoStores = TwoStores.TestCase
 TestTwoStores.settings = settings(max_examples=12, stateful_step_count=16, deadline=None)
+
+
+def test_readers_see_all_entries_while_the_index_is_rebuilt(root):
+    """Those of the same store, of others, and openings of both kinds."""
+    with DiskStore(root) as store:
+        store.add([sample(number) for number in range(8)])
+        keys = {key(number) for number in range(8)}
+        real, seen = catalog.read_rows, []
+
+        def looking(directory, packs):
+            found = real(directory, packs)
+            for read_only in (False, True) if found[0] else ():  # an opening finds no pack that the index lacks
+                with DiskStore(root, read_only=read_only) as other:
+                    seen.append(set(other.keys()))
+            return found
+
+        with pytest.MonkeyPatch.context() as patched, DiskStore(root, read_only=True) as reader:
+            patched.setattr(catalog, "read_rows", looking)
+            assert rebuild(root).num_entries == 8
+            assert_knows(reader, range(8))
+        assert seen and all(each == keys for each in seen)
+        assert_reads(store, range(8))
+
+
+def test_a_damaged_index_is_not_replaced_while_upkeep_works(root):
+    with DiskStore(root) as store:
+        store.add([sample(number) for number in range(4)])
+        with store.lock("prune", shared=False):
+            (root / "index" / "cache.db").write_bytes(b"no database")
+            with pytest.raises(StoreBusyError, match="prune"):
+                DiskStore(root)
+    with DiskStore(root) as again:
+        assert_knows(again, range(4))
+
+
+def test_a_pack_that_was_put_back_is_read_again(root):
+    """A process that has the damaged file mapped must not mark what is whole now."""
+    with DiskStore(root) as store, DiskStore(root, read_only=True) as reader:
+        store.add([sample(0), sample(1)])
+        path = pack_of(store, 0)
+        good = path.read_bytes()
+        flip(store, 0)
+        with pytest.raises(EntryDamagedError):
+            reader.get(key(0))
+        assert_reads(reader, [1])
+        path.with_suffix(".new").write_bytes(good)
+        path.with_suffix(".new").replace(path)
+        rebuild(store)
+        assert_reads(store, [0, 1])
+        assert verify(store).ok
