@@ -270,8 +270,12 @@ class Tidying:
             elif not is_damaged:  # else it was not made again yet
                 needed.add(pack)
         if not self.report.dry_run:
+            notes = gone | needed
+            # Another run may have removed a pack since, and a push sent it again: then it is younger than its note.
+            there = packs_in(self._transport) if gone else {}
+            gone -= {pack for pack in gone & there.keys() if there[pack].modified > listed[pack].modified}
             self._transport.remove(map(pack_name, gone))
-            self._transport.remove(f"{REMOVALS}/{pack}" for pack in gone | needed)
+            self._transport.remove(f"{REMOVALS}/{pack}" for pack in notes)
         gone &= self._sizes.keys()
         self.report.num_removed = len(gone)
         self.report.removed_bytes = sum(self._sizes[pack] for pack in gone)

@@ -71,6 +71,28 @@ def test_a_push_does_not_count_on_a_pack_that_is_about_to_go(
     check(tmp_path / "back", range(16))
 
 
+def test_a_pack_that_another_prune_removed_and_a_push_sent_again_stays(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both happen between the moment at which a prune has read the manifests, and its removal."""
+    here, remove_due = listed_pack(tmp_path, url), Tidying._remove_due
+    [listed] = removals_in(BucketTransport.open(url))
+
+    def others_before(self: Tidying, *arguments: Any) -> Any:
+        assert self._in_use
+        with monkeypatch.context() as patch:
+            patch.setattr(Tidying, "_remove_due", remove_due)
+            assert tidy(url, prune=True, grace_h=0).num_removed == 1
+        assert transfer(here, url).num_packs == 1 and listed in packs_in(BucketTransport.open(url))
+        return remove_due(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tidying, "_remove_due", others_before)
+        assert tidy(url, prune=True, grace_h=0).num_removed == 0
+    assert transfer(url, tmp_path / "back").ok
+    check(tmp_path / "back", range(16))
+
+
 def test_a_precache_does_not_count_on_a_pack_that_is_about_to_go(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config]
 ) -> None:
