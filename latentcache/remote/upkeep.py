@@ -66,7 +66,8 @@ def verify(
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
-    staying = packs_in(transport).keys() - removals_in(transport).keys()
+    listed = removals_in(transport)  # first: what took the place of these is then among the packs
+    staying = packs_in(transport).keys() - listed.keys()
     packs = sorted([pack for pack in staying if int(pack[:8], 16) % num_parts == part - 1])
     suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
     for number, pack in enumerate(packs, 1):
