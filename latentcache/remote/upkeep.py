@@ -60,7 +60,8 @@ def verify(
     pack. A service that takes this client's writes then reads these entries on its own disk, and makes those misses
     that it finds damaged too. In a bucket that may be written what is whole of a damaged pack is sent as a new one, and
     the old one is listed for removal: so its damaged entries are misses for all writers. Then precache makes them
-    again, or a push brings them. Packs that are listed are not read. `subset` and `progress` are those of
+    again, or a push brings them. Packs that are listed are not read: what such a damaged pack alone has is known as
+    damaged. `subset` and `progress` are those of
     `store.upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
@@ -82,11 +83,15 @@ def verify(
                 raise
         if progress is not None:
             progress(number, len(packs))
-    if suspects and num_parts > 1:  # their copies may lie in packs of the other parts
-        index = FarIndex(transport)
+    index, known = FarIndex(transport, rows_folder(transport.url)), dict[str, str]()
+    earlier = {pack for pack, note in listed.items() if note.num_bytes}
+    if earlier or (suspects and num_parts > 1):  # their copies may lie in packs of the other parts
         index.refresh()
         elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
+        # In the table these packs are the last in which a key counts.
+        only_there = [(key, pack) for pack, entries in index.table.by_pack(earlier) for key in entries]
+        known = {key: f"was found damaged in pack {pack}" for key, pack in only_there if key not in suspects}
     num_entries = len(good | suspects.keys())
     damaged = {key: problem for key, problem in suspects.items() if key not in good}
     if isinstance(transport, ServiceTransport) and damaged:
@@ -100,7 +105,7 @@ def verify(
         num_packs=len(packs),
         bytes_read=bytes_read,
         damaged=damaged,
-        known_damaged={},
+        known_damaged=known,
         unreadable=unreadable,
         orphans=(),
     )
