@@ -42,6 +42,9 @@ from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.table import LocationTable
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
+DAMAGED = b"damaged"
+"""What is written to the note of a pack in which entries are damaged: others are empty."""
+
 logger = logging.getLogger("latentcache")
 
 
@@ -129,7 +132,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
             if whole := keys - problems.keys():
                 row, copy = found.part(whole)
                 transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
-            transport.write(f"{REMOVALS}/{pack}", b"damaged", version=ANY_VERSION)
+            transport.write(f"{REMOVALS}/{pack}", DAMAGED, version=ANY_VERSION)
         except RemoteError as error:
             logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
     return keys, problems, found.data.size
@@ -216,10 +219,10 @@ class Tidying:
             table.drop(unused)
             self.report.num_unused = len(unused)
         chosen, empty = dict(table.by_pack(choose(table))), table.empty_packs()
-        gone = sorted(empty | self._rewrite(chosen))
+        gone = dict.fromkeys(empty, b"") | self._rewrite(chosen)
         self.report.num_listed, self.report.listed_bytes = len(gone), sum(self._sizes[pack] for pack in gone)
         if not self.report.dry_run:
-            for _ in in_threads(self._list, gone):
+            for _ in in_threads(self._list, sorted(gone.items())):
                 pass
             probes = self._transport.list(PROBES).items()
             left = [name for name, each in probes if each.modified <= self._oldest.timestamp()]
@@ -228,8 +231,8 @@ class Tidying:
                 self._manifests.give_up(self._oldest)
         return self.report
 
-    def _list(self, pack: str) -> None:
-        self._transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)
+    def _list(self, gone: tuple[str, bytes]) -> None:
+        self._transport.write(f"{REMOVALS}/{gone[0]}", gone[1], version=ANY_VERSION)
 
     # What is needed
 
@@ -289,12 +292,12 @@ class Tidying:
 
     # Rewriting
 
-    def _rewrite(self, chosen: Mapping[str, Mapping[str, Location]]) -> set[str]:
-        """Copy these entries into new packs. Returns the packs of which all was copied."""
+    def _rewrite(self, chosen: Mapping[str, Mapping[str, Location]]) -> dict[str, bytes]:
+        """Copy these entries into new packs. Returns the notes of the packs of which all was copied that is whole."""
         if self.report.dry_run:
             self.report.num_entries = sum(map(len, chosen.values()))
-            return set(chosen)
-        done: set[str] = set()
+            return dict.fromkeys(chosen, b"")
+        done: dict[str, bytes] = {}
         for batch in full_packs(self._copies(chosen, done), math.inf):
             pack = new_pack_id()
             data = b"".join(pack_buffers(pack, batch)[2])
@@ -304,7 +307,7 @@ class Tidying:
             self.report.written_bytes += len(data)
         return done
 
-    def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
+    def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: dict[str, bytes]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
                 found, problems = read_checked(partial(read_pack, self._transport), pack)
@@ -321,5 +324,4 @@ class Tidying:
                 else:
                     yield copy
             self.report.damaged |= lost
-            if not lost:
-                done.add(pack)
+            done[pack] = DAMAGED if lost else b""
