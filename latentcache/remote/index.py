@@ -68,8 +68,9 @@ class FarIndex:
             began = time.monotonic()
             if began - self._listed_at < max_age_s:
                 return
-            there = {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}
+            # Removals first: for a pack that is on the list by then its new ones are among the packs.
             listed = removals_in(self._transport).items()
+            there = {pack: each.num_bytes for pack, each in packs_in(self._transport).items()}
             leaving = {pack: note.num_bytes for pack, note in listed if pack in there}
             self.unreadable = {pack: reason for pack, reason in self.unreadable.items() if pack in there}
             if began - self._tried_at >= UNREADABLE_S:

@@ -6,8 +6,9 @@ keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections import Counter
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,8 +34,8 @@ from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
 from latentcache.store.reader import PackReader
 from latentcache.store.writer import Writer
 
-_MAX_ABSENT = 20  # looks for an entry whose pack is listed and did not come, or went again
-_MAX_DAMAGED = 2  # looks for one that is damaged in a pack in which all else is whole
+_MAX_LOOKS = 20  # for an entry whose pack does not come or goes again, or that only a reader finds damaged
+_LOOKS_S = 600.0  # after so long without a look they are counted anew
 
 logger = logging.getLogger("latentcache")
 
@@ -63,7 +64,8 @@ class RemoteStore(PackReader):
         self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.remove)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
-        self._num_tries: Counter[tuple[str, int]] = Counter()
+        self._looks: dict[tuple[str, int], tuple[int, float]] = {}
+        """By the place of an entry: how often it was looked for, and when it was last."""
         self._is_closed = False
 
     def check_open(self) -> None:
@@ -189,11 +191,11 @@ class RemoteStore(PackReader):
         pack, damaged = location.pack, dict[int, str]()
         with self._repairing:
             self.invalidate([location])
-            self._num_tries[location.place] += 1
+            (num_looks, last), now = self._looks.get(location.place, (0, -math.inf)), time.monotonic()
+            num_looks = num_looks + 1 if now - last < _LOOKS_S else 1
+            self._looks[location.place] = num_looks, now
             if not self.tier.has(pack.id):  # another process made room, or it is gone there
                 self.index.refresh()
-                if self._num_tries[location.place] > _MAX_ABSENT:
-                    damaged = {location.row: problem}
             elif pack.id not in self._fetched_again:
                 logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack.id, problem)
                 self._fetched_again.add(pack.id)
@@ -201,19 +203,21 @@ class RemoteStore(PackReader):
             else:
                 self.release([pack.id])
                 damaged = self._problems(pack)
-                if self._num_tries[location.place] > _MAX_DAMAGED:
-                    damaged.setdefault(location.row, problem)
+            if num_looks > _MAX_LOOKS:
+                damaged.setdefault(location.row, problem)
             if damaged:
                 logger.warning("%s: pack %s has %d damaged entries: %s", self.url, pack.id, len(damaged), problem)
                 self.index.lose(pack.id, damaged)
             return self.locate([key])[0]
 
     def _problems(self, pack: Pack) -> dict[int, str]:
-        """Why rows of a pack are not what was stored, of those that are so."""
+        """Why rows of a pack are not what was stored, of those that are so. A pack that went says nothing of them."""
         row = self.index.row(pack.id, pack.file_bytes)
         try:
             whole = WholePack.in_file(self.tier.path(pack.id))
-        except (PackError, UnsafeStoreError, FileNotFoundError) as error:
+        except FileNotFoundError:
+            return {}
+        except (PackError, UnsafeStoreError) as error:
             return dict.fromkeys(range(pack.num_entries), str(error))
         found = ((at, whole.problem(key, row.location(at))) for at, key in enumerate(row.names()))
         return {at: problem for at, problem in found if problem is not None}

@@ -137,8 +137,8 @@ class End:
         """
         if self._index.sizes:  # else what is there was not asked for yet
             self._index.refresh()
-        sizes = {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}
-        return sizes, removals_in(self._transport).keys()
+        leaving = removals_in(self._transport).keys()  # first: what took the place of these is then among the packs
+        return {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}, leaving
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries, those that count if an index says so. FileNotFoundError; PackError."""

@@ -42,6 +42,9 @@ from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.table import LocationTable
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
+DAMAGED = b"damaged"
+"""What is written to the note of a pack in which entries are damaged: others are empty."""
+
 logger = logging.getLogger("latentcache")
 
 
@@ -60,13 +63,15 @@ def verify(
     pack. A service that takes this client's writes then reads these entries on its own disk, and makes those misses
     that it finds damaged too. In a bucket that may be written what is whole of a damaged pack is sent as a new one, and
     the old one is listed for removal: so its damaged entries are misses for all writers. Then precache makes them
-    again, or a push brings them. Packs that are listed are not read. `subset` and `progress` are those of
+    again, or a push brings them. Packs that are listed are not read: what such a damaged pack alone has is known as
+    damaged. `subset` and `progress` are those of
     `store.upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
-    staying = packs_in(transport).keys() - removals_in(transport).keys()
+    listed = removals_in(transport)  # first: what took the place of these is then among the packs
+    staying = packs_in(transport).keys() - listed.keys()
     packs = sorted([pack for pack in staying if int(pack[:8], 16) % num_parts == part - 1])
     suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
     for number, pack in enumerate(packs, 1):
@@ -81,11 +86,15 @@ def verify(
                 raise
         if progress is not None:
             progress(number, len(packs))
-    if suspects and num_parts > 1:  # their copies may lie in packs of the other parts
-        index = FarIndex(transport)
+    index, known = FarIndex(transport, rows_folder(transport.url)), dict[str, str]()
+    earlier = {pack for pack, note in listed.items() if note.num_bytes}
+    if earlier or (suspects and num_parts > 1):  # their copies may lie in packs of the other parts
         index.refresh()
         elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
+        # In the table these packs are the last in which a key counts.
+        only_there = [(key, pack) for pack, entries in index.table.by_pack(earlier) for key in entries]
+        known = {key: f"was found damaged in pack {pack}" for key, pack in only_there if key not in suspects}
     num_entries = len(good | suspects.keys())
     damaged = {key: problem for key, problem in suspects.items() if key not in good}
     if isinstance(transport, ServiceTransport) and damaged:
@@ -99,7 +108,7 @@ def verify(
         num_packs=len(packs),
         bytes_read=bytes_read,
         damaged=damaged,
-        known_damaged={},
+        known_damaged=known,
         unreadable=unreadable,
         orphans=(),
     )
@@ -123,7 +132,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
             if whole := keys - problems.keys():
                 row, copy = found.part(whole)
                 transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
-            transport.write(f"{REMOVALS}/{pack}", b"damaged", version=ANY_VERSION)
+            transport.write(f"{REMOVALS}/{pack}", DAMAGED, version=ANY_VERSION)
         except RemoteError as error:
             logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
     return keys, problems, found.data.size
@@ -210,10 +219,10 @@ class Tidying:
             table.drop(unused)
             self.report.num_unused = len(unused)
         chosen, empty = dict(table.by_pack(choose(table))), table.empty_packs()
-        gone = sorted(empty | self._rewrite(chosen))
+        gone = dict.fromkeys(empty, b"") | self._rewrite(chosen)
         self.report.num_listed, self.report.listed_bytes = len(gone), sum(self._sizes[pack] for pack in gone)
         if not self.report.dry_run:
-            for _ in in_threads(self._list, gone):
+            for _ in in_threads(self._list, sorted(gone.items())):
                 pass
             probes = self._transport.list(PROBES).items()
             left = [name for name, each in probes if each.modified <= self._oldest.timestamp()]
@@ -222,8 +231,8 @@ class Tidying:
                 self._manifests.give_up(self._oldest)
         return self.report
 
-    def _list(self, pack: str) -> None:
-        self._transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)
+    def _list(self, gone: tuple[str, bytes]) -> None:
+        self._transport.write(f"{REMOVALS}/{gone[0]}", gone[1], version=ANY_VERSION)
 
     # What is needed
 
@@ -270,8 +279,12 @@ class Tidying:
             elif not is_damaged:  # else it was not made again yet
                 needed.add(pack)
         if not self.report.dry_run:
+            notes = gone | needed
+            # Another run may have removed a pack since, and a push sent it again: then it is younger than its note.
+            there = packs_in(self._transport) if gone else {}
+            gone -= {pack for pack in gone & there.keys() if there[pack].modified > listed[pack].modified}
             self._transport.remove(map(pack_name, gone))
-            self._transport.remove(f"{REMOVALS}/{pack}" for pack in gone | needed)
+            self._transport.remove(f"{REMOVALS}/{pack}" for pack in notes)
         gone &= self._sizes.keys()
         self.report.num_removed = len(gone)
         self.report.removed_bytes = sum(self._sizes[pack] for pack in gone)
@@ -279,12 +292,12 @@ class Tidying:
 
     # Rewriting
 
-    def _rewrite(self, chosen: Mapping[str, Mapping[str, Location]]) -> set[str]:
-        """Copy these entries into new packs. Returns the packs of which all was copied."""
+    def _rewrite(self, chosen: Mapping[str, Mapping[str, Location]]) -> dict[str, bytes]:
+        """Copy these entries into new packs. Returns the notes of the packs of which all was copied that is whole."""
         if self.report.dry_run:
             self.report.num_entries = sum(map(len, chosen.values()))
-            return set(chosen)
-        done: set[str] = set()
+            return dict.fromkeys(chosen, b"")
+        done: dict[str, bytes] = {}
         for batch in full_packs(self._copies(chosen, done), math.inf):
             pack = new_pack_id()
             data = b"".join(pack_buffers(pack, batch)[2])
@@ -294,7 +307,7 @@ class Tidying:
             self.report.written_bytes += len(data)
         return done
 
-    def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
+    def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: dict[str, bytes]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             try:
                 found, problems = read_checked(partial(read_pack, self._transport), pack)
@@ -311,5 +324,4 @@ class Tidying:
                 else:
                     yield copy
             self.report.damaged |= lost
-            if not lost:
-                done.add(pack)
+            done[pack] = DAMAGED if lost else b""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from buckets.test_bucket_upkeep import keep_only, tidy
+from helpers.remote_samples import entries_of
 from obstore.store import MemoryStore
 from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
@@ -23,17 +24,17 @@ from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import End, Move, transfer
 from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
-from latentcache.remote.upkeep import Tidying
+from latentcache.remote.upkeep import Tidying, verify
 from latentcache.store.directory import pack_name
 
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty bucket in memory."""
-    store = MemoryStore()
+    """The URL of an empty bucket in memory; there are others below it."""
+    stores: dict[str, MemoryStore] = {}
 
     def opened(url: str, **_: Any) -> BucketTransport:
-        return BucketTransport(store, url)
+        return BucketTransport(stores.setdefault(url, MemoryStore()), url)
 
     monkeypatch.setattr(BucketTransport, "open", opened)
     return "s3://tests/cache"
@@ -67,6 +68,28 @@ def test_a_push_does_not_count_on_a_pack_that_is_about_to_go(
     with monkeypatch.context() as patch:
         patch.setattr(Tidying, "_remove_due", push_before)
         assert tidy(url, prune=prune, grace_h=0).num_removed == prune
+    assert transfer(url, tmp_path / "back").ok
+    check(tmp_path / "back", range(16))
+
+
+def test_a_pack_that_another_prune_removed_and_a_push_sent_again_stays(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both happen between the moment at which a prune has read the manifests, and its removal."""
+    here, remove_due = listed_pack(tmp_path, url), Tidying._remove_due
+    [listed] = removals_in(BucketTransport.open(url))
+
+    def others_before(self: Tidying, *arguments: Any) -> Any:
+        assert self._in_use
+        with monkeypatch.context() as patch:
+            patch.setattr(Tidying, "_remove_due", remove_due)
+            assert tidy(url, prune=True, grace_h=0).num_removed == 1
+        assert transfer(here, url).num_packs == 1 and listed in packs_in(BucketTransport.open(url))
+        return remove_due(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tidying, "_remove_due", others_before)
+        assert tidy(url, prune=True, grace_h=0).num_removed == 0
     assert transfer(url, tmp_path / "back").ok
     check(tmp_path / "back", range(16))
 
@@ -139,6 +162,47 @@ def test_what_a_listed_pack_alone_has_is_read_until_it_goes(tmp_path: Path, url:
     report = transfer(url, tmp_path / "back")
     assert report.ok and report.manifests == ["photos"]
     check(tmp_path / "back", range(16))
+
+
+def compacted_between_lists(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next time that packs and removals are listed a compaction ends after the first of the two lists."""
+    listing, first = BucketTransport.list, list[str]()
+
+    def compact_after(self: BucketTransport, folder: str) -> dict[str, Any]:
+        found = listing(self, folder)
+        if folder in ("packs", "removals") and not first:
+            first.append(folder)
+            assert tidy(url).num_listed
+        return found
+
+    monkeypatch.setattr(BucketTransport, "list", compact_after)
+
+
+def test_a_compaction_between_two_lists_hides_nothing(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fill(tmp_path / "here", range(16), None, per_pack=4)
+    transfer(here, url)
+    keys = [entry.record.key for number in range(16) for entry in entries_of(number)]
+    with monkeypatch.context() as patch, LatentCache(url, local=tmp_path / "local") as cache:
+        assert cache.store.find(keys) == set(keys)
+        compacted_between_lists(url, patch)
+        assert cache.store.find([*keys, "0" * 64]) == set(keys)
+
+
+def test_a_pull_and_verify_miss_nothing_while_a_compaction_ends(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fill(tmp_path / "here", range(16), None, per_pack=4)
+    for number in range(2):
+        transfer(here, f"{url}/{number}")
+    with monkeypatch.context() as patch:
+        compacted_between_lists(f"{url}/0", patch)
+        assert transfer(f"{url}/0", tmp_path / "back").ok
+    check(tmp_path / "back", range(16))
+    with monkeypatch.context() as patch:
+        compacted_between_lists(f"{url}/1", patch)
+        assert verify(BucketTransport.open(f"{url}/1")).num_entries == 18
 
 
 def test_compact_removes_no_entry_that_lies_only_in_listed_packs(tmp_path: Path, url: str) -> None:

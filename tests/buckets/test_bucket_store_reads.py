@@ -18,6 +18,7 @@ from latentcache.config import Config
 from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError, StoreError
 from latentcache.loading.status import status
 from latentcache.precache.run import run_precache
+from latentcache.remote import store as remote_store
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.store import RemoteStore
@@ -26,6 +27,7 @@ from latentcache.remote.upkeep import Tidying, verify
 from latentcache.store import DiskStore
 from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
+from latentcache.store.pack import WholePack
 
 ENTRIES = [entry for number in range(24) for entry in entries_of(number)]
 KEYS = list(dict.fromkeys(entry.record.key for entry in ENTRIES))
@@ -194,7 +196,9 @@ def test_verify_makes_what_is_damaged_a_miss_for_all(objects: MemoryStore, tmp_p
     assert_right(reader, IMAGES[:1])
     report = verify(bucket)
     assert report.damaged.keys() == {IMAGES[3]} and report.num_entries == len(KEYS)
-    assert list(removals_in(bucket)) == [pack] and verify(bucket).ok
+    assert list(removals_in(bucket)) == [pack]
+    again = verify(bucket)
+    assert not again.ok and not again.damaged and again.known_damaged.keys() == {IMAGES[3]}, "until it is made again"
     Tidying(bucket, prune=False, grace_h=0).run()
     assert pack in packs_in(bucket), "what is not made again yet is not taken for there"
     with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
@@ -204,6 +208,7 @@ def test_verify_makes_what_is_damaged_a_miss_for_all(objects: MemoryStore, tmp_p
         assert_right(store, [key for key in KEYS if key != IMAGES[3]])
         assert store.add(ENTRIES) == 1
         assert_right(store, KEYS)
+    assert verify(bucket).ok
     assert_right(reader, KEYS)
     reader.close()
     Tidying(bucket, prune=False, grace_h=24).run()
@@ -310,6 +315,38 @@ def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: M
         for call in (store.get, store.record, lambda key: store.rows([key])):
             with pytest.raises(EntryDamagedError, match="gone"):
                 call(KEYS[0])
+
+
+def test_packs_that_go_while_they_are_looked_at_are_not_damaged(
+    objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes room, again and again, just before the pack is checked; then a third brings it again."""
+    in_file = WholePack.in_file
+
+    def gone(path: Path) -> WholePack:
+        path.unlink()
+        return in_file(path)
+
+    with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
+        [location] = store.locate(KEYS[:1])
+        assert store.relocate(KEYS[0], location, "its bytes changed") == location
+        for _ in range(3):
+            assert_right(store, KEYS)
+            with monkeypatch.context() as patch:
+                patch.setattr(WholePack, "in_file", gone)
+                assert store.relocate(KEYS[0], location, "its pack is gone") == location
+            assert store.relocate(KEYS[0], location, "its pack is gone") == location
+            store.release_all()
+        assert_right(store, KEYS)
+        assert store.damaged() == {}
+
+
+def test_looks_of_long_ago_do_not_count(objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "_LOOKS_S", 0.0)
+    with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
+        [location] = store.locate(KEYS[:1])
+        for _ in range(25):
+            assert store.relocate(KEYS[0], location, "its pack is gone") == location
 
 
 def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore, tmp_path: Path) -> None:

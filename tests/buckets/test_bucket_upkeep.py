@@ -19,7 +19,7 @@ from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import End, Move, transfer
 from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
-from latentcache.remote.upkeep import Tidying, TidyReport
+from latentcache.remote.upkeep import Tidying, TidyReport, verify
 from latentcache.store.directory import pack_name
 
 Run = Callable[..., Any]
@@ -124,7 +124,7 @@ def test_a_run_that_died_is_repeated(tmp_path: Path, s3_url: str, monkeypatch: p
     check(tmp_path / "back", range(16))
 
 
-def test_damage_is_reported_and_its_pack_stays(tmp_path: Path, s3_url: str) -> None:
+def test_damage_is_reported_once_and_its_pack_stays(tmp_path: Path, s3_url: str) -> None:
     here = fill(tmp_path / "here", range(16), per_pack=4)
     transfer(here, s3_url)
     needle = entries_of(5)[0].tensors["moments"].numpy().tobytes()
@@ -133,10 +133,17 @@ def test_damage_is_reported_and_its_pack_stays(tmp_path: Path, s3_url: str) -> N
     broken[data.index(needle)] ^= 1
     BucketTransport.open(s3_url).write(pack_name(pack), bytes(broken), version=ANY_VERSION)
     report = tidy(s3_url)
-    assert report.damaged.keys() == {key_of_image(5)} and report.num_listed == 3
+    assert report.damaged.keys() == {key_of_image(5)} and (report.num_listed, report.num_written) == (4, 1)
+    again = tidy(s3_url)
+    assert (again.damaged, again.num_entries, again.num_listed) == ({}, 0, 0), "it comes to rest"
+    assert verify(BucketTransport.open(s3_url)).known_damaged.keys() == {key_of_image(5)}
     wait_a_second()
     tidy(s3_url, grace_h=0)
-    BucketTransport.open(s3_url).write(pack_name(pack), data, version=ANY_VERSION)
+    assert removals_in(BucketTransport.open(s3_url)).keys() == {pack}, "what is damaged is not made again yet"
+    assert transfer(here, s3_url).ok
+    wait_a_second()
+    tidy(s3_url, grace_h=0)
+    assert pack not in packs_in(BucketTransport.open(s3_url))
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16))
 
