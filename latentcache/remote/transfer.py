@@ -220,6 +220,8 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
+        self._lost: dict[str, set[str]] = {}
+        """The damaged entries for which packs were refused."""
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
         """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
@@ -242,6 +244,9 @@ class Move:
                 self._move_manifest(manifest, packs)
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
+        for pack, lost in self._lost.items():
+            if self.target.find(lost) == lost:  # another pack had them
+                self.report.refused.pop(pack, None)
         return self.report
 
     # Packs
@@ -295,7 +300,7 @@ class Move:
             return whole.data.size, None
         reason = None
         if lost := missing & problems.keys():
-            key = min(lost)
+            self._lost[pack], key = lost, min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
             reason = (
                 f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "
