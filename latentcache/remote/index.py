@@ -37,14 +37,15 @@ class FarIndex:
     The rows of packs are read by one or two small requests each, and remembered in the folder `memory` of this disk
     (None: nowhere), which processes may share. What a pack lists counts as there: a key cannot name a wrong value.
     Copies of an entry lie in several packs now and then; the one in the largest pack counts, on all machines, and those
-    in packs that are listed for removal last. `forget` is called with packs that are gone. RemoteError.
+    in packs that are listed for removal last. `forget` is called with packs that are gone, whose rows are then removed
+    from the folder; without it they stay for one that has it, by which their files go. RemoteError.
     """
 
     def __init__(
         self,
         transport: Transport,
         memory: Path | None = None,
-        forget: Callable[[Collection[str]], None] = lambda packs: None,
+        forget: Callable[[Collection[str]], None] | None = None,
     ):
         self._transport, self._memory, self._forget = transport, memory, forget
         self._lock = threading.RLock()
@@ -80,10 +81,10 @@ class FarIndex:
             wanted = {pack: num_bytes for pack, num_bytes in there.items() if pack not in self.unreadable}
             if wanted != self.sizes or leaving != self.leaving:
                 self._rebuild(wanted, leaving)
-            self._drop_remembered(gone)
             self._listed_at = began
-            if gone and there:  # a place that lists nothing at all may be the wrong one
+            if gone and there and self._forget is not None:  # a place that lists nothing at all may be the wrong one
                 self._forget(gone)
+                self._drop_remembered(gone)
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
         """Find which of the keys are there, and stay: what lies only in packs that are listed for removal is not found.
