@@ -2,7 +2,8 @@
 
 `prune` and `compact` write new packs first. Then an empty file in `removals/` names each pack that these stand for, or
 of which no manifest needs anything. Writers take such a pack as absent from then on. A later run deletes it, when it
-was listed for longer than the grace time and no manifest needs what only it has. So a reader that looked at the packs
+was listed for longer than the grace time and has nothing that others lack; `prune` also if no manifest needs what only
+it has. So a reader that looked at the packs
 before reads them to the end; a push or a precache that counted on one before it was listed ends within the grace time,
 or has a note, which keeps `prune` away; and one that looks later sends its entries again. A run that dies leaves
 entries in two packs, of which the next one lists the older packs.
