@@ -45,6 +45,8 @@ from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 DAMAGED = b"damaged"
 """What is written to the note of a pack in which entries are damaged: others are empty."""
+MAX_AHEAD_S = 900.0
+"""How far this machine's clock may be from the store's."""
 
 logger = logging.getLogger("latentcache")
 
@@ -193,12 +195,14 @@ class Tidying:
         self._manifests = RemoteManifests(transport, read_only=dry_run)
         self._prune, self._unfinished = prune, unfinished
         self._sizes: Mapping[str, int] = {}
-        # By this machine's clock: a store refuses one that is far from its own.
+        # By this machine's clock: see `_check_clock`.
         self._oldest = datetime.now(UTC) - timedelta(hours=grace_h)
         self.report = TidyReport(transport.url, grace_h, dry_run)
 
     def run(self) -> TidyReport:
         """Remove what may go, write new packs, and list the old ones. StoreError if it is unclear what is needed."""
+        if not self.report.dry_run:
+            self._check_clock()
         listed, written_at = removals_in(self._transport), packs_in(self._transport)
         index = FarIndex(self._transport, rows_folder(self._transport.url))
         index.refresh()
@@ -231,6 +235,18 @@ class Tidying:
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report
+
+    def _check_clock(self) -> None:
+        """StoreError if this machine's clock is far from the store's: packs would go too early, or never."""
+        name = f"{PROBES}/{new_pack_id()}"
+        self._transport.write(name, b"", version=ANY_VERSION)
+        now, probe = datetime.now(UTC).timestamp(), self._transport.list(PROBES).get(name)
+        self._transport.remove([name])
+        if probe is not None and abs(ahead_s := now - probe.modified) > MAX_AHEAD_S:  # None: another run removed it
+            problem = (
+                f"this machine's clock is {ahead_s:+,.0f} s off that of the store, and grace times compare the two"
+            )
+            raise StoreError(f"{self._transport.url}: {problem}. Set the clock, then run the same again")
 
     def _list(self, gone: tuple[str, bytes]) -> None:
         self._transport.write(f"{REMOVALS}/{gone[0]}", gone[1], version=ANY_VERSION)
