@@ -100,7 +100,7 @@ class TransferReport:
 
 
 class End:
-    """One end of a transfer: the packs and manifests of a cache, here of one behind a transport."""
+    """One end of a transfer: the packs and manifests of a cache, which this class reaches through a transport."""
 
     def __init__(self, transport: Transport, manifests: Manifests):
         self.name, self.manifests, self._transport = transport.url, manifests, transport
@@ -220,8 +220,7 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
-        self._lost: dict[str, set[str]] = {}
-        """The damaged entries for which packs were refused."""
+        self._lost: dict[str, set[str]] = {}  # by pack that was refused: its damaged entries
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
         """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""

@@ -152,7 +152,7 @@ class TidyReport:
     grace_h: float
     dry_run: bool
     num_packs: int = 0
-    """There were, without those that were listed for removal before."""
+    """Packs that were there, without those that had been listed for removal before."""
     num_removed: int = 0
     """Packs that were listed for removal before, and whose grace time has passed."""
     removed_bytes: int = 0
