@@ -115,7 +115,7 @@ class BucketTransport(Transport):
             raise _problem(self.url, what, error) from error
 
     def _request(self, what: str, request: Callable[[], Result]) -> Result:
-        """What a request gives that reads. obstore does not repeat each of those whose answer broke off."""
+        """Make a request that reads, and repeat it if its answer broke off, which obstore does not always do."""
         for is_last in (False, False, True):
             try:
                 with self._errors(what):

@@ -23,7 +23,7 @@ from latentcache.store.pack import RangedBytes, row_in
 from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
-"""What is known to be there counts for so long without another look, as for a writer what is known not to be there."""
+"""How long a list of packs is trusted for the keys that it has; a writer trusts it as long for those that it lacks."""
 UNREADABLE_S = 60.0
 """Packs whose headers could not be read are asked for again after this: they may have been damaged on their way."""
 _FORBIDDEN = 403
@@ -37,14 +37,15 @@ class FarIndex:
     The rows of packs are read by one or two small requests each, and remembered in the folder `memory` of this disk
     (None: nowhere), which processes may share. What a pack lists counts as there: a key cannot name a wrong value.
     Copies of an entry lie in several packs now and then; the one in the largest pack counts, on all machines, and those
-    in packs that are listed for removal last. `forget` is called with packs that are gone. RemoteError.
+    in packs that are listed for removal last. `forget` is called with packs that are gone, whose rows are then removed
+    from the folder; without it they stay for one that has it, by which their files go. RemoteError.
     """
 
     def __init__(
         self,
         transport: Transport,
         memory: Path | None = None,
-        forget: Callable[[Collection[str]], None] = lambda packs: None,
+        forget: Callable[[Collection[str]], None] | None = None,
     ):
         self._transport, self._memory, self._forget = transport, memory, forget
         self._lock = threading.RLock()
@@ -80,10 +81,10 @@ class FarIndex:
             wanted = {pack: num_bytes for pack, num_bytes in there.items() if pack not in self.unreadable}
             if wanted != self.sizes or leaving != self.leaving:
                 self._rebuild(wanted, leaving)
-            self._drop_remembered(gone)
             self._listed_at = began
-            if gone and there:  # a place that lists nothing at all may be the wrong one
+            if gone and there and self._forget is not None:  # a place that lists nothing at all may be the wrong one
                 self._forget(gone)
+                self._drop_remembered(gone)
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
         """Find which of the keys are there, and stay: what lies only in packs that are listed for removal is not found.
@@ -149,8 +150,10 @@ class FarIndex:
         rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
         _drop_copies(rows)
         going = [row.live_names() for row in rows if row.pack.id in leaving]
-        self.table, self.sizes = LocationTable(rows), {row.pack.id: row.pack.file_bytes for row in rows}
+        table = LocationTable(rows)
+        # Before the table: a writer that finds a key there must see that it goes.
         self.leaving, self._leaving_keys = leaving, set(chain.from_iterable(going))
+        self.table, self.sizes = table, {row.pack.id: row.pack.file_bytes for row in rows}
 
     # The rows of packs
 
@@ -184,14 +187,14 @@ class FarIndex:
             return error  # of this pack alone, as of an archived one
 
     def _remembered(self) -> set[str]:
-        if self._memory is None or not self._memory.is_dir():
+        if (memory := self._memory) is None or not memory.is_dir():  # once: another thread may give it up
             return set()
-        return {name for name in os.listdir(self._memory) if is_pack_id(name)}
+        return {name for name in os.listdir(memory) if is_pack_id(name)}
 
     def _remembered_row(self, pack: str, num_bytes: int) -> PackRow | None:
         with suppress(OSError, ValueError):  # a damaged one is read again
-            if self._memory is not None:
-                data = (self._memory / pack).read_bytes()
+            if (memory := self._memory) is not None:
+                data = (memory / pack).read_bytes()
                 row = PackRow.from_bytes(pack, data[len(pack) :])
                 # The file begins with its pack's id: one that has another's name is not taken for it.
                 return row if row.pack.file_bytes == num_bytes and data.startswith(pack.encode()) else None
@@ -199,23 +202,23 @@ class FarIndex:
 
     def _remember(self, row: PackRow) -> None:
         """Keep a row on this disk. Where that cannot be done, as on a full one, reading goes on without it."""
-        if self._memory is None:
+        if (memory := self._memory) is None:
             return
-        path = self._memory / row.pack.id
+        path = memory / row.pack.id
         temporary = path.with_name(f".{row.pack.id}.{os.getpid()}.{threading.get_ident()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(row.pack.id.encode() + row.to_bytes())
             temporary.replace(path)
         except OSError as error:
-            logger.warning("%s: what packs say is not kept there from now on: %s", self._memory, error)
+            logger.warning("%s: what packs say is not kept there from now on: %s", memory, error)
             self._memory = None
 
     def _drop_remembered(self, packs: Iterable[str]) -> None:
         for pack in packs:
             with suppress(OSError):
-                if self._memory is not None:
-                    (self._memory / pack).unlink()
+                if (memory := self._memory) is not None:
+                    (memory / pack).unlink()
 
 
 def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:

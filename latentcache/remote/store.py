@@ -64,8 +64,7 @@ class RemoteStore(PackReader):
         self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.remove)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
-        self._looks: dict[tuple[str, int], tuple[int, float]] = {}
-        """By the place of an entry: how often it was looked for, and when it was last."""
+        self._looks: dict[tuple[str, int], tuple[int, float]] = {}  # by place: how many, and when the last was
         self._is_closed = False
 
     def check_open(self) -> None:

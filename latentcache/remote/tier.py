@@ -22,8 +22,8 @@ from latentcache.utils.locks import locked
 NUM_THREADS = 4
 """Packs on their way at once."""
 MAX_AHEAD = 32
-"""Packs that are fetched in advance and not here yet: of pack order a window and one more. What comes beyond them is
-fetched when it is read."""
+"""The most packs that may be on their way ahead of their use: a window of pack order and one more. Any others are
+fetched when they are read."""
 NOTE_S = 60.0
 """How often a process notes that it still uses a pack."""
 _LEFT_S = 3600.0  # what a dead process left half written is removed after this

@@ -100,7 +100,7 @@ class TransferReport:
 
 
 class End:
-    """One end of a transfer: the packs and manifests of a cache, here of one behind a transport."""
+    """One end of a transfer: the packs and manifests of a cache, which this class reaches through a transport."""
 
     def __init__(self, transport: Transport, manifests: Manifests):
         self.name, self.manifests, self._transport = transport.url, manifests, transport
@@ -220,6 +220,7 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
+        self._lost: dict[str, set[str]] = {}  # by pack that was refused: its damaged entries
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
         """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
@@ -242,6 +243,9 @@ class Move:
                 self._move_manifest(manifest, packs)
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
+        for pack, lost in self._lost.items():
+            if self.target.find(lost) == lost:  # another pack had them
+                self.report.refused.pop(pack, None)
         return self.report
 
     # Packs
@@ -295,7 +299,7 @@ class Move:
             return whole.data.size, None
         reason = None
         if lost := missing & problems.keys():
-            key = min(lost)
+            self._lost[pack], key = lost, min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
             reason = (
                 f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "

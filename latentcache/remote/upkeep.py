@@ -2,7 +2,8 @@
 
 `prune` and `compact` write new packs first. Then an empty file in `removals/` names each pack that these stand for, or
 of which no manifest needs anything. Writers take such a pack as absent from then on. A later run deletes it, when it
-was listed for longer than the grace time and no manifest needs what only it has. So a reader that looked at the packs
+was listed for longer than the grace time and has nothing that others lack; `prune` also if no manifest needs what only
+it has. So a reader that looked at the packs
 before reads them to the end; a push or a precache that counted on one before it was listed ends within the grace time,
 or has a note, which keeps `prune` away; and one that looks later sends its entries again. A run that dies leaves
 entries in two packs, of which the next one lists the older packs.
@@ -44,6 +45,8 @@ from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
 DAMAGED = b"damaged"
 """What is written to the note of a pack in which entries are damaged: others are empty."""
+MAX_AHEAD_S = 900.0
+"""How far this machine's clock may be from the store's."""
 
 logger = logging.getLogger("latentcache")
 
@@ -149,7 +152,7 @@ class TidyReport:
     grace_h: float
     dry_run: bool
     num_packs: int = 0
-    """There were, without those that were listed for removal before."""
+    """Packs that were there, without those that had been listed for removal before."""
     num_removed: int = 0
     """Packs that were listed for removal before, and whose grace time has passed."""
     removed_bytes: int = 0
@@ -192,12 +195,14 @@ class Tidying:
         self._manifests = RemoteManifests(transport, read_only=dry_run)
         self._prune, self._unfinished = prune, unfinished
         self._sizes: Mapping[str, int] = {}
-        # By this machine's clock: a store refuses one that is far from its own.
+        # By this machine's clock: see `_check_clock`.
         self._oldest = datetime.now(UTC) - timedelta(hours=grace_h)
         self.report = TidyReport(transport.url, grace_h, dry_run)
 
     def run(self) -> TidyReport:
         """Remove what may go, write new packs, and list the old ones. StoreError if it is unclear what is needed."""
+        if not self.report.dry_run:
+            self._check_clock()
         listed, written_at = removals_in(self._transport), packs_in(self._transport)
         index = FarIndex(self._transport, rows_folder(self._transport.url))
         index.refresh()
@@ -230,6 +235,18 @@ class Tidying:
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report
+
+    def _check_clock(self) -> None:
+        """StoreError if this machine's clock is far from the store's: packs would go too early, or never."""
+        name = f"{PROBES}/{new_pack_id()}"
+        self._transport.write(name, b"", version=ANY_VERSION)
+        now, probe = datetime.now(UTC).timestamp(), self._transport.list(PROBES).get(name)
+        self._transport.remove([name])
+        if probe is not None and abs(ahead_s := now - probe.modified) > MAX_AHEAD_S:  # None: another run removed it
+            problem = (
+                f"this machine's clock is {ahead_s:+,.0f} s off that of the store, and grace times compare the two"
+            )
+            raise StoreError(f"{self._transport.url}: {problem}. Set the clock, then run the same again")
 
     def _list(self, gone: tuple[str, bytes]) -> None:
         self._transport.write(f"{REMOVALS}/{gone[0]}", gone[1], version=ANY_VERSION)

@@ -168,6 +168,21 @@ def test_a_pack_that_was_compacted_away_is_looked_for_elsewhere(objects: MemoryS
         assert not {path.stem for path in (tmp_path / "local").glob("packs/*/*")} & old.keys(), "they are of no use"
 
 
+def test_packs_that_another_command_saw_go_leave_this_disk(objects: MemoryStore, tmp_path: Path) -> None:
+    """It shares what is remembered of packs in the user's folder."""
+    bucket = BucketTransport(objects, "memory://counted")
+    with RemoteStore(bucket) as store:
+        assert_right(store, KEYS)
+    old = packs_in(bucket)
+    Tidying(bucket, prune=False, grace_h=24).run()
+    bucket.remove(map(pack_name, old))
+    Tidying(bucket, prune=False, grace_h=24).run()
+    with RemoteStore(bucket) as store:
+        assert_right(store, KEYS)
+    kept = (tmp_path / "xdg" / "latentcache").glob("*/packs/*/*.safetensors")
+    assert {path.stem for path in kept} == packs_in(bucket).keys()
+
+
 def test_a_damaged_entry_is_an_error_and_others_of_its_pack_are_read(objects: MemoryStore, tmp_path: Path) -> None:
     bucket = CountingBucket(objects)
     pack = damage(bucket, IMAGES[3])

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transfers.test_transfers import check, fill, key_of_image, packs_of
 
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
+from latentcache.remote import upkeep
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import End, Move, transfer
@@ -85,6 +87,26 @@ def test_what_no_manifest_needs_goes(tmp_path: Path, s3_url: str, run: Run, run_
     for grace in ("-1", "inf", "nan", "1e9"):
         code, _, err = run("compact", s3_url, "--grace", grace)
         assert code == 2 and "--grace" in err
+
+
+@pytest.mark.parametrize("hours", [48, -1])
+def test_with_a_clock_that_is_wrong_nothing_is_done(
+    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    class WrongClock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    transfer(fill(tmp_path / "here", range(16), per_pack=4), s3_url)
+    before = BucketTransport.open(s3_url).list("")
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeep, "datetime", WrongClock)
+        for prune in (True, False):
+            with pytest.raises(StoreError, match=r"this machine's clock is .* Set the clock"):
+                tidy(s3_url, prune=prune)
+    assert BucketTransport.open(s3_url).list("") == before
+    assert tidy(s3_url).num_listed == 4
 
 
 def test_what_is_not_finished_is_kept(tmp_path: Path, s3_url: str) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.pack_damage import damage
 from helpers.relay import Relay, relaying
+from helpers.remote_samples import entries_of
 from helpers.serving import RunningServer, serving
 from transfers.test_transfers import check, fill, manifest_of, packs_of
 
@@ -122,6 +124,18 @@ def test_a_pack_that_always_comes_damaged_is_refused_by_name(tmp_path: Path, far
     slow.change = None
     assert transfer(slow.url, tmp_path / "back").ok
     check(tmp_path / "back", range(32))
+
+
+def test_what_is_damaged_in_one_pack_and_whole_in_another_is_no_fault(tmp_path: Path, far: Path, url: str) -> None:
+    fill(far, range(16))
+    [image, _] = entries_of(3)
+    damage(far, image.tensors["moments"].numpy().tobytes())
+    assert verify(far).damaged
+    with DiskStore(far) as store:
+        store.add([image])
+    report = transfer(url, tmp_path / "back")
+    assert report.ok and report.manifests == ["photos"], report.refused
+    check(tmp_path / "back", range(16))
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
