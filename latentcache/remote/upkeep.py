@@ -3,10 +3,9 @@
 `prune` and `compact` write new packs first. Then an empty file in `removals/` names each pack that these stand for, or
 of which no manifest needs anything. Writers take such a pack as absent from then on. A later run deletes it, when it
 was listed for longer than the grace time and has nothing that others lack; `prune` also if no manifest needs what only
-it has. So a reader that looked at the packs
-before reads them to the end; a push or a precache that counted on one before it was listed ends within the grace time,
-or has a note, which keeps `prune` away; and one that looks later sends its entries again. A run that dies leaves
-entries in two packs, of which the next one lists the older packs.
+it has. So a reader that looked at the packs before reads them to the end; a push or a precache that counted on one
+before it was listed ends within the grace time, or has a note, which keeps `prune` away; and one that looks later sends
+its entries again. A run that dies leaves entries in two packs, of which the next one lists the older packs.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.table import LocationTable
 from latentcache.store.upkeep import VerifyReport, choose, full_packs
 
-DAMAGED = b"damaged"
-"""What is written to the note of a pack in which entries are damaged: others are empty."""
-MAX_AHEAD_S = 900.0
-"""How far this machine's clock may be from the store's."""
+_DAMAGED = b"damaged"  # the note of a pack in which entries are damaged: others are empty
+_MAX_OFF_S = 900.0  # how far this machine's clock may be from the store's
 
 logger = logging.getLogger("latentcache")
 
@@ -67,8 +64,7 @@ def verify(
     that it finds damaged too. In a bucket that may be written what is whole of a damaged pack is sent as a new one, and
     the old one is listed for removal: so its damaged entries are misses for all writers. Then precache makes them
     again, or a push brings them. Packs that are listed are not read: what such a damaged pack alone has is known as
-    damaged. `subset` and `progress` are those of
-    `store.upkeep.verify`.
+    damaged. `subset` and `progress` are those of `store.upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
@@ -135,7 +131,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
             if whole := keys - problems.keys():
                 row, copy = found.part(whole)
                 transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
-            transport.write(f"{REMOVALS}/{pack}", DAMAGED, version=ANY_VERSION)
+            transport.write(f"{REMOVALS}/{pack}", _DAMAGED, version=ANY_VERSION)
         except RemoteError as error:
             logger.warning("the damaged entries of pack %s could not be made misses for others: %s", pack, error)
     return keys, problems, found.data.size
@@ -242,10 +238,8 @@ class Tidying:
         self._transport.write(name, b"", version=ANY_VERSION)
         now, probe = datetime.now(UTC).timestamp(), self._transport.list(PROBES).get(name)
         self._transport.remove([name])
-        if probe is not None and abs(ahead_s := now - probe.modified) > MAX_AHEAD_S:  # None: another run removed it
-            problem = (
-                f"this machine's clock is {ahead_s:+,.0f} s off that of the store, and grace times compare the two"
-            )
+        if probe is not None and abs(off_s := now - probe.modified) > _MAX_OFF_S:  # None: another run removed it
+            problem = f"this machine's clock is {off_s:+,.0f} s off the store's, and the grace time compares the two"
             raise StoreError(f"{self._transport.url}: {problem}. Set the clock, then run the same again")
 
     def _list(self, gone: tuple[str, bytes]) -> None:
@@ -341,4 +335,4 @@ class Tidying:
                 else:
                     yield copy
             self.report.damaged |= lost
-            done[pack] = DAMAGED if lost else b""
+            done[pack] = _DAMAGED if lost else b""
