@@ -112,7 +112,7 @@ class LatentCache(Closing):
         self.known.forget()
 
     def restricted(self, manifest: str) -> LatentCache:
-        """The same cache, restricted to the samples of this manifest. It shares the store; do not close it."""
+        """Restrict the cache to the samples of this manifest. The result shares the store; do not close it."""
         self.manifest(manifest)
         view = copy(self)
         view.only = manifest

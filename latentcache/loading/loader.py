@@ -193,7 +193,7 @@ class LatentLoader(Closing):
         return self._begin(endless=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """As `BucketBatchSampler.set_epoch`."""
+        """Set the epoch: see `BucketBatchSampler.set_epoch`."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class LatentLoader(Closing):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `BucketBatchSampler.load_state_dict`; for iterations that begin afterwards."""
+        """Resume from a state (see `BucketBatchSampler.load_state_dict`), in iterations that begin afterwards."""
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class ImageStage:
     def _all_groups(
         self, batches: Sequence[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
     ) -> Generator[Iterator[ImageItem], None, None]:
-        """Those of `_groups`: of all images, then of all clips, each alone."""
+        """All groups (`_groups`): of all images, then of all clips, each alone."""
         images = [batch for batch in batches if not _is_clip(batch[0])]
         clips = [[task] for batch in batches if _is_clip(batch[0]) for task in batch]
         yield from self._groups(images, executor, num_ahead)

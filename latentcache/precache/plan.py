@@ -188,7 +188,7 @@ class PlanBuilder:
         self._masks: Batches[MaskTask] = Batches(shard)
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        """Those of the keys that are in the store."""
+        """Choose the keys that are in the store."""
         return self._store.find(set(keys) - self._seen)
 
     def add_image(

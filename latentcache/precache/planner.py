@@ -44,7 +44,7 @@ CHUNK = 1024
 MAX_NAMED = 5
 """Samples that a note of the report names."""
 VIDEOS_AT_ONCE = 4
-"""That are read whole: one may have a GiB, and there are threads for each core."""
+"""Files that are read whole: one may have a GiB, and there are threads for each core."""
 
 logger = logging.getLogger("latentcache")
 
@@ -53,14 +53,14 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """Of an image or a clip, as a list in the memo: the digest of its bytes, its upright size, and a clip's frames."""
+    """What the memo lists of an image or a clip: the digest of its bytes, its upright size, and a clip's frames."""
 
     source: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     height: _Positive
     width: _Positive
     num_frames: _Positive | None = None
     signature: str = ""
-    """Of the file when it was read. They are in the memo by its path, so that a new reading replaces the last one."""
+    """The file's own figures when it was read. The memo has them by its path, so that a new reading replaces the last."""
 
     @property
     def size(self) -> Size:

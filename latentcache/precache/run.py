@@ -249,7 +249,7 @@ class _Run:
         others = list[Sequence[Any]]()
 
         def claim(batch: Sequence[Any]) -> Sequence[Any]:
-            """Those tasks that no other process does, or has done. Those that one does are put into `others`."""
+            """Choose the tasks that no other process does, or has done. What one does is put into `others`."""
             mine, theirs = writer.claim(task.key for task in batch)
             if theirs:
                 others.append([task for task in batch if task.key in theirs])

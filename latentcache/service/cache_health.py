@@ -104,7 +104,7 @@ def health(store: DiskStore, views: ManifestViews) -> CacheHealth:
 
 
 def _present(store: DiskStore, keys: Sequence[str], used: dict[str, np.ndarray]) -> set[str]:
-    """Those of the keys that are there. Their rows are set in `used`: by pack, bool [num_entries]."""
+    """Choose the keys that are there. Their rows are set in `used`: by pack, bool [num_entries]."""
     packs, places = store.places(keys)
     is_there = places[:, 0] >= 0
     sizes = store.catalog.table.packs

@@ -123,7 +123,7 @@ class ManifestViews:
             return view
 
     def page(self, name: str, offset: int, limit: int, search: str) -> tuple[int, list[Row]]:
-        """As `ManifestView.page`."""
+        """See `ManifestView.page`."""
         return self.view(name).page(offset, limit, search)
 
 

@@ -211,7 +211,7 @@ class Catalog:
         return self.relocate(keys) if None in found else found
 
     def relocate(self, keys: Sequence[str]) -> list[Location | None]:
-        """As `look_up`, as the index says now: a compaction may have moved the entries."""
+        """Look keys up as the index says now: a compaction may have moved the entries."""
         with self.current() as table:
             return table.look_up(keys)
 

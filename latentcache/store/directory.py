@@ -102,7 +102,7 @@ class CacheDirectory:
         return self.path / pack_name(pack)
 
     def new_pack_path(self, pack: str) -> Path:
-        """As `pack_path`, and its folder is there."""
+        """Where a pack lies, in a folder that is made if need be."""
         path = self.pack_path(pack)
         with typed_errors(path, 0):
             path.parent.mkdir(exist_ok=True)

@@ -139,7 +139,7 @@ class Transaction:
         """The rows that were added or replaced, and None for those that were removed."""
 
     def reading(self, since: Position | None = None) -> Reading:
-        """As `Index.reading`, with the changes of this transaction."""
+        """Read rows with the changes of this transaction: see `Index.reading`."""
         return self._index.read_with(self._cache.execute, since)
 
     def get(self, name: str) -> bytes | None:
@@ -222,7 +222,7 @@ class Index:
             yield self.read_with(execute, since)
 
     def read_with(self, execute: Execute, since: Position | None) -> Reading:
-        """As `reading`, by a connection that has begun to read: `execute(statement, *values)` uses it."""
+        """Read rows by a connection that has begun to read, which `execute` uses: see `reading`."""
         generation = dict(self._rows(execute, "WHERE key = ?", GENERATION)).get(GENERATION)
         if since is None or since.generation != generation:
             since = Position(None, _BEFORE_ALL)

@@ -427,7 +427,7 @@ def read_row(path: Path) -> PackRow:
 
 
 def read_records(path: Path) -> PackRecords:
-    """As `read_row`, with the records of the entries. They are compared with their digest, not parsed."""
+    """Read a pack's row and the records of its entries, which are compared with their digest, not parsed."""
     fd = open_to_read(path)
     try:
         return records_in(path.stem, PackBytes.in_file(path, fd))
@@ -436,7 +436,7 @@ def read_records(path: Path) -> PackRecords:
 
 
 def records_in(pack: str, source: PackBytes) -> PackRecords:
-    """As `read_records`, of the pack with this id, wherever its bytes are."""
+    """Read the row and the records of the pack with this id, wherever its bytes are: see `read_records`."""
     row, starts, metadata = row_in(pack, source)
     offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
     sizes = np.diff(offsets)

@@ -39,7 +39,7 @@ def _words(keys: np.ndarray) -> np.ndarray:
 
 
 _Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Of the rows of some packs: keys as words [n, 4], digests [n, 16], and which are live [n]."""
+"""The columns of some packs' rows: keys as words [n, 4], digests [n, 16], and which are live [n]."""
 
 
 def _joined(columns: Iterable[_Columns]) -> _Columns:
@@ -99,7 +99,7 @@ class _Part:
         return positions
 
     def _position(self, key: np.ndarray) -> int:
-        """As `positions`, also where many keys have the same first word."""
+        """Find one key where many keys have the same first word."""
         first, end = (int(self.first_words.searchsorted(key[0], side)) for side in ("left", "right"))
         for position in self.order[first:end].tolist():
             if self.live[position] and (self.keys[position] == key).all():
@@ -180,7 +180,7 @@ class LocationTable:
         return found
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """As `Store.places`."""
+        """Say where entries lie: see `Store.places`."""
         parts = self._parts
         before = list(accumulate([len(part.packs) for part in parts], initial=0))
         found = np.full((len(keys), 2), -1, np.int64)

@@ -89,7 +89,7 @@ class PruneReport(StoreReport):
     num_packs: int
     file_bytes: int
     file_bytes_left: int
-    """Of all packs, afterwards."""
+    """Bytes of all packs' files, afterwards."""
     dry_run: bool
 
 

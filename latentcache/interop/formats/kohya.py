@@ -182,7 +182,7 @@ class KohyaCache:
 
 
 def _architectures(root: str) -> set[str]:
-    """Those that the names of files in and below `root` say."""
+    """Find what the names of files in and below `root` say."""
     folders = (found for found in walk(root) if not isinstance(found, Refusal))
     matches = (_LATENT_NAME.fullmatch(name) for _, names in folders for name in names)
     return {match["arch"] for match in matches if match is not None}
