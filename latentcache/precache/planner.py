@@ -60,7 +60,7 @@ class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     width: _Positive
     num_frames: _Positive | None = None
     signature: str = ""
-    """The file's own figures when it was read. The memo has them by its path, so that a new reading replaces the last."""
+    """What the file's status was when it was read. The memo has it by path, so that a new reading replaces the last."""
 
     @property
     def size(self) -> Size:
