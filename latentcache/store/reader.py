@@ -179,7 +179,7 @@ class PackReader(Store):
             return None, str(error)
         except OSError as error:
             raise unreadable(path, error) from error
-        return mapping, ""
+        return (mapping, "") if mapping.data.size >= end else (None, f"its pack was cut short: {path}")
 
     def _advise(self, locations: Iterable[Location]) -> None:
         """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
