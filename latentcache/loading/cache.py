@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
+from latentcache.cache_config import HUB, CacheConfig, RemoteOptions, location_of
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
@@ -73,6 +73,10 @@ class LatentCache(Closing):
         if isinstance(path, CacheConfig):
             options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
         location = None if path is None else location_of(path)
+        if isinstance(location, str) and location.startswith(HUB):
+            from latentcache.remote.locations import snapshot  # needs packages that a directory does not
+
+            location, read_only = snapshot(location, options.get("local")), True
         self._reading: ReadersLock | None = None
         self._remote: RemoteStore | None = None
         if isinstance(location, str):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.cache_config import RETRY_S, CacheConfig, location_of
+from latentcache.cache_config import HUB, RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
@@ -138,10 +138,14 @@ def verify(
     A cache that cannot be written is checked all the same; only the marks are missing then.
     """
     location = location_of(path)
+    is_hub = isinstance(location, str) and location.startswith(HUB)
+    if isinstance(location, str):
+        from latentcache.remote.locations import open_transport, snapshot  # need packages that a directory does not
+
+        location = snapshot(location) if is_hub else location
     if isinstance(location, Path):
-        with DiskStore(location, read_only=not os.access(location, os.W_OK), create=False) as disk:
+        with DiskStore(location, read_only=is_hub or not os.access(location, os.W_OK), create=False) as disk:
             return upkeep.verify(disk, subset=subset, progress=progress)
-    from latentcache.remote.locations import open_transport  # what is elsewhere needs packages of its own
     from latentcache.remote.upkeep import verify as verify_far
 
     retry_s = path.retry_s if isinstance(path, CacheConfig) else RETRY_S

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from latentcache.cache_config import CacheConfig
+from latentcache.cache_config import HUB, CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, keys_in_use
 from latentcache.errors import DatasetError, IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.identity import digest
@@ -93,7 +93,13 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
     path = config.path
     if isinstance(path, str) and config.store == "disk":
-        return _of_url(path, config, read_only=read_only)
+        if not path.startswith(HUB):
+            return _of_url(path, config, read_only=read_only)
+        if not read_only:
+            raise ReadOnlyError(path, "nothing is written to the hub: precache a directory, and `hf upload` sends it")
+        from latentcache.remote.locations import snapshot  # needs packages that a directory does not
+
+        path = snapshot(path, config.local)
     path = Path(path)
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if config.store == "cpu" or (read_only and is_empty):

@@ -27,32 +27,28 @@ def kind_of(location: Path | str) -> Kind:
     return "service" if location.partition("://")[0] in SERVICE_SCHEMES else "bucket"
 
 
-def open_transport(
-    url: str, *, token: str | None = None, local: str | Path | None = None, retry_s: float = RETRY_S
-) -> Transport:
-    """The files of the cache at `url`. A dataset of the hub is fetched as a whole, into `local`. RemoteError."""
+def open_transport(url: str, *, token: str | None = None, retry_s: float = RETRY_S) -> Transport:
+    """The files of the cache of a bucket or a service. RemoteError."""
     # Only what is used is imported: each needs a package of its own.
-    match kind_of(url):
-        case "hub":
-            from latentcache.remote.tier import default_folder
-            from latentcache.remote.transport import FolderTransport
+    if kind_of(url) == "service":
+        from latentcache.remote.service import ServiceTransport
 
-            folder = default_folder(url) if local is None else Path(local).expanduser()
-            return FolderTransport(_snapshot(url, folder / "hub"))
-        case "service":
-            from latentcache.remote.service import ServiceTransport
+        return ServiceTransport(url, token=token, retry_s=retry_s)
+    from latentcache.remote.bucket import BucketTransport
 
-            return ServiceTransport(url, token=token, retry_s=retry_s)
-        case _:
-            from latentcache.remote.bucket import BucketTransport
-
-            return BucketTransport.open(url, retry_s=retry_s)
+    return BucketTransport.open(url, retry_s=retry_s)
 
 
-def _snapshot(url: str, folder: Path) -> Path:
-    """The files of a dataset of the hub, as they are there now: huggingface_hub fetches those that are not here."""
+def snapshot(url: str, local: str | Path | None = None) -> Path:
+    """The directory of a cache on the hub, for reading: huggingface_hub fetches what is not here, below `local`.
+
+    RemoteError: it cannot be had.
+    """
     from huggingface_hub import snapshot_download
 
+    from latentcache.remote.tier import default_folder
+
+    folder = (default_folder(url) if local is None else Path(local).expanduser()) / "hub"
     repository, _, revision = url.removeprefix(HUB).partition("@")
     wanted = ["CACHE.json", "packs/**", "manifests/*"]
     try:
@@ -75,8 +71,8 @@ def open_remote(
     from latentcache.remote.manifests import RemoteManifests
     from latentcache.remote.store import RemoteStore
 
-    local, retry_s = options.get("local"), options.get("retry_s", RETRY_S)
-    transport = open_transport(url, token=options.get("token"), local=local, retry_s=retry_s)
+    local = options.get("local")
+    transport = open_transport(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
     if not (create and read_only):  # what is to be made, and may not, is empty
         transport.check(create=create)
     store = RemoteStore(transport, read_only=read_only, local=local, local_max_bytes=options.get("local_max_bytes"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from latentcache.errors import StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.remote.transport import Transport, read_pack
-from latentcache.store.directory import MARK, pack_name
+from latentcache.store.directory import MARK
 from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
 
@@ -71,7 +71,6 @@ class Tier:
             self._locks.mkdir(exist_ok=True)
         except OSError as error:
             raise _not_kept(folder, error) from error
-        self._is_near = transport.local_path(MARK) is not None
         self._fetched = set[str]()
         self._has_warned = False
         self._begin()
@@ -86,8 +85,7 @@ class Tier:
 
     def path(self, pack: str) -> Path:
         """Where a pack lies if it is here."""
-        own = self._transport.local_path(pack_name(pack))
-        return self._packs / pack[:2] / f"{pack}{PACK_SUFFIX}" if own is None else own
+        return self._packs / pack[:2] / f"{pack}{PACK_SUFFIX}"
 
     def has(self, pack: str) -> bool:
         """Whether a pack is here."""
@@ -112,8 +110,6 @@ class Tier:
         """Note that packs are used. Returns those that are not here."""
         if self._pid != os.getpid():
             self._begin()  # a fork has none of the threads
-        if self._is_near:
-            return []
         missing, now = list[str](), time.monotonic()
         for pack in packs:
             if now - self._used.get(pack, -math.inf) < NOTE_S:
@@ -138,9 +134,8 @@ class Tier:
             return found
 
     def fetch_again(self, pack: str) -> None:
-        """Put a pack that came damaged, or is damaged here, in its own place again. What is not ours stays as it is."""
-        if not self._is_near:
-            self._fetch(pack, again=True)
+        """Put a pack that came damaged, or is damaged here, in its own place again."""
+        self._fetch(pack, again=True)
 
     def _fetch(self, pack: str, *, again: bool = False) -> None:
         path = self.path(pack)
@@ -211,7 +206,7 @@ class Tier:
 
     def remove(self, packs: Collection[str]) -> None:
         """Remove packs that are gone there."""
-        for pack in packs if not self._is_near else ():
+        for pack in packs:
             with suppress(OSError):
                 self.path(pack).unlink(missing_ok=True)
         self.forget(packs)

@@ -30,12 +30,11 @@ from latentcache.errors import (
     StoreError,
 )
 from latentcache.remote.index import FarIndex
-from latentcache.remote.locations import kind_of, open_transport
+from latentcache.remote.locations import kind_of, open_transport, snapshot
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import (
     ANY_VERSION,
-    FolderTransport,
     Transport,
     packs_in,
     read_checked,
@@ -116,11 +115,14 @@ class End:
         if isinstance(found, Path):
             is_new = not found.exists() or (found.is_dir() and not any(found.iterdir()))
             if is_target and dry_run and is_new:  # nothing is made: what is not there holds nothing
-                return End(FolderTransport(found), ManifestMemory())
+                return _Nothing(found)
             store = DiskStore(found, read_only=dry_run or not is_target, create=is_target)
             return _Directory(store, ManifestFolder(found / "manifests", source=source))
-        if is_target and kind_of(found) == "hub":
-            raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
+        if kind_of(found) == "hub":
+            if is_target:
+                raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
+            path = snapshot(found)
+            return _Directory(DiskStore(path, read_only=True, create=False), ManifestFolder(path / "manifests"))
         transport = open_transport(found, retry_s=RETRY_S)
         is_written = is_target and not dry_run
         if is_written:
@@ -208,6 +210,25 @@ class _Directory(End):
     @override
     def close(self) -> None:
         self._store.close()
+
+
+class _Nothing(End):
+    """The place of a cache that a dry run does not make."""
+
+    def __init__(self, path: Path):
+        self.name, self.manifests = str(path), ManifestMemory()
+
+    @override
+    def packs(self) -> tuple[dict[str, int], Set[str]]:
+        return {}, set()
+
+    @override
+    def find(self, keys: Collection[str]) -> set[str]:
+        return set()
+
+    @override
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class Move:

@@ -9,10 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
-
-from typing_extensions import override
 
 from latentcache.errors import PackError, ReadOnlyError, StoreError
 from latentcache.store.base import Closing
@@ -98,10 +95,6 @@ class Transport(Closing, Protocol):
         """Find which keys have entries, by an index that the cache has itself. None: it has none."""
         return None
 
-    def local_path(self, name: str) -> Path | None:
-        """Where a file lies on this disk, if it does."""
-        return None
-
     def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
         """The keys of prompts, pairs of a text and whether it is negative; None where they encode nothing there."""
         return None
@@ -147,32 +140,3 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     with ThreadPoolExecutor(NUM_THREADS, "latentcache-remote") as executor:
         for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS):
             yield future.result()
-
-
-class FolderTransport(Transport):
-    """A folder with the files of a cache, for reading. They may be links, as those of a snapshot of the hub are."""
-
-    def __init__(self, path: Path):
-        self.path, self.url = path, str(path)
-
-    @override
-    def list(self, folder: str) -> dict[str, Listed]:
-        files = ((path.relative_to(self.path).as_posix(), path) for path in (self.path / folder).rglob("*"))
-        return {name: Listed(path.stat().st_size, path.stat().st_mtime) for name, path in files if path.is_file()}
-
-    @override
-    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-        with (self.path / name).open("rb") as file:
-            file.seek(start)
-            return memoryview(file.read(-1 if num_bytes is None else num_bytes)), ""
-
-    @override
-    def is_writable(self) -> bool:
-        return False
-
-    @override
-    def local_path(self, name: str) -> Path | None:
-        return (self.path / name).resolve()
-
-    def close(self) -> None:
-        """Nothing is open between calls."""

@@ -21,7 +21,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, LatentCache
 from latentcache.remote import index
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import Tier
-from latentcache.remote.transport import FolderTransport
+from latentcache.remote.transport import Listed, Transport
 from latentcache.store import DiskStore
 from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact
@@ -359,8 +359,23 @@ def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path, monkeypatch:
     assert wrong == [] and len(packs_in(tmp_path / "local")) <= 4
 
 
-class DirectoryOfFiles(FolderTransport):
+class DirectoryOfFiles(Transport):
     """A directory that is read as if it were far away."""
 
-    def local_path(self, name: str) -> Path | None:
-        return None
+    def __init__(self, path: Path):
+        self.path, self.url = path, str(path)
+
+    def list(self, folder: str) -> dict[str, Listed]:
+        files = ((path.relative_to(self.path).as_posix(), path) for path in (self.path / folder).rglob("*"))
+        return {name: Listed(path.stat().st_size, path.stat().st_mtime) for name, path in files if path.is_file()}
+
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
+        with (self.path / name).open("rb") as file:
+            file.seek(start)
+            return memoryview(file.read(-1 if num_bytes is None else num_bytes)), ""
+
+    def is_writable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
