@@ -46,8 +46,8 @@ def owner_of(source: str = "") -> str:
 
 
 def note_file(name: str, owner: str) -> str:
-    """The file that notes that a run of this owner works on a manifest."""
-    return f"{name}+{owner}{UNFINISHED}"
+    """The file that notes that a run of this owner, or of none that is known, works on a manifest."""
+    return f"{name}+{owner}{UNFINISHED}" if owner else f"{name}{UNFINISHED}"
 
 
 def noted_in(file: str) -> str | None:
