@@ -229,7 +229,7 @@ def boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _gif_frames(data: bytes) -> Iterator[tuple[Size, bool, float]]:
-    """Of each frame the canvas that it needs, whether it is whole, and how many ms it is shown. Nothing for no GIF."""
+    """For each frame, the canvas that it needs, whether it is whole, and its ms on the screen. Nothing for no GIF."""
     if len(data) < 13:
         return
     height, width = struct.unpack_from("<6x2H", data)[::-1]

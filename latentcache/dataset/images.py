@@ -173,7 +173,7 @@ def _refusals(path: str, name: str, size: Size) -> Iterator[None]:
 
 
 def _check_crcs(data: bytes, name: str) -> None:
-    """Of a PNG: loading checks no CRC of pixel data, so that a flipped bit could give another picture."""
+    """Check a PNG: loading checks no CRC of pixel data, so that a flipped bit could give another picture."""
     if name == "PNG":
         PngImagePlugin.PngImageFile(BytesIO(data)).verify()
 

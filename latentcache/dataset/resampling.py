@@ -77,7 +77,7 @@ def _opencv_linear(pixels: Array, size: Size) -> Array:
 
 
 def _neighbours(present: int, length: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Of each new pixel on an axis: the pixels before and behind it, and their weights in 2048ths."""
+    """For each new pixel on an axis: the pixels before and behind it, and their weights in 2048ths."""
     where = ((np.arange(length) + 0.5) * (1 / (length / present)) - 0.5).astype(np.float32)
     index = np.floor(where).astype(np.intp)
     share = where - index.astype(np.float32)

@@ -42,7 +42,7 @@ class ShardSample(Protocol):
 
     @property
     def name(self) -> str:
-        """The same, below the folder."""
+        """The path below the folder."""
 
     def value(self, field: str) -> Any:
         """A text, a number or a JSON document."""

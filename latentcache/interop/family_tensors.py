@@ -50,7 +50,7 @@ def latent_mask(pixels: torch.Tensor, latents: torch.Tensor, downscale: int, pat
 
 
 def caption_rows(family: Family, embeds: torch.Tensor, mask: object, path: str | Path) -> torch.Tensor:
-    """Of a caption's embeddings [1, L, ...] the rows that are stored: all, or for most families those of its own text.
+    """The rows of a caption's embeddings [1, L, ...] that are stored: all, or for most families those of its own text.
 
     `mask` has a number for each row. Without one (None) padding is zeros. Raises ForeignFileRefused, also for zeros in
     place of padding that the family's denoiser attends to: that is another recipe than diffusers'.

@@ -1,4 +1,4 @@
-"""Of which model family a foreign cache is, and how that family's published VAE scales latents.
+"""Which model family a foreign cache is of, and how that family's published VAE scales latents.
 
 Trainers write the constants of the published VAEs into their code, and scale latents by them before they store them.
 """

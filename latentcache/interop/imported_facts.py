@@ -33,7 +33,7 @@ def common_of(foreign: ForeignCache, rows: Mapping[str, Row]) -> dict[str, Any]:
 
 
 def scaling_of(foreign: ForeignCache) -> Scaling:
-    """That of the VAE: as it is declared, else that of the family's published one."""
+    """The scaling of the VAE: as it is declared, else that of the family's published one."""
     return published_scaling(foreign.family) if foreign.declaration is None else foreign.declaration.scaling
 
 
