@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from latentcache.cache_config import HUB, CacheConfig, RemoteOptions, location_of
+from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
@@ -22,6 +22,7 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest
 from latentcache.loading.batch import copy_into, is_cpu, moved, to_device
 from latentcache.loading.sample import PRECACHE, SampleFacts, SampleReader, SampleRef, keep, prompt_identity
+from latentcache.remote.locations import kind_of, open_remote, snapshot
 from latentcache.store.base import Closing, Store
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
@@ -73,15 +74,11 @@ class LatentCache(Closing):
         if isinstance(path, CacheConfig):
             options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
         location = None if path is None else location_of(path)
-        if isinstance(location, str) and location.startswith(HUB):
-            from latentcache.remote.locations import snapshot  # needs packages that a directory does not
-
-            location, read_only = snapshot(location, options.get("local")), True
+        if location is not None and kind_of(location) == "hub":
+            location, read_only = snapshot(str(location), options.get("local")), True
         self._reading: ReadersLock | None = None
         self._remote: RemoteStore | None = None
         if isinstance(location, str):
-            from latentcache.remote.locations import open_remote  # needs packages that a directory does not
-
             self._remote, manifests = open_remote(location, read_only=read_only, **options)
             store = self._remote
         elif location is not None:

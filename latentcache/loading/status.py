@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.cache_config import HUB, RETRY_S, CacheConfig, location_of
+from latentcache.cache_config import RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
+from latentcache.remote.locations import kind_of, open_transport, snapshot
 from latentcache.store import upkeep
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
@@ -138,11 +139,8 @@ def verify(
     A cache that cannot be written is checked all the same; only the marks are missing then.
     """
     location = location_of(path)
-    is_hub = isinstance(location, str) and location.startswith(HUB)
-    if isinstance(location, str):
-        from latentcache.remote.locations import open_transport, snapshot  # need packages that a directory does not
-
-        location = snapshot(location) if is_hub else location
+    is_hub = kind_of(location) == "hub"
+    location = snapshot(str(location)) if is_hub else location
     if isinstance(location, Path):
         with DiskStore(location, read_only=is_hub or not os.access(location, os.W_OK), create=False) as disk:
             return upkeep.verify(disk, subset=subset, progress=progress)

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from latentcache.cache_config import HUB, CacheConfig
+from latentcache.cache_config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, keys_in_use
 from latentcache.errors import DatasetError, IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.identity import digest
+from latentcache.remote.locations import kind_of, open_remote, snapshot
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
 from latentcache.store.index import Index
@@ -93,12 +94,10 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
     path = config.path
     if isinstance(path, str) and config.store == "disk":
-        if not path.startswith(HUB):
+        if kind_of(path) != "hub":
             return _of_url(path, config, read_only=read_only)
         if not read_only:
             raise ReadOnlyError(path, "nothing is written to the hub: precache a directory, and `hf upload` sends it")
-        from latentcache.remote.locations import snapshot  # needs packages that a directory does not
-
         path = snapshot(path, config.local)
     path = Path(path)
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
@@ -109,7 +108,6 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
 
 
 def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
-    from latentcache.remote.locations import open_remote  # needs packages that a directory does not
     from latentcache.remote.tier import default_folder
 
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from latentcache.cache_config import RETRY_S
 from latentcache.errors import RemoteError
-from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport, in_threads
+from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport, in_threads
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode, UpdateVersion
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PROBES = "probes"
 """A folder of objects that are tried out and removed again."""
-FORBIDDEN = 403
 PART_BYTES = 80 << 20
 """A larger object is sent in parts of this size, one after the other. Others go in one request: parts of 16 MiB took
 half as long again, with a local S3 server."""

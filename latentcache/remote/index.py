@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from latentcache.errors import PackError, RemoteError
-from latentcache.remote.transport import Transport, in_threads, packs_in, removals_in
+from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
 from latentcache.store.entry import is_pack_id
 from latentcache.store.layout import KEY_BYTES, Location, PackRow
@@ -26,7 +26,6 @@ LISTED_S = 60.0
 """How long a list of packs is trusted for the keys that it has; a writer trusts it as long for those that it lacks."""
 UNREADABLE_S = 60.0
 """Packs whose headers could not be read are asked for again after this: they may have been damaged on their way."""
-_FORBIDDEN = 403
 
 logger = logging.getLogger("latentcache")
 
@@ -182,7 +181,7 @@ class FarIndex:
         except PackError as error:
             return error
         except RemoteError as error:
-            if error.status != _FORBIDDEN:
+            if error.status != FORBIDDEN:
                 raise
             return error  # of this pack alone, as of an archived one
 

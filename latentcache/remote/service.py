@@ -20,7 +20,7 @@ from urllib3.response import BaseHTTPResponse
 from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
 from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
-from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport
+from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport
 from latentcache.store.directory import pack_name
 from latentcache.store.entry import check_key, is_pack_id
 from latentcache.utils.json_document import to_bytes
@@ -39,7 +39,7 @@ _ATTEMPTS = 3  # that fit into the time for retries where a service accepts a co
 _MAX_CONNECTIONS = 8  # that are kept
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING = (408, 429, 502, 503, 504)  # while a service, or a proxy before it, is overloaded or starts
-_PARTIAL, _UNAUTHORIZED, _FORBIDDEN, _MISSING, _CHANGED = 206, 401, 403, 404, 412
+_PARTIAL, _UNAUTHORIZED, _MISSING, _CHANGED = 206, 401, 404, 412
 
 logger = logging.getLogger("latentcache")
 
@@ -158,7 +158,7 @@ class ServiceTransport(Transport):
             which = "refuses this token" if self._token else "wants a token"
             give = f"Give the server's: token=... in Python, or the variable {TOKEN_VARIABLE}."
             raise RemoteError(self.url, which, give, status=answer.status, kind=kind)
-        if answer.status == _FORBIDDEN or kind == "ReadOnlyError":
+        if answer.status == FORBIDDEN or kind == "ReadOnlyError":
             give = f"give the server's writing token: token=... in Python, or the variable {TOKEN_VARIABLE}"
             raise ReadOnlyError(self.url, f"the service does not let this client write ({detail}); {give}")
         if kind == "StorageFullError":

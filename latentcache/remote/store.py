@@ -21,7 +21,6 @@ from latentcache.errors import (
     PackError,
     ReadOnlyError,
     StoreError,
-    UnsafeStoreError,
 )
 from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.tier import Tier, default_folder, rows_folder
@@ -137,6 +136,8 @@ class RemoteStore(PackReader):
 
     @override
     def can_tell(self) -> bool:
+        if self.transport.find([]) is not None:
+            return True  # the other end has an index of its own, and is asked
         self.index.refresh(LISTED_S)
         return not self.index.unreadable
 
@@ -216,7 +217,7 @@ class RemoteStore(PackReader):
             whole = WholePack.in_file(self.tier.path(pack.id))
         except FileNotFoundError:
             return {}
-        except (PackError, UnsafeStoreError) as error:
+        except PackError as error:
             return dict.fromkeys(range(pack.num_entries), str(error))
         found = ((at, whole.problem(key, row.location(at))) for at, key in enumerate(row.names()))
         return {at: problem for at, problem in found if problem is not None}

@@ -177,8 +177,8 @@ class _Directory(End):
 
     @override
     def packs(self) -> tuple[dict[str, int], Set[str]]:
-        self._store.catalog.reload()
-        return {pack: each.file_bytes for pack, each in self._store.catalog.table.packs.copy().items()}, set()
+        with self._store.catalog.current() as table:
+            return {pack: each.file_bytes for pack, each in table.packs.items()}, set()
 
     @override
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:

@@ -24,6 +24,8 @@ MAX_BYTES = 8 << 30
 """The most that is read at once. A pack has some 64 MiB, and the manifest of a million samples a quarter of a GiB."""
 ANY_VERSION = "*"
 """For `Transport.write`: whatever is there, or nothing, is replaced."""
+FORBIDDEN = 403
+"""The status of one file that may not be read, as an archived one, or of a client that may not write."""
 REMOVALS = "removals"
 """A folder of files that are named by the packs that are to be removed."""
 _PACK_NAME = re.compile(rf"packs/[0-9a-f]{{2}}/([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}")

@@ -19,13 +19,14 @@ from functools import cached_property, partial
 from typing import Any
 
 from latentcache.errors import PackError, RemoteError, StoreError
-from latentcache.remote.bucket import FORBIDDEN, PROBES, BucketTransport
+from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.index import FarIndex
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import (
     ANY_VERSION,
+    FORBIDDEN,
     REMOVALS,
     Listed,
     Transport,
@@ -40,7 +41,7 @@ from latentcache.store.entry import OwnedEntry
 from latentcache.store.layout import Location
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.table import LocationTable
-from latentcache.store.upkeep import VerifyReport, choose, full_packs
+from latentcache.store.upkeep import VerifyReport, checked_subset, choose, full_packs, packs_in_subset
 
 _DAMAGED = b"damaged"  # the note of a pack in which entries are damaged: others are empty
 _MAX_OFF_S = 900.0  # how far this machine's clock may be from the store's
@@ -66,12 +67,10 @@ def verify(
     again, or a push brings them. Packs that are listed are not read: what such a damaged pack alone has is known as
     damaged. `subset` and `progress` are those of `store.upkeep.verify`.
     """
-    part, num_parts = subset or (1, 1)
-    if not 1 <= part <= num_parts:
-        raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
+    subset = checked_subset(subset)
     listed = removals_in(transport)  # first: what took the place of these is then among the packs
     staying = packs_in(transport).keys() - listed.keys()
-    packs = sorted([pack for pack in staying if int(pack[:8], 16) % num_parts == part - 1])
+    packs = packs_in_subset(staying, subset)
     suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
     for number, pack in enumerate(packs, 1):
         try:
@@ -87,7 +86,7 @@ def verify(
             progress(number, len(packs))
     index, known = FarIndex(transport, rows_folder(transport.url)), dict[str, str]()
     earlier = {pack for pack, note in listed.items() if note.num_bytes}
-    if earlier or (suspects and num_parts > 1):  # their copies may lie in packs of the other parts
+    if earlier or (suspects and len(packs) < len(staying)):  # their copies may lie in packs of the other parts
         index.refresh()
         elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])

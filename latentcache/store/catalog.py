@@ -199,10 +199,9 @@ class Catalog:
         keys = list(keys)
         found = set() if again else self.table.find(keys)
         if len(found) < len(set(keys)):
-            with self._lock:
-                self.reload()
+            with self.current() as table:
                 # Nothing is on its way in memory now, and another thread may have brought them.
-                found = self.table.find(keys)
+                found = table.find(keys)
         return found
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
@@ -313,9 +312,8 @@ class Catalog:
 
         The file goes first, so that a crash leaves a row that the next call sees. So does a file that cannot go now.
         """
-        with self._lock:  # no other thread changes memory between the look and the removal
-            self.reload()
-            empty = self.table.empty_packs()
+        with self.current() as table:  # no other thread changes memory between the look and the removal
+            empty = table.empty_packs()
             if packs is not None:
                 empty &= set(packs)
             gone = {pack for pack in empty if self.directory.remove_pack(pack)}

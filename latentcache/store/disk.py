@@ -158,7 +158,7 @@ class DiskStore(PackReader):
         A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
         """
         with self.catalog.current() as table:
-            gone = self.mapped_packs() - table.packs.keys()
+            gone = self._maps.copy().keys() - table.packs.keys()
         self.release(gone)
 
     @override

@@ -61,9 +61,9 @@ def take_sealed(store: DiskStore, pack: str) -> int:
 
     Returns how many entries are new. Errors as for `take_pack`; FileNotFoundError: there is no such pack.
     """
-    store.catalog.reload()
-    if pack in store.catalog.table.packs:
-        return 0
+    with store.catalog.current() as table:
+        if pack in table.packs:
+            return 0
     path = store.directory.pack_path(pack)
     with store.lock("taking a pack", shared=True):
         return store.catalog.seal(_checked_row(path, WholePack.in_file(path)))

@@ -213,10 +213,6 @@ class PackReader(Store):
             self._maps.pop(pack, None)
         self._read_records.cache_clear()
 
-    def mapped_packs(self) -> set[str]:
-        """The packs that are mapped."""
-        return set(self._maps.copy())
-
     def release_all(self) -> None:
         """Release what is kept of all packs. Arrays that were returned keep their memory."""
         self._maps.clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -120,15 +120,13 @@ def verify(
     `subset=(n, t)` takes the n-th of t parts of the packs, 1 <= n <= t; all t parts are all packs. A read-only store
     is checked but not changed.
     """
-    part, num_parts = subset or (1, 1)
-    if not 1 <= part <= num_parts:
-        raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
+    subset = checked_subset(subset)
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
             disk.catalog.reload()
         known = disk.catalog.table.damaged()
         sizes, in_index = disk.directory.pack_sizes(), disk.catalog.table.packs.keys()
-        packs = sorted([pack for pack in sizes.keys() | in_index if int(pack[:8], 16) % num_parts == part - 1])
+        packs = packs_in_subset(sizes.keys() | in_index, subset)
         live = disk.catalog.table.live_sizes()
         found: dict[str, tuple[Location, str]] = {}
         unreadable: dict[str, str] = {}
@@ -154,6 +152,20 @@ def verify(
             unreadable=unreadable,
             orphans=tuple(pack for pack in packs if pack in sizes and pack not in disk.catalog.table.packs),
         )
+
+
+def checked_subset(subset: tuple[int, int] | None) -> tuple[int, int]:
+    """The n-th of t parts, by default the whole. StoreError unless 1 <= n <= t."""
+    part, num_parts = subset or (1, 1)
+    if not 1 <= part <= num_parts:
+        raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
+    return part, num_parts
+
+
+def packs_in_subset(packs: Iterable[str], subset: tuple[int, int]) -> list[str]:
+    """The packs, by id, of one of the parts that `verify` takes."""
+    part, num_parts = subset
+    return sorted([pack for pack in packs if int(pack[:8], 16) % num_parts == part - 1])
 
 
 def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
