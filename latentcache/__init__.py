@@ -10,65 +10,37 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from latentcache import errors
-    from latentcache.checkpoints.checkpoint import import_checkpoint, load_checkpoint, save_checkpoint
-    from latentcache.config import Config, load_config
-    from latentcache.devices.audit import audit
-    from latentcache.devices.guard import guard
-    from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer
-    from latentcache.doctor.environment import diagnose
-    from latentcache.errors import LatentCacheError
-    from latentcache.loading.cache import LatentCache
-    from latentcache.loading.dataset import LatentDataset
-    from latentcache.loading.loader import LatentLoader
-    from latentcache.loading.sampler import BucketBatchSampler
-    from latentcache.models.model_loader import LoadedModels
-    from latentcache.phases.phases import Phase, Phases
-    from latentcache.precache.explanation import explain
-    from latentcache.precache.report import Report
-    from latentcache.precache.run import run_precache
-    from latentcache.precache.workspace import Workspace
-    from latentcache.store.disk import DiskStore
-    from latentcache.store.memory import MemoryStore
-    from latentcache.types import Size
-    from latentcache.validation.checkpoint_validation import validate
-    from latentcache.validation.loss_parts import masked_errors
-    from latentcache.validation.runner import ValidationRunner
+    from latentcache import errors as errors
+    from latentcache.checkpoints.checkpoint import import_checkpoint as import_checkpoint
+    from latentcache.checkpoints.checkpoint import load_checkpoint as load_checkpoint
+    from latentcache.checkpoints.checkpoint import save_checkpoint as save_checkpoint
+    from latentcache.config import Config as Config
+    from latentcache.config_file import load_config as load_config
+    from latentcache.devices.audit import audit as audit
+    from latentcache.devices.guard import guard as guard
+    from latentcache.devices.optimizer import load_optimizer_state as load_optimizer_state
+    from latentcache.devices.optimizer import repair_optimizer as repair_optimizer
+    from latentcache.doctor.environment import diagnose as diagnose
+    from latentcache.errors import LatentCacheError as LatentCacheError
+    from latentcache.loading.cache import LatentCache as LatentCache
+    from latentcache.loading.dataset import LatentDataset as LatentDataset
+    from latentcache.loading.loader import LatentLoader as LatentLoader
+    from latentcache.loading.sampler import BucketBatchSampler as BucketBatchSampler
+    from latentcache.models.model_loader import LoadedModels as LoadedModels
+    from latentcache.phases.phases import Phase as Phase
+    from latentcache.phases.phases import Phases as Phases
+    from latentcache.precache.explanation import explain as explain
+    from latentcache.precache.report import Report as Report
+    from latentcache.precache.run import run_precache as run_precache
+    from latentcache.precache.workspace import Workspace as Workspace
+    from latentcache.store.disk import DiskStore as DiskStore
+    from latentcache.store.memory import MemoryStore as MemoryStore
+    from latentcache.types import Size as Size
+    from latentcache.validation.checkpoint_validation import validate as validate
+    from latentcache.validation.loss_parts import masked_errors as masked_errors
+    from latentcache.validation.runner import ValidationRunner as ValidationRunner
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BucketBatchSampler",
-    "Config",
-    "DiskStore",
-    "LatentCache",
-    "LatentCacheError",
-    "LatentDataset",
-    "LatentLoader",
-    "LoadedModels",
-    "MemoryStore",
-    "Phase",
-    "Phases",
-    "Report",
-    "Size",
-    "ValidationRunner",
-    "Workspace",
-    "__version__",
-    "audit",
-    "diagnose",
-    "errors",
-    "explain",
-    "guard",
-    "import_checkpoint",
-    "load_checkpoint",
-    "load_config",
-    "load_optimizer_state",
-    "masked_errors",
-    "repair_optimizer",
-    "run_precache",
-    "save_checkpoint",
-    "validate",
-]
 
 _HOMES = {
     "BucketBatchSampler": "loading.sampler",
@@ -88,11 +60,12 @@ _HOMES = {
     "Workspace": "precache.workspace",
     "audit": "devices.audit",
     "diagnose": "doctor.environment",
+    "errors": "errors",
     "explain": "precache.explanation",
     "guard": "devices.guard",
     "import_checkpoint": "checkpoints.checkpoint",
     "load_checkpoint": "checkpoints.checkpoint",
-    "load_config": "config",
+    "load_config": "config_file",
     "load_optimizer_state": "devices.optimizer",
     "masked_errors": "validation.loss_parts",
     "repair_optimizer": "devices.optimizer",
@@ -101,16 +74,17 @@ _HOMES = {
     "validate": "validation.checkpoint_validation",
 }
 
+__all__ = sorted(["__version__", *_HOMES])
+
 
 if not TYPE_CHECKING:  # a type checker that saw this function would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'latentcache' has no attribute {name!r}; it has {', '.join(__all__)}")
-        if name == "errors":
-            return importlib.import_module("latentcache.errors")
         try:
-            return getattr(importlib.import_module(f"latentcache.{_HOMES[name]}"), name)
+            module = importlib.import_module(f"latentcache.{_HOMES[name]}")
+            return module if name == "errors" else getattr(module, name)
         except AttributeError as error:  # which `from latentcache import ...` would take for a name that is not there
             raise ImportError(f"latentcache.{name} cannot be loaded: {error}") from error
 

@@ -1,55 +1,46 @@
-"""One schema for YAML, TOML and JSON. Unknown settings are errors. Precedence: flag > environment > file > default.
+"""All settings, as one schema: unknown ones are errors, and nothing changes once it was checked.
 
 Relative paths in a config are relative to the working directory, as in every trainer.
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
 import os
-import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
+    ConfigDict,
     Field,
     StringConstraints,
-    TypeAdapter,
-    ValidationError,
+    field_validator,
     model_validator,
 )
 
-from latentcache.bucket_config import SECTION, BucketsConfig
-from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
-from latentcache.config_file import from_text, merge, merge_datasets, read_file
-from latentcache.errors import ConfigError
-from latentcache.families import DEFAULT_REPOSITORY, FamilyName
-from latentcache.frames_config import FramesConfig
-from latentcache.part_config import MAX_CONTROLS, ControlConfig, MaskConfig, PartConfig, as_list, as_section
-from latentcache.ray_config import RayConfig
+from latentcache.errors import StoreError
+from latentcache.families import DEFAULT, DEFAULT_REPOSITORY, FamilyName
+from latentcache.location import CacheLocation, cache_location
 
-ENV_PREFIX = "LATENTCACHE_"
-TOKEN_VARIABLES = (TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE)
-"""These are secrets, not settings: no config has them."""
+TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
+"""Of the environment: the token of a service that allows reading, and the one that allows writing too."""
 PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
-
 MAX_REPEATS = 1_000_000
-"""Of a dataset in an epoch: more is a slip, and an epoch's order would not fit into memory."""
+"""Upper bound for `repeats`: larger values are typos, and an epoch's order would not fit into memory."""
+RETRY_S = 30.0
+"""For so long a request is tried again that is not answered."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
-
-logger = logging.getLogger("latentcache")
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _encodable(prompt: str) -> str:
@@ -60,11 +51,242 @@ def _encodable(prompt: str) -> str:
 Prompt = Annotated[str, AfterValidator(_encodable)]
 
 
-class _Section(BaseModel):
-    model_config = SECTION
+class Section(BaseModel):
+    """A section of the config. Docstrings of its fields are their descriptions, in the reference and in `--help`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class SourceConfig(_Section):
+class RemoteOptions(TypedDict, total=False):
+    """How a bucket or a service is used: see `CacheConfig`. `token` is by default that of LATENTCACHE_TOKEN."""
+
+    token: str | None
+    local: str | Path | None
+    local_max_bytes: int | None
+    retry_s: float
+
+
+class CacheConfig(Section):
+    """Where the cache is, and which entries may be used."""
+
+    # A path may be a URL into which somebody pasted a password.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    path: CacheLocation = Path("cache", DEFAULT)
+    """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
+    (`latentcache serve`). Several datasets, models and runs may share one."""
+    store: Literal["disk", "cpu"] = "disk"
+    """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
+    salt: str = ""
+    """Part of every key. Another salt makes all entries that exist a miss."""
+    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
+    """Bytes of packs, e.g. 50GB or 50GiB. After a run `precache` removes what is beyond: of what no manifest refers to,
+    the longest unused first. Default: nothing is removed."""
+    unverified: bool = False
+    """Train and validate on imported entries too that were not verified."""
+    local: UserPath | None = None
+    """Where the cache is elsewhere: a folder of this machine for the packs that are read. Processes may share it.
+    Default: one in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`), of this cache alone."""
+    local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
+    """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
+    Random order needs the room of all packs that are read: with less, packs are fetched again and again. Pack order
+    (`LatentLoader`) does not."""
+    retry_s: float = Field(RETRY_S, gt=0, allow_inf_nan=False)
+    """Where the cache is a bucket or a service: for so long a request is tried again that is not answered."""
+
+    def remote_options(self) -> RemoteOptions:
+        """How a bucket or a service is used. The token is not part of a config: it comes from LATENTCACHE_TOKEN."""
+        return RemoteOptions(local=self.local, local_max_bytes=self.local_max_bytes, retry_s=self.retry_s)
+
+
+def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
+    """The directory (a Path) or the URL (text) that a caller gives. StoreError for what `cache_location` refuses."""
+    if isinstance(value, CacheConfig):
+        return value.path
+    try:
+        return cache_location(os.fspath(value))
+    except ValueError as error:
+        raise StoreError(str(error)) from error
+
+
+RuleName = Literal["latentcache", "kohya", "simpletuner", "ai-toolkit", "onetrainer", "diffusers"]
+RULES = get_args(RuleName)
+_SETTINGS_OF_RULE: dict[str, frozenset[str]] = {
+    "latentcache": frozenset({"area", "step", "max_aspect"}),
+    "kohya": frozenset({"resolution", "step", "square", "min_side", "max_side", "upscale"}),
+    "simpletuner": frozenset({"resolution", "step", "square", "resolution_type"}),
+    "ai-toolkit": frozenset({"resolution", "step", "square"}),
+    "onetrainer": frozenset({"resolution", "step", "square"}),
+    "diffusers": frozenset({"resolution", "sizes", "resample"}),
+}
+_MAX_SIDE = 16384
+
+Side = Annotated[int, Field(ge=8, le=_MAX_SIDE)]
+
+
+def settings_of(rule: str) -> frozenset[str]:
+    """The names of the settings that a rule has."""
+    return _SETTINGS_OF_RULE[rule]
+
+
+class BucketsConfig(Section):
+    """The sizes that images are resized and cropped to. Each rule has some of these settings."""
+
+    rule: RuleName = "latentcache"
+    """Whose buckets. A trainer can use exported latents only if they have the buckets that it would make itself."""
+    area: int = Field(1024 * 1024, ge=64, le=_MAX_SIDE**2)
+    """`latentcache`: largest number of pixels of a bucket; 1048576 for models of 1024x1024."""
+    max_aspect: float = Field(2.0, ge=1.0, le=64.0)
+    """`latentcache`: longest side of a bucket divided by its shortest, at most."""
+    resolution: int = Field(1024, ge=64, le=_MAX_SIDE)
+    """All other rules: the trainer's resolution, the side of its square in pixels. An area of 1.0 in SimpleTuner is
+    1000."""
+    step: int = Field(64, ge=8, le=1024, multiple_of=8)
+    """Height and width of a bucket are multiples of this many pixels. `ai-toolkit`: 16 by default, as it is there.
+    `diffusers` has none."""
+    square: bool = False
+    """`kohya` (no enable_bucket), `simpletuner` (crop_aspect square), `ai-toolkit` (square_crop), `onetrainer` (no
+    aspect_ratio_bucketing): every image is cropped to one square."""
+    min_side: Side = 256
+    """`kohya`: min_bucket_reso."""
+    max_side: Side = 1024
+    """`kohya`: max_bucket_reso. Trainings at 1024 often have 2048."""
+    upscale: bool = True
+    """`kohya`: false is bucket_no_upscale: small images are cropped and never enlarged."""
+    resolution_type: Literal["pixel_area", "pixel"] = "pixel_area"
+    """`simpletuner`: whether the resolution is that of a square of the bucket's area, or the shorter side."""
+    sizes: tuple[tuple[Side, Side], ...] = ()
+    """`diffusers`: aspect_ratio_buckets, each [height, width]; images are resized to them, also out of proportion.
+    Without any, every image is cropped to one square."""
+    resample: Literal["lanczos", "bilinear"] | None = None
+    """`diffusers`: image_interpolation_mode. null: lanczos, and bilinear for `sizes`, as the scripts have it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _step_of_ai_toolkit(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and settings.get("rule") == "ai-toolkit":
+            return {"step": 16, **settings}
+        return settings
+
+    @model_validator(mode="after")
+    def _fit_the_rule(self) -> BucketsConfig:
+        known = settings_of(self.rule)
+        for name, field in type(self).model_fields.items():
+            if name != "rule" and name not in known and getattr(self, name) != field.default:
+                raise ValueError(f"{name} is no setting of rule {self.rule}; it has {', '.join(sorted(known))}")
+        if self.rule == "latentcache" and self.area < self.step**2:
+            raise ValueError(f"area is {self.area}; one bucket of {self.step}x{self.step} needs {self.step**2}")
+        if self.rule in ("kohya", "onetrainer") and not self.square and self.resolution < self.step:
+            raise ValueError(f"resolution is {self.resolution}; it must be at least step, {self.step}")
+        if self.rule == "kohya" and self.upscale and not self.square:
+            self._check_kohya_sides()
+        by_rule = {"simpletuner": self.resolution_type == "pixel", "diffusers": not self.sizes, "latentcache": False}
+        if by_rule.get(self.rule, self.square) and self.resolution % 8:
+            raise ValueError(f"resolution is {self.resolution}; the side of the square must be a multiple of 8")
+        if uneven := [size for size in self.sizes if size[0] % 8 or size[1] % 8]:
+            raise ValueError(f"sizes has {list(uneven[0])}; heights and widths must be multiples of 8")
+        return self
+
+    def _check_kohya_sides(self) -> None:
+        step, least = self.step, self.min_side // self.step * self.step
+        most = -(-self.max_side // step) * step
+        if least < step:
+            raise ValueError(f"min_side is {self.min_side}; it must be at least step, {step}")
+        if not least <= self.resolution <= most:
+            raise ValueError(
+                f"resolution is {self.resolution}; kohya needs one from min_side {self.min_side} to max_side "
+                f"{self.max_side}"
+            )
+
+
+class FramesConfig(Section):
+    """Which frames of an animated file become a clip. Files with one frame stay images."""
+
+    count: int = Field(81, ge=1, le=100_000)
+    """Frames of a clip, at most. What the VAE would drop is left out before: it takes 1, 5, 9, ... where one latent
+    frame is made of four. A shorter file gives the most that it has."""
+    fps: float | None = Field(16.0, gt=0, le=1000, allow_inf_nan=False)
+    """Frames a second, as the model was trained with: frames of the file are repeated or left out. null: each frame of
+    the file, whatever its time."""
+    start: Literal["first", "middle"] = "first"
+    """Where a clip lies in a longer file: at its beginning, or in its middle."""
+
+
+MAX_CONTROLS = 16
+"""Of a sample. Models of edits read some few."""
+
+
+def _one_name(text: str) -> str:
+    if "/" in text or "\0" in text:
+        raise ValueError(f"{text!r} leads to another folder; give `path`")
+    return text
+
+
+class PartConfig(Section):
+    """Where a part of each sample is: a file that is named as the image is, or a column."""
+
+    path: UserPath | None = None
+    """`folder`, `imagefolder`: a folder with files that are named as the images: `sub/cat.png` for `sub/cat.jpg`. null:
+    the folder of the images."""
+    suffix: Annotated[str, AfterValidator(_one_name)] = ""
+    """`folder`, `imagefolder`: what the part's name has more than the image's: `_1` for `cat_1.png`."""
+    column: str | None = Field(None, min_length=1)
+    """`imagefolder`: the column of metadata.jsonl with the part's file_name. `parquet`: the column with the encoded
+    image. `webdataset`: what stands before the ending: `control` for `cat.control.png`."""
+
+    @model_validator(mode="after")
+    def _name_the_part(self) -> PartConfig:
+        is_by_name = self.path is not None or bool(self.suffix)
+        if self.column is not None and is_by_name:
+            raise ValueError("give column, or path and suffix, not both")
+        if self.column is None and not is_by_name and not getattr(self, "alpha", False):
+            raise ValueError("give path, suffix or column: where it is")
+        return self
+
+    def check_kind(self, kind: str) -> None:
+        """ValueError where a source of this kind has no such part."""
+        if self.column is not None and kind == "folder":
+            raise ValueError("column is no setting for a source of kind folder; give path or suffix")
+        if (self.path is not None or self.suffix) and kind not in ("folder", "imagefolder"):
+            raise ValueError(f"path and suffix are no settings for a source of kind {kind}; give column")
+
+
+class ControlConfig(PartConfig):
+    """A control image of each sample: what an edit begins with. It is stored as latents."""
+
+    area: int | None = Field(None, ge=64, le=1 << 28)
+    """Pixels of its own bucket at most, in the steps of `buckets`. null: it is resized and cropped as its image is."""
+
+
+class MaskConfig(PartConfig):
+    """The mask of each sample: how much each place counts in the loss. White counts."""
+
+    alpha: bool = False
+    """Take the image's own alpha channel, as kohya's alpha_mask does. An image without one counts everywhere."""
+
+    @model_validator(mode="after")
+    def _one_mask(self) -> MaskConfig:
+        if self.alpha and (self.path is not None or self.suffix or self.column is not None):
+            raise ValueError("alpha is the image's own channel; leave out path, suffix and column")
+        return self
+
+
+def as_list(settings: Any) -> Any:
+    """One section in place of a list of sections is a list of one."""
+    return [settings] if isinstance(settings, Mapping) else settings
+
+
+def as_section(mask: Any) -> Any:
+    """The word `alpha` in place of a section is the section with `alpha`."""
+    return {"alpha": True} if mask == "alpha" else mask
+
+
+def part_names(parts: Sequence[PartConfig]) -> tuple[str, ...]:
+    """The names of parts in messages: `control 1`, `control 2`, `mask`."""
+    return tuple("mask" if isinstance(part, MaskConfig) else f"control {at}" for at, part in enumerate(parts, 1))
+
+
+class SourceConfig(Section):
     """Where a dataset's images and captions are."""
 
     kind: Literal["folder", "imagefolder", "webdataset", "parquet"] = "folder"
@@ -82,7 +304,7 @@ class SourceConfig(_Section):
     """`parquet` only: the column that holds the encoded image."""
 
 
-class ImagesConfig(_Section):
+class ImagesConfig(Section):
     """How images are decoded, and which are refused."""
 
     alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
@@ -99,7 +321,7 @@ class ImagesConfig(_Section):
     """Images with a shorter side are refused, in pixels."""
 
 
-class DatasetConfig(_Section):
+class DatasetConfig(Section):
     """One dataset."""
 
     name: Name
@@ -149,7 +371,7 @@ class DatasetConfig(_Section):
         return self
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The model whose encoders are used."""
 
     family: FamilyName | None = None
@@ -180,7 +402,7 @@ class ModelConfig(_Section):
         return self
 
 
-class EncodeConfig(_Section):
+class EncodeConfig(Section):
     """How images and captions are encoded."""
 
     device: str = "auto"
@@ -216,7 +438,7 @@ class EncodeConfig(_Section):
     Text encoders of which single layers are read (LLMs) are never compiled."""
 
 
-class ValidationConfig(_Section):
+class ValidationConfig(Section):
     """What is validated, and how."""
 
     prompts: tuple[Prompt, ...] = ()
@@ -246,7 +468,35 @@ class ValidationConfig(_Section):
     """The sampler: a scheduler class of diffusers, e.g. `DPMSolverMultistepScheduler`. null: the model's own."""
 
 
-class Config(_Section):
+class RayConfig(Section):
+    """What a run on a Ray cluster requests of it (`latentcache precache CONFIG --ray auto`)."""
+
+    num_gpus: Literal["auto"] | Share = "auto"
+    """GPUs of each encoder; of a fraction several encoders share one. `auto`: none where `encode.device` is `cpu`, else
+    one."""
+    accelerator_type: str | None = None
+    """Only GPUs of this type, as Ray names them: `A100`, `H100`, `L4`, ..."""
+    num_cpus: Share = 0.5
+    """CPUs of each encoder. One that encodes on the CPU uses as many threads."""
+    decode_cpus: Share = Field(0.5, gt=0)
+    """CPUs of each task that decodes an image."""
+    min_encoders: int = Field(1, ge=1)
+    """The run fails where so many encoders do not start within `wait_s`."""
+    max_encoders: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Encoders at once. More than the cluster has room for now make it grow, where it can. `auto`: as many as there is
+    room for now; of those without a GPU one for each node."""
+    wait_s: float = Field(180.0, gt=0, allow_inf_nan=False)
+    """For so many seconds the run waits where the cluster has no room for any encoder, or for decoding."""
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _fraction_or_whole(cls, value: float | str) -> float | str:
+        if isinstance(value, float) and value > 1 and value != int(value):
+            raise ValueError(f"is {value:g}; Ray gives a fraction of one GPU, or whole GPUs")
+        return value
+
+
+class Config(Section):
     """All settings of a run."""
 
     cache: CacheConfig = CacheConfig()
@@ -271,139 +521,3 @@ class Config(_Section):
         if twice:
             raise ValueError(f"datasets need different names, but {', '.join(twice)} occur twice")
         return self
-
-
-def load_config(
-    path: str | Path, *, overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
-) -> Config:
-    """Read a config file and apply the environment and `overrides` (a nested mapping, as flags give it).
-
-    Environment variables are named LATENTCACHE_ and the setting, e.g. LATENTCACHE_CACHE_PATH; the settings of
-    `datasets` have none. In `overrides["datasets"]` a dataset goes by its name or its number. Raises ConfigError.
-    """
-    settings = read_file(Path(path))
-    variables = settings_from_environment(os.environ if environ is None else environ)
-    given = dict(overrides or {})
-    source = str(path)
-    if variables or given:
-        source += " with variables and flags"
-    merge(settings, variables)
-    merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
-    merge(settings, given)
-    return parse_config(settings, source=source)
-
-
-Checked = TypeVar("Checked", bound=BaseModel)
-
-
-def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
-    """Check settings against the schema. Every fault is in the one ConfigError, a line each."""
-    return _checked(Config, settings, source)
-
-
-def parse_buckets(settings: Mapping[str, Any], *, source: str | None = None) -> BucketsConfig:
-    """Check the settings of buckets alone, as `parse_config` does."""
-    return _checked(BucketsConfig, settings, source)
-
-
-def _checked(section: type[Checked], settings: Mapping[str, Any], source: str | None) -> Checked:
-    try:
-        return section.model_validate(settings)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        first = ".".join(str(part) for part in faults[0]["loc"])
-        raise ConfigError("\n  ".join(_describe(fault) for fault in faults), source=source, key=first) from None
-
-
-def _describe(fault: Mapping[str, Any]) -> str:
-    """One validation fault as a sentence: setting, value met, what is allowed."""
-    # A union adds its member types to the location ("encode.batch_size.constrained-int"): they name no setting.
-    location = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
-    dotted = ".".join(str(part) for part in location) or "config"
-    if fault["type"] == "extra_forbidden":
-        return f"{dotted}: unknown setting{suggest(dotted, known_settings())}"
-    if fault["type"] == "missing":
-        return f"{dotted}: is required"
-    if fault["type"] == "value_error":
-        message = str(fault["msg"]).removeprefix("Value error, ")
-        return f"{dotted}: {message}" if location else message
-    return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
-
-
-def suggest(word: str, known: typing.Iterable[str], prefix: str = "") -> str:
-    """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
-    parts = word.split(".")
-    numbers = [part for part in parts if part.isdigit()]
-    pattern = ".".join("N" if part.isdigit() else part for part in parts)
-    near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
-    if not near:
-        return ""
-    for number in numbers:
-        near[0] = near[0].replace("N", number, 1)
-    return f"; did you mean {prefix + near[0]!r}?"
-
-
-def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings and sections; the number of a dataset is written N."""
-    for name, field in section.model_fields.items():
-        child = section_of(field.annotation)
-        dotted = f"{prefix}{name}"
-        yield dotted
-        if child is not None:
-            yield from known_settings(child, f"{dotted}.N." if is_list(field.annotation) else f"{dotted}.")
-
-
-def is_list(annotation: Any) -> bool:
-    """Whether a field of this annotation holds several values."""
-    if typing.get_origin(annotation) is Annotated:
-        return is_list(typing.get_args(annotation)[0])
-    return typing.get_origin(annotation) in (tuple, list)
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds (one, or a list of them), or None for a plain value."""
-    candidates = (annotation, *typing.get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-
-
-def number_of_bytes(text: str, source: str) -> int:
-    """The number that `50GB` (1000 to the power of 3), `50GiB` (1024) or plain digits say. ConfigError."""
-    try:
-        return int(TypeAdapter(Annotated[ByteSize, Field(ge=0)]).validate_python(text))
-    except ValidationError as error:
-        message = f"{text!r} is no number of bytes; give e.g. 50GB, 50GiB or 50000000000"
-        raise ConfigError(message, source=source) from error
-
-
-def is_scalar(annotation: Any) -> bool:
-    """Whether one flag or one variable can give the whole value."""
-    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    members = typing.get_args(annotation) if is_union else (annotation,)
-    return section_of(annotation) is None and not any(is_list(member) for member in members)
-
-
-def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """LATENTCACHE_CACHE_PATH=x gives {"cache": {"path": "x"}}.
-
-    A name that begins with a section's, or is near to a setting's, is a ConfigError if there is no such setting. Any
-    other LATENTCACHE_ name may belong to another program: it is ignored with a warning.
-    """
-    names = {}
-    for section_name, field in Config.model_fields.items():
-        section = section_of(field.annotation)
-        if section is not None and not is_list(field.annotation):
-            for name, child in section.model_fields.items():
-                if is_scalar(child.annotation):
-                    names[f"{section_name}_{name}".upper()] = (section_name, name)
-    settings: dict[str, Any] = {}
-    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in TOKEN_VARIABLES):
-        word = variable.removeprefix(ENV_PREFIX)
-        if word in names:
-            section_name, name = names[word]
-            settings.setdefault(section_name, {})[name] = from_text(environ[variable])
-            continue
-        near = suggest(word, names, ENV_PREFIX)
-        if near or word.partition("_")[0].lower() in Config.model_fields:
-            raise ConfigError(f"no such setting{near}", source=variable)
-        logger.warning("%s is no setting, and is ignored", variable)
-    return settings

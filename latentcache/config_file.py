@@ -1,22 +1,26 @@
-"""A config's file as it is read, unchecked; and how flags and variables change its settings."""
+"""How a config's file is read and checked, how flags change its settings, and what is said of a fault."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError
 
+from latentcache.config import BucketsConfig, Config, as_list, as_section
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
-from latentcache.part_config import as_list, as_section
 from latentcache.utils.durable_files import read_small_file
 
 MAX_BYTES = 1 << 24
-"""Of a config's file."""
+"""The largest config file that is read."""
 
 _READERS: dict[str, Callable[[str], Any]] = {
     ".yaml": yaml.safe_load,
@@ -24,6 +28,112 @@ _READERS: dict[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
     ".json": json.loads,
 }
+
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+def load_config(path: str | Path, *, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a config file and apply `overrides`: a nested mapping, as flags give it.
+
+    Args:
+        path: A YAML, TOML or JSON file.
+        overrides: Settings by section that beat the file's. In `overrides["datasets"]` a dataset goes by its name or
+            its number; values may be text, as flags have them.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is unknown, missing or not allowed; every fault has a line.
+    """
+    settings, given = read_file(Path(path)), dict(overrides or {})
+    source = f"{path} with flags" if given else str(path)
+    _merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
+    _merge(settings, given)
+    return parse_config(settings, source=source)
+
+
+def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
+    """Check settings against the schema. Every fault is in the one ConfigError, a line each."""
+    return _checked(Config, settings, source)
+
+
+def parse_buckets(settings: Mapping[str, Any], *, source: str | None = None) -> BucketsConfig:
+    """Check the settings of buckets alone, as `parse_config` does."""
+    return _checked(BucketsConfig, settings, source)
+
+
+def _checked(section: type[Checked], settings: Mapping[str, Any], source: str | None) -> Checked:
+    try:
+        return section.model_validate(settings)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        first = ".".join(str(part) for part in faults[0]["loc"])
+        raise ConfigError("\n  ".join(_describe(fault) for fault in faults), source=source, key=first) from None
+
+
+def _describe(fault: Mapping[str, Any]) -> str:
+    """One validation fault as a sentence: setting, value met, what is allowed."""
+    # A union adds its member types to the location ("encode.batch_size.constrained-int"): they name no setting.
+    location = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    dotted = ".".join(str(part) for part in location) or "config"
+    if fault["type"] == "extra_forbidden":
+        return f"{dotted}: unknown setting{suggest(dotted, known_settings())}"
+    if fault["type"] == "missing":
+        return f"{dotted}: is required"
+    if fault["type"] == "value_error":
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        return f"{dotted}: {message}" if location else message
+    return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
+
+
+def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
+    parts = word.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    pattern = ".".join("N" if part.isdigit() else part for part in parts)
+    near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
+    if not near:
+        return ""
+    for number in numbers:
+        near[0] = near[0].replace("N", number, 1)
+    return f"; did you mean {prefix + near[0]!r}?"
+
+
+def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings and sections; the number of a dataset is written N."""
+    for name, field in section.model_fields.items():
+        child = section_of(field.annotation)
+        dotted = f"{prefix}{name}"
+        yield dotted
+        if child is not None:
+            yield from known_settings(child, f"{dotted}.N." if is_list(field.annotation) else f"{dotted}.")
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a field of this annotation holds several values."""
+    if typing.get_origin(annotation) is Annotated:
+        return is_list(typing.get_args(annotation)[0])
+    return typing.get_origin(annotation) in (tuple, list)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds (one, or a list of them), or None for a plain value."""
+    candidates = (annotation, *typing.get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def number_of_bytes(text: str, source: str) -> int:
+    """The number that `50GB` (1000 to the power of 3), `50GiB` (1024) or plain digits say. ConfigError."""
+    try:
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=0)]).validate_python(text))
+    except ValidationError as error:
+        message = f"{text!r} is no number of bytes; give e.g. 50GB, 50GiB or 50000000000"
+        raise ConfigError(message, source=source) from error
+
+
+def is_scalar(annotation: Any) -> bool:
+    """Whether one flag can give the whole value."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    members = typing.get_args(annotation) if is_union else (annotation,)
+    return section_of(annotation) is None and not any(is_list(member) for member in members)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -52,12 +162,12 @@ def _text_of(path: Path) -> str:
     return read_small_file(Path(os.path.realpath(path)), MAX_BYTES, "name a config").decode("utf-8-sig")
 
 
-def from_text(value: Any) -> Any:
-    """Text from a flag or a variable. pydantic reads numbers and booleans from text, but has no text for None."""
+def _from_text(value: Any) -> Any:
+    """Text from a flag. pydantic reads numbers and booleans from text, but has no text for None."""
     return None if isinstance(value, str) and value.lower() in ("null", "none") else value
 
 
-def merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Change these settings, section by section. ConfigError for an item of a list that is not there."""
     for name, value in changes.items():
         if isinstance(value, Mapping):
@@ -70,13 +180,13 @@ def merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
                     message = f"{name}: there is no number {unknown[0]!r}; the file has {len(section)}"
                     raise ConfigError(message, key=name)
             if isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
-                merge(section, value)
+                _merge(section, value)
         else:
-            settings[name] = from_text(value)
+            settings[name] = _from_text(value)
 
 
-def merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
-    """As `merge`, of the datasets among the settings, each by its name or its number."""
+def _merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
+    """As `_merge`, of the datasets among the settings, each by its name or its number."""
     datasets = settings.get("datasets")
     if not changes or not isinstance(datasets, list):
         return
@@ -94,4 +204,4 @@ def merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source:
             dataset["control"] = as_list(dataset.get("control", []))
         if "mask" in change:
             dataset["mask"] = as_section(dataset.get("mask"))
-        merge(dataset, change)
+        _merge(dataset, change)

@@ -79,7 +79,7 @@ class PartIdentity:
 class Preparation:
     """From image bytes to the pixels that the encoder sees: each policy by name, then the geometry.
 
-    Of a clip also the rule of its frames, as `frames_config.FramesConfig` has it: their rate, and where they start.
+    Of a clip also the rule of its frames, as `config.FramesConfig` has it: their rate, and where they start.
     """
 
     exif: str

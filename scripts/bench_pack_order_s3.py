@@ -28,7 +28,7 @@ from benchmarking_streams import BATCH, Values, number_of
 from obstore.store import S3Store
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
-from latentcache.cache_config import CacheConfig
+from latentcache.config import CacheConfig
 from latentcache.remote.tier import NUM_THREADS
 from latentcache.remote.transfer import transfer
 

@@ -36,7 +36,8 @@ import numpy as np
 import ray
 from PIL import Image
 
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.precache.run import run_precache
 from latentcache.scaleout.messages import EncoderAnswer
 from latentcache.scaleout.ray import RayCluster

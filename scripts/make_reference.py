@@ -40,8 +40,8 @@ def cli_page() -> Iterator[str]:
     yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with refusals, damage")
     yield from ("or errors found; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.", "")
     yield from ("With `--json` a command prints one JSON document on stdout, and everything else on stderr.", "")
-    yield "A command about a cache takes the cache's directory, or a config that names it. `--cache.path DIR` and"
-    yield from ("`LATENTCACHE_CACHE_PATH` work too.", "")
+    yield "A command about a cache takes the cache's directory, a config that names it, or `--cache.path DIR`."
+    yield ""
     for name in sorted(name for name in app if not name.startswith("-")):
         command = app[name]
         described = inspect.getdoc(command.default_command) or ""
@@ -62,19 +62,12 @@ def cli_page() -> Iterator[str]:
 
 def config_page() -> Iterator[str]:
     """Every setting with its type, default and meaning."""
-    from latentcache.config import ENV_PREFIX, Config
+    from latentcache.config import Config
 
-    yield from (
-        "# Config",
-        "",
-        "A config is a YAML, TOML or JSON file. A flag beats a variable, a variable the file, and",
-    )
-    yield "the file the default. Unknown settings and flags are errors with a suggestion. So are variables whose name"
-    yield f"begins with that of a section, or is near to a setting's; other {ENV_PREFIX} names are"
-    yield from ("ignored with a warning.", "")
-    yield "Every scalar setting is a flag (`--encode.batch_size 2`, `--datasets.my-photos.flip true`). Outside of"
-    yield f"`datasets` it is a variable too (`{ENV_PREFIX}ENCODE_BATCH_SIZE=2`). `null` stands for no value."
-    yield from ("", "Relative paths are relative to the working directory.", "")
+    yield from ("# Config", "", "A config is a YAML, TOML or JSON file. A flag beats the file, and the file the")
+    yield from ("default. Unknown settings and flags are errors with a suggestion.", "")
+    yield "Every scalar setting is a flag (`--encode.batch_size 2`, `--datasets.my-photos.flip true`). `null` stands"
+    yield from ("for no value.", "", "Relative paths are relative to the working directory.", "")
     yield from section_tables(Config, "")
 
 
@@ -82,7 +75,7 @@ def section_tables(section: Any, prefix: str) -> Iterator[str]:
     """One table for the plain settings of a section, then its subsections."""
     from pydantic_core import PydanticUndefined
 
-    from latentcache.config import is_list, section_of
+    from latentcache.config_file import is_list, section_of
 
     rows, below = [], []
     for name, field in section.model_fields.items():

@@ -18,8 +18,8 @@ import torch
 from encoder_variants import peak_memory, synchronize
 
 from latentcache import Config, Report, run_precache
-from latentcache.bucket_config import BucketsConfig
-from latentcache.config import ImagesConfig, parse_config
+from latentcache.config import BucketsConfig, ImagesConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed

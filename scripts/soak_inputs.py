@@ -31,7 +31,8 @@ import torch
 from PIL import Image
 
 from latentcache import LatentCache, LoadedModels, run_precache
-from latentcache.config import Config, ImagesConfig, parse_config
+from latentcache.config import Config, ImagesConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode
 from latentcache.errors import ImageRefused, LatentCacheError
 from latentcache.identity import digest

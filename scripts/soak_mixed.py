@@ -27,7 +27,8 @@ from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, run_precache
 from latentcache.cli.app import main as command_line
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.errors import StoreBusyError
 
 NUM_PHOTOS, NUM_CHANGING = 96, 40

@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 from soaking import GEOMETRY, clone, entry_digest, leftovers, sample_entries, text_entry, write_manifest
 
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError
 from latentcache.interop.importing import import_cache

@@ -23,7 +23,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, default_collate
 
 from latentcache import BucketBatchSampler, DiskStore, LatentCache, LatentDataset, LoadedModels, run_precache
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.models.tiny import tiny_parts
 from latentcache.store.pack import read_row
 from latentcache.store.upkeep import verify

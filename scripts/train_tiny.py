@@ -34,8 +34,7 @@ from quickstart import CAPTIONS, copy_photos
 from safetensors.torch import load_file
 from safetensors.torch import save as serialized
 
-from latentcache.bucket_config import BucketsConfig
-from latentcache.config import ImagesConfig
+from latentcache.config import BucketsConfig, ImagesConfig
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.families.sdxl import FAMILY, SCALING_FACTOR

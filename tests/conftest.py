@@ -14,7 +14,8 @@ from helpers.photo_files import write_photo
 from hypothesis import settings
 
 from latentcache.cli.app import main
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 
 if TYPE_CHECKING:
     from helpers.swift_server import SwiftServer
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own variables must not change what the tests see."""
-    for name in ("RANK", "WORLD_SIZE", "LATENTCACHE_CACHE_PATH"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 

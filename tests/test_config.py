@@ -11,8 +11,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from latentcache.cache_config import CacheConfig, location_of
-from latentcache.config import Config, EncodeConfig, SourceConfig, is_scalar, known_settings, load_config, parse_config
+from latentcache.config import CacheConfig, Config, EncodeConfig, SourceConfig, location_of
+from latentcache.config_file import is_scalar, known_settings, load_config, parse_config
 from latentcache.errors import ConfigError, StoreError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
@@ -28,7 +28,7 @@ def config_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_load(path: Path) -> None:
-    assert load_config(path, environ={}).datasets
+    assert load_config(path).datasets
 
 
 def test_there_are_the_promised_configs() -> None:
@@ -68,23 +68,24 @@ def test_yaml_toml_and_json_say_the_same(tmp_path: Path) -> None:
     loaded = []
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        loaded.append(load_config(tmp_path / name, environ={}))
+        loaded.append(load_config(tmp_path / name))
     assert loaded[0] == loaded[1] == loaded[2] == parse_config(MINIMAL)
 
 
-def test_precedence_is_flag_environment_file_default(config_file: Path) -> None:
+def test_precedence_is_flag_file_default(config_file: Path) -> None:
     assert parse_config(MINIMAL).cache.path == Path("cache/sdxl")
-    assert load_config(config_file, environ={}).cache.path == Path("from-file")
-    environ = {"LATENTCACHE_CACHE_PATH": "from-variable", "OTHER": "x"}
-    assert load_config(config_file, environ=environ).cache.path == Path("from-variable")
+    assert load_config(config_file).cache.path == Path("from-file")
     flags = {"cache": {"path": "from-flag"}}
-    assert load_config(config_file, environ=environ, overrides=flags).cache.path == Path("from-flag")
+    assert load_config(config_file, overrides=flags).cache.path == Path("from-flag")
 
 
-def test_text_from_flags_and_variables_becomes_numbers_and_none(config_file: Path) -> None:
-    environ = {"LATENTCACHE_ENCODE_BATCH_SIZE": "4", "LATENTCACHE_MODEL_VAE": "null"}
-    flags = {"encode": {"clip_skip": "1"}, "datasets": {"photos": {"flip": "true"}, "0": {"repeats": "3"}}}
-    config = load_config(config_file, environ=environ, overrides=flags)
+def test_text_from_flags_becomes_numbers_and_none(config_file: Path) -> None:
+    flags = {
+        "encode": {"clip_skip": "1", "batch_size": "4"},
+        "model": {"vae": "null"},
+        "datasets": {"photos": {"flip": "true"}, "0": {"repeats": "3"}},
+    }
+    config = load_config(config_file, overrides=flags)
     assert (config.encode.batch_size, config.model.vae, config.encode.clip_skip) == (4, None, 1)
     assert config.datasets[0].flip is True and config.datasets[0].repeats == 3
 
@@ -106,7 +107,7 @@ def test_a_flag_changes_one_of_several_control_images(
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], "control": written}]}))
-    config = load_config(path, environ={}, overrides={"datasets": {"photos": {"control": flags}}})
+    config = load_config(path, overrides={"datasets": {"photos": {"control": flags}}})
     assert [(each.suffix, each.area) for each in config.datasets[0].control] == expected
 
 
@@ -134,7 +135,7 @@ def test_flags_that_no_control_image_or_mask_has_are_named(
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
     with pytest.raises(ConfigError, match=message):
-        load_config(path, environ={}, overrides={"datasets": {"photos": flags}})
+        load_config(path, overrides={"datasets": {"photos": flags}})
 
 
 @pytest.mark.parametrize("dataset", [{}, {"mask": None}, {"mask": {"suffix": "_x"}}, {"mask": "alpha"}], ids=str)
@@ -142,7 +143,7 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
     flags = {"mask": {"suffix": "_m", "alpha": "false"}}
-    [found] = load_config(path, environ={}, overrides={"datasets": {"0": flags}}).datasets
+    [found] = load_config(path, overrides={"datasets": {"0": flags}}).datasets
     assert found.mask is not None and (found.mask.suffix, found.mask.alpha) == ("_m", False)
 
 
@@ -177,23 +178,9 @@ def test_all_faults_are_reported_at_once() -> None:
     assert "run.yaml" in str(caught.value) and "clip_skip" in str(caught.value) and "'encode.seed'" in str(caught.value)
 
 
-def test_unknown_variable_and_unknown_dataset(config_file: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="LATENTCACHE_CACHE_PATHS: no such setting; did you mean 'LATENTCACHE_CACHE_PATH'"
-    ):
-        load_config(config_file, environ={"LATENTCACHE_CACHE_PATHS": "x"})
-    for variable in ("LATENTCACHE_DATASETS_0_FLIP", "LATENTCACHE_CACHE_HOME", "LATENTCACHE_ENCOD_SEED"):
-        with pytest.raises(ConfigError, match=f"{variable}: no such setting"):
-            load_config(config_file, environ={variable: "x"})
+def test_an_unknown_dataset_is_named(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"--datasets\.cats: no such dataset; there are photos, 0"):
-        load_config(config_file, environ={}, overrides={"datasets": {"cats": {"flip": "true"}}})
-
-
-def test_a_variable_of_another_program_is_ignored_with_a_warning(
-    config_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load_config(config_file, environ={"LATENTCACHE_MGDS_SRC": "x"}) == load_config(config_file, environ={})
-    assert "LATENTCACHE_MGDS_SRC is no setting, and is ignored" in caplog.text
+        load_config(config_file, overrides={"datasets": {"cats": {"flip": "true"}}})
 
 
 @pytest.mark.parametrize(
@@ -210,12 +197,12 @@ def test_a_variable_of_another_program_is_ignored_with_a_warning(
 def test_broken_files(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
-        load_config(tmp_path / name, environ={})
+        load_config(tmp_path / name)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        load_config(tmp_path / "none.yaml", environ={})
+        load_config(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "loop", "endless", "sparse", "no text", "deep"])
@@ -232,12 +219,12 @@ def test_what_is_no_config_is_refused_at_once(tmp_path: Path, what: str) -> None
         if what == "sparse":
             os.truncate(path, 200 << 30)
     with pytest.raises(ConfigError, match=r"run\.yaml"):
-        load_config(path, environ={})
+        load_config(path)
 
 
 def test_a_config_may_be_a_link(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "link.yaml").symlink_to(config_file)
-    assert load_config(tmp_path / "link.yaml", environ={}).encode.batch_size == 2
+    assert load_config(tmp_path / "link.yaml").encode.batch_size == 2
 
 
 def test_configs_are_frozen() -> None:
@@ -246,7 +233,7 @@ def test_configs_are_frozen() -> None:
         config.encode = None  # type: ignore[misc]
 
 
-def test_a_list_is_no_flag_and_no_variable() -> None:
+def test_a_list_is_no_flag() -> None:
     """A flag gives one value, so a list of them must come from the file."""
     annotations = {name: field.annotation for name, field in SourceConfig.model_fields.items()}
     assert [name for name, annotation in annotations.items() if not is_scalar(annotation)] == ["caption_columns"]

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from latentcache.config import BucketsConfig, ImagesConfig, parse_config
+from latentcache.config import BucketsConfig, ImagesConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import preparation_policy
 from latentcache.devices.placement import Placement

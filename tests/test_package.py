@@ -23,8 +23,7 @@ LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
     {
-        *("config", "config_file", "bucket_config", "cache_config", "ray_config", "part_config", "frames_config"),
-        *("identity", "provenance", "families"),
+        *("config", "config_file", "location", "identity", "provenance", "families"),
     },
     {"dataset", "store", "devices"},
     {"checkpoints", "remote"},

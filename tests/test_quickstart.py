@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from latentcache.config import load_config
+from latentcache.config_file import load_config
 
 ROOT = Path(__file__).parent.parent
 

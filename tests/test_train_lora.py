@@ -21,7 +21,8 @@ from diffusers import DDPMScheduler
 from helpers.photo_files import write_photo
 from torch.utils._pytree import tree_leaves_with_path
 
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.errors import CheckpointError, ConfigError, ModelError, StoreError
 from latentcache.integrations.diffusers import load_unet
 from latentcache.models.lora import load_lora

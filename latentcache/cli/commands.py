@@ -24,11 +24,11 @@ from latentcache.cli.options import (
     StoredTarget,
     Switch,
     Target,
-    known_cache,
 )
 from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish
 from latentcache.cli.remote_commands import tidy_bucket
-from latentcache.config import number_of_bytes
+from latentcache.config import location_of
+from latentcache.config_file import number_of_bytes
 from latentcache.errors import ConfigError
 from latentcache.remote.locations import kind_of
 
@@ -289,7 +289,8 @@ def doctor(
     """
     from latentcache.doctor.environment import diagnose
 
-    diagnosis = diagnose(device=device, cache_path=known_cache(cache_path), deepspeed=deepspeed, training=training)
+    path = None if cache_path is None else location_of(cache_path)
+    diagnosis = diagnose(device=device, cache_path=path, deepspeed=deepspeed, training=training)
     return finish(diagnosis, as_json, has_faults=not diagnosis.ok)
 
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from latentcache.bucket_config import BucketsConfig
-from latentcache.cache_config import CacheConfig, location_of
-from latentcache.cli.options import AsJson, Switch, known_cache
+from latentcache.cli.options import AsJson, Switch
 from latentcache.cli.output import finish
-from latentcache.config import Config, load_config, number_of_bytes, parse_buckets
+from latentcache.config import BucketsConfig, CacheConfig, Config, location_of
+from latentcache.config_file import load_config, number_of_bytes, parse_buckets
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
 from latentcache.errors import ConfigError
 
@@ -266,13 +265,12 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def _cache_config(flag: str | None, config: Config | None) -> CacheConfig:
-    """Where the cache is: the flag, else the config, else the environment."""
+    """Where the cache is: the flag, else the config."""
     if config is not None:
         return config.cache if flag is None else config.cache.model_copy(update={"path": location_of(flag)})
-    path = known_cache(flag)
-    if path is None:
-        raise ConfigError("which cache? Give --cache DIR, --config, or set LATENTCACHE_CACHE_PATH")
-    return CacheConfig(path=path)
+    if flag is None:
+        raise ConfigError("which cache? Give --cache DIR or --config")
+    return CacheConfig(path=location_of(flag))
 
 
 def _verification(options: ImportOptions, config: Config | None) -> Verification | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from latentcache.cache_config import CacheConfig, is_url, location_of
-from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
+from latentcache.config import CacheConfig, Config, location_of
+from latentcache.config_file import is_list, is_scalar, load_config, section_of
 from latentcache.errors import ConfigError, RemoteError
+from latentcache.location import is_url
 from latentcache.remote.locations import kind_of
 
 
 def flags_of(section: type[BaseModel]) -> type[BaseModel]:
     """A model whose fields are the section's scalar settings, all optional: cyclopts makes a flag of each.
 
-    Flags are read as text: the schema itself checks and converts them, in one place for file, variable and flag.
+    Flags are read as text: the schema itself checks and converts them, in one place for files and flags.
     """
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
@@ -70,20 +70,17 @@ class CacheOptions:
     cache_path: CachePath = None
 
     def cache(self, target: str | None) -> CacheConfig:
-        """The cache that a command is about: a flag, else the target, else the config, else the environment."""
+        """The cache that a command is about: a flag, else the target, else the config."""
         if self.cache_path is not None:
             return CacheConfig(path=location_of(self.cache_path))
         if target is not None and (is_url(target) or Path(target).is_dir()):
             return CacheConfig(path=location_of(target))
         file = self.config if target is None else Path(target)
-        if file is not None:
-            if not file.exists():
-                raise ConfigError("no such cache directory and no such config", source=str(file))
-            return load_config(file).cache
-        path = known_cache(None)
-        if path is None:
-            raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
-        return CacheConfig(path=path)
+        if file is None:
+            raise ConfigError("which cache? Give its directory, a config, or --cache.path")
+        if not file.exists():
+            raise ConfigError("no such cache directory and no such config", source=str(file))
+        return load_config(file).cache
 
     def path(self, target: str | None) -> Path:
         """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a URL."""
@@ -99,9 +96,3 @@ class CacheOptions:
 OfConfig = Annotated[ConfigOptions, Parameter(name="*")]
 OfCache = Annotated[CacheOptions, Parameter(name="*")]
 CONFIG_DEFAULTS, CACHE_DEFAULTS = ConfigOptions(), CacheOptions()
-
-
-def known_cache(flag: str | None) -> Path | str | None:
-    """The cache's directory, or its URL, as a flag or the environment gives it."""
-    path = flag or settings_from_environment(os.environ).get("cache", {}).get("path")
-    return None if path is None else location_of(path)

@@ -16,9 +16,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE
 from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, LocalTarget, OfCache, Switch
-from latentcache.config import Config, load_config
+from latentcache.config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, Config
+from latentcache.config_file import load_config
 from latentcache.errors import ConfigError
 
 logger = logging.getLogger("latentcache")

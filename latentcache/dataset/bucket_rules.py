@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from latentcache.bucket_config import BucketsConfig, settings_of
+from latentcache.config import BucketsConfig, settings_of
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.resampling import LANCZOS
 from latentcache.types import Bucket, Crop, Geometry, Size

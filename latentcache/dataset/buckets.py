@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from latentcache.bucket_config import BucketsConfig
+from latentcache.config import BucketsConfig
 from latentcache.errors import ConfigError
 from latentcache.types import Bucket, Crop, Geometry, Size
 

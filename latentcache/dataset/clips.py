@@ -9,12 +9,11 @@ import math
 
 import numpy as np
 
-from latentcache.config import ImagesConfig
+from latentcache.config import FramesConfig, ImagesConfig
 from latentcache.dataset import container
 from latentcache.dataset.images import decode_frames, prepare, probe
 from latentcache.dataset.video_files import decode_video, probe_video
 from latentcache.errors import ImageRefused
-from latentcache.frames_config import FramesConfig
 from latentcache.identity import Preparation
 from latentcache.types import Size
 

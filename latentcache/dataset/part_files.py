@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from latentcache.config import PartConfig, part_names
 from latentcache.dataset.samples import MAX_NAME_CHARS, Sample, is_hidden, is_image, refuse_read, signature_of
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.part_config import PartConfig, part_names
 
 REMEMBERED_FOLDERS = 64
 """Whose names are kept: lines of metadata may lead from one folder to another and back."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from latentcache.config import SourceConfig
+from latentcache.config import PartConfig, SourceConfig, part_names
 from latentcache.dataset.archives import WebDatasetSource
 from latentcache.dataset.part_files import PartFiles, name_below
 from latentcache.dataset.samples import (
@@ -36,7 +36,6 @@ from latentcache.dataset.samples import (
 )
 from latentcache.dataset.tables import ParquetSource
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
-from latentcache.part_config import PartConfig, part_names
 from latentcache.types import Refusal
 
 METADATA = "metadata.jsonl"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from latentcache.bucket_config import RULES, BucketsConfig, settings_of
-from latentcache.config import parse_buckets
+from latentcache.config import RULES, BucketsConfig, settings_of
+from latentcache.config_file import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.manifest import Manifest

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
-from latentcache.config import PROMPTS_PREFIX
+from latentcache.config import PROMPTS_PREFIX, CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.dataset.manifest_row import Row
@@ -48,7 +47,7 @@ class LatentCache(Closing):
     """A cache, for reading: `LatentCache("cache/photos").batch(sample_ids, device=unet)`.
 
     Give a path, the URL of a bucket or a service, the section `cache` of a config, or a store and manifests (the CPU
-    tier). For a URL `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts
+    tier). For a URL `options` are those of `config.RemoteOptions`, as `token` and `local`. `manifest` restricts
     sample ids to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes
     nothing to the cache, not even marks of damage; by default it is so where the directory cannot be written. What a
     cache elsewhere keeps on this disk it keeps all the same.

@@ -16,7 +16,7 @@ from blake3 import blake3
 from torch.utils.data import Dataset, default_collate
 from typing_extensions import Unpack
 
-from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
+from latentcache.config import CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Manifest
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.cache_config import RETRY_S, CacheConfig, location_of
+from latentcache.config import RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache

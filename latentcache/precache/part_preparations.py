@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from latentcache.bucket_config import BucketsConfig
-from latentcache.config import DatasetConfig
+from latentcache.config import BucketsConfig, DatasetConfig, part_names
 from latentcache.dataset.buckets import fit_like, is_alike
 from latentcache.dataset.images import preparation_policy
 from latentcache.dataset.manifest_row import ImageRef, PartRef
 from latentcache.dataset.masks import mask_policy
 from latentcache.errors import ImageRefused
 from latentcache.identity import ImageIdentity, MaskIdentity, Preparation, keys_like
-from latentcache.part_config import part_names
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.preparations import Preparations
 from latentcache.types import Geometry, Json, Size

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from latentcache.cache_config import CacheConfig
+from latentcache.config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, keys_in_use
 from latentcache.errors import DatasetError, IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.identity import digest

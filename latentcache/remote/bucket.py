@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from typing_extensions import override
 
-from latentcache.cache_config import RETRY_S
+from latentcache.config import RETRY_S
 from latentcache.errors import RemoteError
 from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport, in_threads
 
@@ -60,7 +60,7 @@ class BucketTransport(Transport):
 
     @classmethod
     def open(cls, url: str, *, retry_s: float = RETRY_S) -> BucketTransport:
-        """The bucket at a URL (`cache_config.BUCKET_SCHEMES`), with the credentials that obstore finds.
+        """The bucket at a URL (`location.BUCKET_SCHEMES`), with the credentials that obstore finds.
 
         RemoteError if obstore is not installed, or if the URL or the environment lacks something. Nothing is requested.
         """

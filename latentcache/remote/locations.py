@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import Unpack
 
-from latentcache.cache_config import HUB, RETRY_S, SERVICE_SCHEMES, RemoteOptions
+from latentcache.config import RETRY_S, RemoteOptions
 from latentcache.errors import RemoteError
+from latentcache.location import HUB, SERVICE_SCHEMES
 
 if TYPE_CHECKING:
     from latentcache.dataset.manifest_folder import Manifests
@@ -19,7 +20,7 @@ Kind = Literal["directory", "bucket", "service", "hub"]
 
 
 def kind_of(location: Path | str) -> Kind:
-    """The kind of what `cache_config.location_of` gave."""
+    """The kind of what `config.location_of` gave."""
     if isinstance(location, Path):
         return "directory"
     if location.startswith(HUB):

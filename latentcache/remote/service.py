@@ -17,7 +17,7 @@ import urllib3
 from typing_extensions import override
 from urllib3.response import BaseHTTPResponse
 
-from latentcache.cache_config import RETRY_S, TOKEN_VARIABLE
+from latentcache.config import RETRY_S, TOKEN_VARIABLE
 from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
 from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport

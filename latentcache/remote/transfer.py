@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from latentcache.cache_config import RETRY_S, location_of
+from latentcache.config import RETRY_S, location_of
 from latentcache.dataset.manifest import Manifest, merged_rows
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, update_manifest
 from latentcache.errors import (

@@ -25,12 +25,12 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from latentcache.config import RayConfig
 from latentcache.errors import ClusterError, LatentCacheError
 from latentcache.precache.plan import ImageTask
 from latentcache.precache.report import Failure
 from latentcache.precache.run import Work
 from latentcache.precache.serving_models import EntryTask
-from latentcache.ray_config import RayConfig
 from latentcache.scaleout.messages import EncoderAnswer, Problem, decode_image
 from latentcache.scaleout.ray_encoder import without_source
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from latentcache.config import Config
+from latentcache.config import Config, RayConfig
 from latentcache.errors import ClusterError, ConfigError
 from latentcache.precache.plan import Shard
 from latentcache.precache.report import Report
 from latentcache.precache.run import Work, run_precache
-from latentcache.ray_config import RayConfig
 from latentcache.scaleout.ray_encoder import RayEncoder
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress

@@ -15,7 +15,8 @@ import torch
 from diffusers import SchedulerMixin
 from PIL import Image
 
-from latentcache.config import ValidationConfig, suggest
+from latentcache.config import ValidationConfig
+from latentcache.config_file import suggest
 from latentcache.devices.guard import check_same_device
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import offload_hook_of

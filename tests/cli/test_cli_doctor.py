@@ -70,16 +70,6 @@ def test_the_journal_mode_is_the_one_that_a_cache_really_has(run_json: Any, tmp_
     assert report["sqlite"] == {"version": sqlite3.sqlite_version, "journal_mode": mode}
 
 
-def test_the_cache_can_come_from_the_environment(
-    run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LATENTCACHE_CACHE_PATH", str(tmp_path / "from-variable"))
-    assert run_json("--device", "cpu")[1]["cache"]["path"] == str(tmp_path.resolve())
-    (tmp_path / "flag").mkdir()
-    _, report = run_json("--device", "cpu", "--cache.path", tmp_path / "flag")
-    assert report["cache"]["path"] == str((tmp_path / "flag").resolve())
-
-
 def test_a_bad_deepspeed_is_an_error(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latentcache.doctor.environment, "installed_versions", lambda packages: {"deepspeed": "0.14.2"})
     code, report = run_json("--device", "cpu")

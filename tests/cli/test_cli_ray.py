@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from latentcache.config import Config, load_config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import load_config, parse_config
 from latentcache.errors import ConfigError
 from latentcache.precache.run import run_precache
 from latentcache.scaleout.ray import RayCluster, precache

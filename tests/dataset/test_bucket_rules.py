@@ -14,8 +14,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from latentcache.bucket_config import BucketsConfig
-from latentcache.config import parse_config
+from latentcache.config import BucketsConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.errors import ConfigError

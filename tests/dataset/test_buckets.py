@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from latentcache.config import BucketsConfig, parse_config
+from latentcache.config import BucketsConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.errors import ConfigError
 from latentcache.types import Bucket, Crop, Size

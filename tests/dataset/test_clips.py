@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
-from latentcache.config import Config, ImagesConfig, SourceConfig, parse_config
+from latentcache.config import Config, FramesConfig, ImagesConfig, SourceConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset import clips, container
 from latentcache.dataset.clips import decode_clip, num_frames_of_clip, probe_clip
 from latentcache.dataset.images import decode_frames, preparation_policy
 from latentcache.errors import ConfigError, ImageRefused, StoreError
 from latentcache.families import family_named
-from latentcache.frames_config import FramesConfig
 from latentcache.identity import Preparation
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images

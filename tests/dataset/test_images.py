@@ -22,7 +22,8 @@ from odd_rasters import RASTERS
 from PIL import Image, ImageCms
 from skimage.transform import resize as reference_resize
 
-from latentcache.config import ImagesConfig, parse_config
+from latentcache.config import ImagesConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, preparation_policy, prepare, probe
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.identity import Preparation

@@ -16,7 +16,8 @@ import pyarrow.parquet
 import pytest
 from helpers.photo_files import write_photo
 
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, DatasetError, ImageRefused

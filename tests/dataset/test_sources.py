@@ -22,7 +22,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from latentcache.config import Config, SourceConfig, parse_config
+from latentcache.config import Config, SourceConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.samples import Sample, SampleSource, read_small
 from latentcache.dataset.sources import open_source as open_configured
 from latentcache.errors import ConfigError, DatasetError, ImageRefused

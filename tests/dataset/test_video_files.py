@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from latentcache import LatentCache
-from latentcache.config import ImagesConfig, SourceConfig, parse_config
+from latentcache.config import FramesConfig, ImagesConfig, SourceConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.clips import decode_clip, probe_clip
 from latentcache.dataset.images import preparation_policy
 from latentcache.dataset.sources import open_source
 from latentcache.dataset.video_files import decode_video
 from latentcache.errors import ImageRefused
-from latentcache.frames_config import FramesConfig
 from latentcache.identity import Preparation
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Geometry, Size

@@ -10,7 +10,7 @@ import yaml
 from helpers.photo_files import write_photo
 
 from latentcache import LatentCache
-from latentcache.config import known_settings, load_config
+from latentcache.config_file import known_settings, load_config
 from latentcache.families import FAMILIES, family_named
 from latentcache.precache.run import run_precache
 
@@ -41,7 +41,7 @@ def test_each_family_has_a_complete_config(name: str) -> None:
     others = (CONFIGS / f"{other}.yaml" for other in ("edit_pairs", "wan_clips"))
     shown_there = {each for other in others for each in shown(yaml.safe_load(other.read_text(encoding="utf-8")))}
     assert set(known_settings()) - settings.keys() <= shown_there
-    config = load_config(path, environ={})
+    config = load_config(path)
     assert config.model.family == name and config.model.path in family.repositories
     assert config.cache.path == Path("cache", name)
     step = family.latent.downscale * family.patch
@@ -69,7 +69,7 @@ def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path
     }
     if family.text_reads_control:
         overrides["validation"] = {"prompts": []}
-    config = load_config(CONFIGS / config_name, environ={}, overrides=overrides)
+    config = load_config(CONFIGS / config_name, overrides=overrides)
     report = run_precache(config)
     assert not report.refused and report.num_samples == 4
     assert report.placement["family"] == f"{name}: model.family says so"

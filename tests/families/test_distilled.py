@@ -11,7 +11,8 @@ import torch
 from helpers.family_runs import family_config
 
 from latentcache import LatentCache, ValidationRunner
-from latentcache.config import Config, ModelConfig, ValidationConfig, parse_config
+from latentcache.config import Config, ModelConfig, ValidationConfig
+from latentcache.config_file import parse_config
 from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
 from latentcache.models.family import pipeline_settings

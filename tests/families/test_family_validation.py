@@ -11,7 +11,8 @@ from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_config
 from helpers.loss_cases import noise_of, timestep_of
 
 from latentcache import LatentCache, ValidationRunner, validate
-from latentcache.config import Config, ValidationConfig, parse_config
+from latentcache.config import Config, ValidationConfig
+from latentcache.config_file import parse_config
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.scaling import latents_from_moments
 from latentcache.models.lora import LORA_FILE

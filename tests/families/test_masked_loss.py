@@ -14,7 +14,8 @@ from helpers.loss_cases import noise_of, timestep_of
 from PIL import Image
 
 from latentcache import LatentCache
-from latentcache.config import Config, ValidationConfig, parse_config
+from latentcache.config import Config, ValidationConfig
+from latentcache.config_file import parse_config
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import Family
 from latentcache.precache.run import run_precache

@@ -17,7 +17,8 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache import LatentCache
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.tiny_parts import randomised

@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers.family_runs import SIDE, family_config
 
-from latentcache.config import Config, ModelConfig, parse_config
+from latentcache.config import Config, ModelConfig
+from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.models.denoiser import load_denoiser

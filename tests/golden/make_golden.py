@@ -22,7 +22,7 @@ from golden.golden_contents import contents
 from helpers.photo_files import write_photo
 
 from latentcache import DiskStore, run_precache
-from latentcache.config import parse_config
+from latentcache.config_file import parse_config
 from latentcache.identity import key_of
 from latentcache.store.directory import SCHEMA
 from latentcache.store.entry import DTYPES

@@ -19,7 +19,8 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache import LatentCache
-from latentcache.config import Config, ImagesConfig, parse_config
+from latentcache.config import Config, ImagesConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
 from latentcache.families.base import MASK, Family

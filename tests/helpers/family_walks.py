@@ -15,7 +15,8 @@ import torch
 from helpers.photo_files import write_photo
 from PIL import Image
 
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.precache.run import run_precache
 from latentcache.store.base import Store
 

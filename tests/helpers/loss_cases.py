@@ -12,7 +12,8 @@ from diffusers import EulerDiscreteScheduler
 from helpers.photo_files import write_photo
 
 from latentcache import LatentCache
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.precache.run import run_precache
 
 WIDE, TALL = (64, 96), (96, 64)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from latentcache.bucket_config import BucketsConfig
-from latentcache.config import ImagesConfig
+from latentcache.config import BucketsConfig, ImagesConfig
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, prepare, with_filter
 from latentcache.dataset.manifest import Manifest, Role

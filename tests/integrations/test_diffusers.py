@@ -20,7 +20,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from latentcache import LatentCache, LatentDataset
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.errors import ModelError, SampleError, StoreError
 from latentcache.integrations.diffusers import (
     PrecomputedDataset,

@@ -206,7 +206,7 @@ def test_latents_that_are_scaled_as_claimed_pass_also_with_odd_ones_among_them()
 
 
 def cache_config(tmp_path: Path) -> Any:
-    from latentcache.cache_config import CacheConfig
+    from latentcache.config import CacheConfig
 
     return CacheConfig(path=tmp_path / "cache")
 

@@ -13,7 +13,7 @@ from helpers.photo_files import write_photo
 from torch.utils.data import default_collate
 
 from latentcache import LatentDataset
-from latentcache.config import parse_config
+from latentcache.config_file import parse_config
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.precache.run import run_precache
 

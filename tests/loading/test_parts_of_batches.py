@@ -13,7 +13,8 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
-from latentcache.config import Config, parse_config
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.errors import SampleError, StoreError
 from latentcache.precache.run import run_precache
 

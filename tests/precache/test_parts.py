@@ -15,7 +15,8 @@ from PIL import Image
 
 import latentcache.identity as fingerprint
 from latentcache import LatentCache
-from latentcache.config import Config, ImagesConfig, parse_config
+from latentcache.config import Config, ImagesConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode
 from latentcache.dataset.manifest_row import Row
 from latentcache.dataset.masks import luma, prepare_mask

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.photo_files import write_photo
 
-from latentcache.config import Config, SourceConfig, parse_config
+from latentcache.config import Config, SourceConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset import samples
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.samples import SampleSource

@@ -34,7 +34,7 @@ from latentcache import (
     LatentLoader,
     ValidationRunner,
 )
-from latentcache.cache_config import CacheConfig
+from latentcache.config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
 from latentcache.models.model_loader import LoadedModels
@@ -408,7 +408,7 @@ def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         LatentCache("ftp://host/a")
     with pytest.raises(StoreError, match="give a URL as text"):
         LatentCache(Path("http://host:1"))
-    from latentcache.config import parse_config
+    from latentcache.config_file import parse_config
 
     datasets = [{"name": "a", "source": {"path": "x"}}]
     with pytest.raises(ConfigError, match=r"cache\.path: 'ftp://b': a cache is a directory"):

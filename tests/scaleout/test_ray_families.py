@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from helpers.family_walks import assert_same_entries, mask, walk_config
 
-from latentcache.config import Config
+from latentcache.config import Config, RayConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.precache.run import run_precache
-from latentcache.ray_config import RayConfig
 from latentcache.scaleout.ray import RayCluster, precache
 from latentcache.store import DiskStore
 

@@ -23,7 +23,8 @@ from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
 
 from latentcache import LatentCache, ValidationRunner
-from latentcache.config import Config, load_config
+from latentcache.config import Config
+from latentcache.config_file import load_config
 from latentcache.errors import RemoteError, StoreError
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache

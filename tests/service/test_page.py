@@ -20,7 +20,7 @@ from helpers.page_server import LONG_CAPTION, page_of, photo_cache
 from helpers.photo_files import write_photo
 from PIL import Image
 
-from latentcache.config import parse_config
+from latentcache.config_file import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, Row

@@ -23,7 +23,8 @@ from helpers.loss_cases import OTHERS, PHOTOS, SCHEDULER, make_cache, noise_of, 
 from helpers.pack_damage import damage
 
 from latentcache import LatentCache
-from latentcache.config import ValidationConfig, parse_config
+from latentcache.config import ValidationConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.manifest_folder import ManifestMemory
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.models.tiny import tiny_denoiser

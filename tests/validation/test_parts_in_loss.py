@@ -12,7 +12,8 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache import LatentCache, LoadedModels, ValidationRunner, validate
-from latentcache.config import Config, ValidationConfig, parse_config
+from latentcache.config import Config, ValidationConfig
+from latentcache.config_file import parse_config
 from latentcache.dataset.manifest_folder import ManifestMemory
 from latentcache.errors import ConfigError
 from latentcache.families import family_named

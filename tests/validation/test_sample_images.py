@@ -14,7 +14,8 @@ from diffusers import DDPMScheduler, DPMSolverMultistepScheduler, EulerDiscreteS
 from helpers.encoding import generate
 
 from latentcache import LatentCache
-from latentcache.config import ValidationConfig, parse_config
+from latentcache.config import ValidationConfig
+from latentcache.config_file import parse_config
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, DeviceMismatchError, ModelError
 from latentcache.models.tiny import tiny_parts, tiny_pipeline

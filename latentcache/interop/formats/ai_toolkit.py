@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from latentcache.bucket_config import BucketsConfig
+from latentcache.config import BucketsConfig
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
 from latentcache.errors import ForeignFileRefused
 from latentcache.families import family_named

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from latentcache.bucket_config import BucketsConfig
+from latentcache.config import BucketsConfig
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused

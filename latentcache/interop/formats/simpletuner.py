@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from latentcache.bucket_config import BucketsConfig
+from latentcache.config import BucketsConfig
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from latentcache.bucket_config import BucketsConfig, settings_of
-from latentcache.config import Config
+from latentcache.config import BucketsConfig, Config, settings_of
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
 from latentcache.families.scaling import latents_from_moments
 from latentcache.interop.formats import kohya

@@ -1,30 +1,19 @@
-"""The section `cache` of a config: where the cache is, and how one elsewhere is used."""
+"""Where a cache is: a directory, an object store, a service, or a dataset of the Hugging Face hub."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PlainValidator
+from pydantic import PlainValidator
 
-from latentcache.bucket_config import SECTION
-from latentcache.errors import StoreError
-from latentcache.families import DEFAULT
-
-TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
-"""Of the environment: the token of a service that allows reading, and the one that allows writing too."""
-
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 SERVICE_SCHEMES = ("http", "https")
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 """Of object stores, as obstore takes them."""
 HUB = "hf://datasets/"
 """Before USER/NAME, and @REVISION if another one than the newest is meant: a dataset of the Hugging Face hub."""
-RETRY_S = 30.0
-"""For so long a request is tried again that is not answered."""
 ALLOWED = (
     "a directory (also file:///PATH), a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
     "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX), a service at http://HOST:PORT or https://HOST, or a "
@@ -94,55 +83,3 @@ def _of_bucket(url: str) -> str:
 # Plain: a union would take JSON's text for neither.
 CacheLocation = Annotated[Path | str, PlainValidator(cache_location)]
 """The directory of a cache (a Path), or the URL of a bucket or a service (text)."""
-
-
-class RemoteOptions(TypedDict, total=False):
-    """How a bucket or a service is used: see `CacheConfig`. `token` is by default that of LATENTCACHE_TOKEN."""
-
-    token: str | None
-    local: str | Path | None
-    local_max_bytes: int | None
-    retry_s: float
-
-
-class CacheConfig(BaseModel):
-    """Where the cache is, and which entries may be used."""
-
-    # A path may be a URL into which somebody pasted a password.
-    model_config = ConfigDict(**SECTION, hide_input_in_errors=True)
-
-    path: CacheLocation = Path("cache", DEFAULT)
-    """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
-    (`latentcache serve`). Several datasets, models and runs may share one."""
-    store: Literal["disk", "cpu"] = "disk"
-    """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
-    salt: str = ""
-    """Part of every key. Another salt makes all entries that exist a miss."""
-    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs, e.g. 50GB or 50GiB. After a run `precache` removes what is beyond: of what no manifest refers to,
-    the longest unused first. Default: nothing is removed."""
-    unverified: bool = False
-    """Train and validate on imported entries too that were not verified."""
-    local: UserPath | None = None
-    """Where the cache is elsewhere: a folder of this machine for the packs that are read. Processes may share it.
-    Default: one in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`), of this cache alone."""
-    local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
-    Random order needs the room of all packs that are read: with less, packs are fetched again and again. Pack order
-    (`LatentLoader`) does not."""
-    retry_s: float = Field(RETRY_S, gt=0, allow_inf_nan=False)
-    """Where the cache is a bucket or a service: for so long a request is tried again that is not answered."""
-
-    def remote_options(self) -> RemoteOptions:
-        """How a bucket or a service is used. The token is not part of a config: it comes from LATENTCACHE_TOKEN."""
-        return RemoteOptions(local=self.local, local_max_bytes=self.local_max_bytes, retry_s=self.retry_s)
-
-
-def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
-    """The directory (a Path) or the URL (text) that a caller gives. StoreError for what `cache_location` refuses."""
-    if isinstance(value, CacheConfig):
-        return value.path
-    try:
-        return cache_location(os.fspath(value))
-    except ValueError as error:
-        raise StoreError(str(error)) from error
