@@ -33,7 +33,6 @@ from latentcache import LatentDataset
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.devices.transfer import transfer_to
 from latentcache.identity import key_of
-from latentcache.loading.batch import BufferPool
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.store.disk import DiskStore
@@ -193,8 +192,8 @@ def host_to_device(bench: Bench, repetitions: int) -> dict[str, Any] | None:
     module = torch.get_device_module(bench.device)
     dataset = bench.dataset()
     refs = dataset.refs(next(iter(bench.sampler(dataset))))
-    pool = BufferPool(pin=True)
-    host = dataset.cache.reader.gather(refs, pool=pool)
+    gathered = dataset.cache.gather(refs)
+    host = {name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in gathered.items()}
     num_bytes = sum(value.nbytes for value in host.values() if isinstance(value, torch.Tensor))
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)

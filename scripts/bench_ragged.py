@@ -7,7 +7,7 @@
 The samples are as those of Qwen-Image at 1024x1024: mean latents [16, 1, 128, 128] in float16, and prompt_embeds in
 bfloat16, 3,584 wide, of 20 to 80 rows each. A batch of 16 is padded to its longest caption. The limit copies the same
 batch, its padding too, row by row in one thread from anonymous memory into tensors that are there already. Reading goes
-by `LatentCache.batch` into given and into new tensors, and by `LatentLoader` without prefetch.
+by `LatentCache.batch`, and by `LatentLoader` without prefetch.
 All orders are random, a new one in each round; each pass comes directly after an untimed one.
 """
 
@@ -38,8 +38,7 @@ FAMILY = "qwen-image"
 BATCH = 16
 WANTED = 1.25
 WAYS = {
-    "out": "given tensors",
-    "fresh": "new tensors",
+    "batch": "LatentCache.batch",
     "loader": "LatentLoader",
 }
 
@@ -128,13 +127,10 @@ def limit(samples: Samples) -> Callable[[Batches], None]:
     return read
 
 
-def ours(cache: LatentCache, samples: Samples, *, given: bool) -> Callable[[Batches], None]:
-    memory = samples.memory()
-
+def ours(cache: LatentCache) -> Callable[[Batches], None]:
     def read(batches: Batches) -> None:
         for numbers in batches:
-            out = samples.batch_tensors(numbers, memory) if given else None
-            cache.batch([str(number) for number in numbers], device="cpu", out=out)
+            cache.batch([str(number) for number in numbers], device="cpu")
 
     return read
 
@@ -169,8 +165,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         samples.check(dataset.cache.batch([str(each) for each in numbers], device="cpu"), numbers)
     ways = {
         "limit": limit(samples),
-        "out": ours(dataset.cache, samples, given=True),
-        "fresh": ours(dataset.cache, samples, given=False),
+        "batch": ours(dataset.cache),
         "loader": loader(dataset, samples),
     }
 

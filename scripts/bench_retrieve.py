@@ -54,7 +54,7 @@ WANTED = {"torch_load": 15, "npz": 15, "safetensors_file": 5, "diskcache_pickle"
 WANTED_RATIO = {4: 2.0, 16: 1.35, 64: 1.25}
 """Of `batch` and of the loader: a batch is a small part of a training step."""
 """`LatentLoader` without prefetch, and the items of `LatentDataset`."""
-WAYS = {"out": "given tensors", "fresh": "new tensors", "loader": "LatentLoader", "dataset": "LatentDataset"}
+WAYS = {"batch": "LatentCache.batch", "loader": "LatentLoader", "dataset": "LatentDataset"}
 PEER_BATCH = 16
 
 
@@ -66,11 +66,10 @@ def first_epoch(path: Path, samples: Samples) -> tuple[LatentCache, dict[str, An
     for file in sorted((path / "packs").glob("*/*")):
         file.read_bytes()
     cache = LatentCache(path)
-    read, out = limit(samples, PEER_BATCH), samples.out(PEER_BATCH)
+    read = limit(samples, PEER_BATCH)
     read(batches)
     limit_s = seconds_of(lambda: read(batches))
-    first_s = seconds_of(lambda: ours(cache, samples, out)(batches))
-    check(samples, out, batches[-1])
+    first_s = seconds_of(lambda: ours(cache, samples)(batches))
     for at in range(0, len(order), PEER_BATCH):
         numbers = order[at : at + PEER_BATCH]
         check(samples, cache.batch([str(number) for number in numbers], device="cpu"), numbers)
@@ -113,8 +112,7 @@ def warm(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
 
 def ways_of(cache: LatentCache, samples: Samples, size: int) -> dict[str, Method]:
     """What reads at the memory's pace."""
-    out = samples.out(size)
-    return {"limit": limit(samples, size), "ours_out": ours(cache, samples, out), "ours_fresh": ours(cache, samples)}
+    return {"limit": limit(samples, size), "ours_batch": ours(cache, samples)}
 
 
 def items_of(dataset: LatentDataset) -> Method:
@@ -132,8 +130,8 @@ def at_memory_pace(
 ) -> dict[str, list[float]]:
     """Seconds of each of `ways_of`, of the loader and of the dataset in each of many rounds."""
     rounds = Rounds(samples.num_samples, options.num_read, options.repetitions_warm)
-    out, numbers = samples.out(size), rounds.orders[0][:size]
-    check(samples, cache.batch([str(number) for number in numbers], device="cpu", out=out), numbers)
+    numbers = rounds.orders[0][:size]
+    check(samples, cache.batch([str(number) for number in numbers], device="cpu"), numbers)
     made, read_loader = loader(dataset, size, 0)
     ways = ways_of(cache, samples, size) | {"ours_loader": read_loader, "ours_dataset": items_of(dataset)}
     methods = {name: rounds.method(read, size, calls=2) for name, read in ways.items()}
@@ -152,9 +150,8 @@ def warm_result(
         way: {size: ratios(seconds[f"ours_{way}"], seconds["limit"]) for size, seconds in at_pace.items()}
         for way in WAYS
     }
-    faster, faster_fresh, limit_faster = (
-        {name: ratios(beside_peers[name], beside_peers[way]) for name in PEERS}
-        for way in ("ours_out", "ours_fresh", "limit")
+    faster, limit_faster = (
+        {name: ratios(beside_peers[name], beside_peers[way]) for name in PEERS} for way in ("ours_batch", "limit")
     )
     times = {f"{name}_{size}": values for size, seconds in at_pace.items() for name, values in seconds.items()}
     times |= {name: values for name, values in beside_peers.items() if name not in at_pace[PEER_BATCH]}
@@ -163,18 +160,15 @@ def warm_result(
         return {str(name): value["median"] for name, value in values.items()}
 
     return {
-        "ratio_to_limit": medians(ratio["out"]),
-        "ratio_to_limit_fresh": medians(ratio["fresh"]),
+        "ratio_to_limit": medians(ratio["batch"]),
         "ratio_to_limit_loader": medians(ratio["loader"]),
         "ratio_to_limit_dataset": medians(ratio["dataset"]),
         "times_faster": medians(faster),
-        "times_faster_fresh": medians(faster_fresh),
         "times_faster_limit": medians(limit_faster),
         "first_epoch": dict(first),
         "us_per_sample": {name: statistics.median(values) / options.num_read * 1e6 for name, values in times.items()},
         "spread": {
-            "ratio_to_limit": {str(size): value for size, value in ratio["out"].items()},
-            "ratio_to_limit_fresh": {str(size): value for size, value in ratio["fresh"].items()},
+            "ratio_to_limit": {str(size): value for size, value in ratio["batch"].items()},
             "ratio_to_limit_loader": {str(size): value for size, value in ratio["loader"].items()},
             "ratio_to_limit_dataset": {str(size): value for size, value in ratio["dataset"].items()},
             "times_faster": faster,
@@ -200,7 +194,7 @@ def warm_lines(result: Mapping[str, Any]) -> list[str]:
     for size, goal in wanted["ratio_to_limit"].items():
         lines.append(f"{'limit, B=' + size:32}{times['limit_' + size]:10.1f}{1:9.2f}")
         for way, label in WAYS.items():
-            key = "ratio_to_limit" if way == "out" else f"ratio_to_limit_{way}"
+            key = "ratio_to_limit" if way == "batch" else f"ratio_to_limit_{way}"
             lines.append(
                 f"{f'B={size}, {label}':32}{times[f'ours_{way}_{size}']:10.1f}{result[key][size]:9.2f}{goal:8.2f}"
             )
@@ -209,15 +203,11 @@ def warm_lines(result: Mapping[str, Any]) -> list[str]:
     first = result["first_epoch"]
     lines.append(f"{'first epoch, with digests':32}{first['us_per_sample']:10.1f}{first['ratio_to_limit']:9.2f}")
     kept = "one file a sample" if result["settings"]["one_file"] else "two files a sample"
-    lines.append(
-        f"\n{f'B={PEER_BATCH}, {kept}':32}{'us/sample':>10}{'x ours':>9}{'wanted':>8}{'new tensors':>13}{'x limit':>9}"
-    )
+    lines.append(f"\n{f'B={PEER_BATCH}, {kept}':32}{'us/sample':>10}{'x ours':>9}{'wanted':>8}{'x limit':>9}")
     for name, label in PEERS.items():
-        faster, fresh, most = (
-            result[key][name] for key in ("times_faster", "times_faster_fresh", "times_faster_limit")
-        )
+        faster, most = (result[key][name] for key in ("times_faster", "times_faster_limit"))
         goal = wanted["times_faster"][name]
-        lines.append(f"{label:32}{times[name]:10.1f}{faster:9.1f}{goal:8}{fresh:13.1f}{most:9.1f}")
+        lines.append(f"{label:32}{times[name]:10.1f}{faster:9.1f}{goal:8}{most:9.1f}")
     return lines
 
 

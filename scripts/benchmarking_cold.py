@@ -123,9 +123,9 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
                     patched.enter_context(patch.object(PackReader, "_advise", lambda *_: None))
                 cache = LatentCache(store=store, manifests=ManifestFolder(path / "manifests"))
                 cache.sample_ids()
-                out = samples.out(size)
-                taken = timed(packs, ours(cache, samples, out), number)
-                check(samples, out, rounds.batches(number, size)[-1])
+                taken = timed(packs, ours(cache, samples), number)
+                last = rounds.batches(number, size)[-1]
+                check(samples, cache.batch([str(each) for each in last], device="cpu"), last)
             return taken
 
         return run

@@ -104,12 +104,12 @@ def limit(samples: Samples, batch_size: int) -> Method:
     return read
 
 
-def ours(cache: LatentCache, samples: Samples, out: dict[str, torch.Tensor] | None = None) -> Method:
+def ours(cache: LatentCache, samples: Samples) -> Method:
     names = [str(number) for number in range(samples.num_samples)]
 
     def read(batches: Batches) -> None:
         for numbers in batches:
-            cache.batch([names[number] for number in numbers], device="cpu", out=out)
+            cache.batch([names[number] for number in numbers], device="cpu")
 
     return read
 

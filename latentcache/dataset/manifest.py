@@ -248,7 +248,7 @@ def read_manifest(
         columns_of_file = memory[head.data_start :]
         if _digest_of(head.document, [columns_of_file]) != head.digest:
             raise ValueError(f"its digest differs: {head.digest!r:.80}. It is damaged, or was edited")
-        rows = RowTable(dict(_columns(head.document, columns_of_file)))
+        rows = RowTable(_columns(head.document, columns_of_file))
         if head.num_samples != len(rows):
             raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
         if whole_check:
@@ -263,8 +263,8 @@ def read_manifest(
     return Manifest(name, header["role"], header["repeats"], header["common"], rows)
 
 
-def _columns(document: Mapping[str, Any], data: memoryview) -> Iterator[tuple[str, np.ndarray]]:
-    end = 0
+def _columns(document: Mapping[str, Any], data: memoryview) -> dict[str, np.ndarray]:
+    columns, end = {}, 0
     for name, column in document.items():
         if name == "__metadata__":
             continue
@@ -272,9 +272,10 @@ def _columns(document: Mapping[str, Any], data: memoryview) -> Iterator[tuple[st
         start, end = end, end + prod(shape) * dtype.itemsize
         if column["data_offsets"] != [start, end]:
             raise ValueError(f"{name} is at {column['data_offsets']}, where {[start, end]} is needed")
-        yield name, np.frombuffer(data[start:end], dtype).reshape(shape)
+        columns[name] = np.frombuffer(data[start:end], dtype).reshape(shape)
     if end != len(data):
         raise ValueError(f"it has {len(data):,} bytes after its head, where {end:,} are needed")
+    return columns
 
 
 def _no_manifest(source: str | Path, error: Exception) -> DatasetError:

@@ -21,7 +21,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, chain, islice
 from operator import attrgetter, eq
 from typing import Any, Final, Literal, get_args
 
@@ -75,7 +75,8 @@ _GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
 _MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
 _TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
-_ROLES: tuple[PartRole, ...] = get_args(PartRole)
+ROLES: tuple[PartRole, ...] = get_args(PartRole)
+_hash_of = xxhash.xxh3_64_intdigest
 _CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
 _NO_SOURCE = "0" * 2 * KEY_BYTES
 _CHUNK = 1024
@@ -93,11 +94,21 @@ class Strings:
 
     def __getitem__(self, number: int) -> str:
         start, end = self._offsets.item(number), self._offsets.item(number + 1)
-        return self._values[start:end].tobytes().decode(_CODEC, _ERRORS)
+        return str(self._values.data[start:end], _CODEC, _ERRORS)
 
     def __iter__(self) -> Iterator[str]:
-        data, offsets = self._values.tobytes(), self._offsets.tolist()
-        return (data[start:end].decode(_CODEC, _ERRORS) for start, end in pairwise(offsets))
+        return (text.decode(_CODEC, _ERRORS) for text in self.encoded())
+
+    def encoded(self) -> Iterator[bytes]:
+        """The bytes of each."""
+        offsets = self._offsets.tolist()
+        return map(self._values.tobytes().__getitem__, map(slice, offsets, offsets[1:]))
+
+    def take(self, numbers: np.ndarray) -> list[str]:
+        """Those of these numbers."""
+        starts, ends = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
+        data = self._values.data
+        return [str(data[start:end], _CODEC, _ERRORS) for start, end in zip(starts, ends, strict=True)]
 
     def check(self) -> None:
         """ValueError unless all are UTF-8."""
@@ -118,7 +129,7 @@ class RowTable(Mapping[str, Row]):
         _check_structure(columns)
         self.columns = columns
         self.sample_ids = self._strings("sample_id")
-        self._folders, self._texts = self._strings("folder"), self._strings("caption/text")
+        self._folders, self.caption_texts = self._strings("folder"), self._strings("caption/text")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowTable, (dict(self.columns),)
@@ -148,7 +159,7 @@ class RowTable(Mapping[str, Row]):
             wrong = (columns[name] < _LEAST) | (columns[name] > _MOST)
             if wrong.any():
                 raise ValueError(f"{name} has {columns[name][wrong][0]}: a side has 1 to {MAX_SIDE}, flip is 0 or 1")
-        bounds = {f"{name}/unverified": 2 for name in _ENTRIES} | {"part/role": len(_ROLES), "folder/is_whole": 2}
+        bounds = {f"{name}/unverified": 2 for name in _ENTRIES} | {"part/role": len(ROLES), "folder/is_whole": 2}
         bounds |= {"folder/of": len(self._folders), "refusal/rows": len(self)}
         for name, bound in bounds.items():
             if (columns[name] >= bound).any():
@@ -199,12 +210,23 @@ class RowTable(Mapping[str, Row]):
     @cached_property
     def _by_id(self) -> _Order:
         """Made when somebody asks by id, which a loader does not."""
-        return _Order(np.fromiter(map(_hash_of, self.sample_ids), np.uint64, len(self)))
+        return _Order(np.fromiter(map(_hash_of, self.sample_ids.encoded()), np.uint64, len(self)))
 
     def number(self, sample_id: str) -> int | None:
         """The number of a sample's row; None for an unknown one."""
-        found = self._by_id.find(_hash_of(sample_id))
-        return next((number for number in found if self.sample_ids[number] == sample_id), None)
+        [found] = self.numbers([sample_id]).tolist()
+        return None if found < 0 else found
+
+    def numbers(self, sample_ids: Sequence[str]) -> np.ndarray:
+        """The numbers of these samples' rows: int64 [n], and -1 for one that is unknown."""
+        hashes = [_hash_of(sample_id.encode(_CODEC, _ERRORS)) for sample_id in sample_ids]
+        found = np.full(len(sample_ids), -1, np.int64)
+        for places, numbers in self._by_id.alternatives(np.array(hashes, np.uint64)):
+            names = self.sample_ids.take(numbers)
+            for place, number, name in zip(places.tolist(), numbers.tolist(), names, strict=True):
+                if name == sample_ids[place] and found[place] < 0:
+                    found[place] = number
+        return found
 
     def row(self, number: int) -> Row:
         """One row: it takes some microseconds."""
@@ -215,9 +237,10 @@ class RowTable(Mapping[str, Row]):
             sample_id,
             path if columns["folder/is_whole"].item(folder) else path + sample_id,
             source.hex() if any(source) else None,
-            tuple(ImageRef(key, _geometry(columns["image/geometry"][at]), trust)
+            tuple(ImageRef(key, geometry_of(columns["image/geometry"][at]), trust)
                   for at, key, trust in self._entries("image", number)),
-            tuple(CaptionRef(self._texts[at], key, trust) for at, key, trust in self._entries("caption", number)),
+            tuple(CaptionRef(self.caption_texts[at], key, trust)
+                  for at, key, trust in self._entries("caption", number)),
             self.refusals.get(number),
             tuple(self._part(at, key, trust) for at, key, trust in self._entries("part", number)),
         )  # fmt: skip
@@ -231,8 +254,8 @@ class RowTable(Mapping[str, Row]):
 
     def _part(self, at: int, key: str, trust: Trust) -> PartRef:
         columns = self.columns
-        geometry, source = _geometry(columns["part/geometry"][at]), columns["part/source"][at].tobytes().hex()
-        return PartRef(_ROLES[columns["part/role"].item(at)], key, geometry, source, trust)
+        geometry, source = geometry_of(columns["part/geometry"][at]), columns["part/source"][at].tobytes().hex()
+        return PartRef(ROLES[columns["part/role"].item(at)], key, geometry, source, trust)
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
@@ -266,7 +289,7 @@ class RowTable(Mapping[str, Row]):
                 is_usable = np.ones(len(self), np.bool_)
                 is_usable[self.columns["refusal/rows"]] = False
                 keys = keys[np.repeat(is_usable, np.diff(self.columns[f"{name}/offsets"]))]
-            yield from _hex_of(keys)
+            yield from _hex_in_turn(keys)
 
     def first_sizes(self, name: Literal["original_size", "target_size", "extent"]) -> np.ndarray:
         """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2].
@@ -279,38 +302,60 @@ class RowTable(Mapping[str, Row]):
         found[has_image] = numbers[offsets[:-1][has_image]]
         return found
 
-    def image_keys(self, numbers: np.ndarray, *, flip: bool) -> list[str]:
-        """For each of these rows, which have images, the key of the mirrored one or the other; else of its first."""
-        offsets, numbers = self.columns["image/offsets"], numbers.astype(np.int64)
-        starts = offsets[numbers].astype(np.int64)
-        counts = offsets[numbers + 1] - starts
-        chosen, is_open = starts.copy(), np.ones(len(numbers), np.bool_)
-        for place in range(int(counts.max(initial=0))):
-            here = np.flatnonzero(is_open & (place < counts))
-            here = here[self.columns["image/geometry"][starts[here] + place, _FLIP] == flip]
-            chosen[here], is_open[here] = starts[here] + place, False
-        return list(_hex_of(self.columns["image/keys"][chosen]))
+    def _ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the entries of each of these rows begin and end: int64 [n], twice."""
+        offsets, numbers = self.columns[f"{name}/offsets"], numbers.astype(np.int64)
+        return offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
 
-    def has_flip(self) -> np.ndarray:
-        """Whether each row has a mirrored image: bool [n]."""
-        offsets = self.columns["image/offsets"]
-        before = np.concatenate([[0], np.cumsum(self.columns["image/geometry"][:, _FLIP])])
-        found: np.ndarray = before[offsets[1:]] > before[offsets[:-1]]
+    def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
+        """The places of these rows' images in the columns of images: int64 [n], and -1 where there is none.
+
+        `flips`, bool [n], says which of them are the mirrored ones.
+        """
+        starts, ends = self._ranges("image", numbers)
+        found, is_flipped = np.full(len(numbers), -1, np.int64), self.columns["image/geometry"][:, _FLIP]
+        for place in range(int((ends - starts).max(initial=0))):
+            here = np.flatnonzero((found < 0) & (starts + place < ends))
+            here = here[is_flipped[starts[here] + place] == flips[here]]
+            found[here] = starts[here] + place
         return found
 
-    def num_captions(self, number: int) -> int:
-        """How many captions a row has."""
-        offsets = self.columns["caption/offsets"]
-        return int(offsets.item(number + 1) - offsets.item(number))
+    def caption_places(self, numbers: np.ndarray, captions: np.ndarray) -> np.ndarray:
+        """The places of these rows' captions of these numbers: int64 [n], and -1 where there is none."""
+        starts, ends = self._ranges("caption", numbers)
+        places: np.ndarray = starts + captions
+        places[(captions < 0) | (places >= ends)] = -1
+        return places
+
+    def part_places(self, numbers: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places of these rows' further parts, those of a row together: int64 [m], and how many each row has: [n].
+
+        `flips`, bool [n], says of which rows they are the mirrored ones.
+        """
+        starts, ends = self._ranges("part", numbers)
+        counts = ends - starts
+        rows = np.repeat(np.arange(len(numbers)), counts)
+        places = np.arange(len(rows)) + np.repeat(starts - (counts.cumsum() - counts), counts)
+        wanted = self.columns["part/geometry"][places, _FLIP] == flips[rows]
+        return places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
+
+    def part_shapes(self, places: np.ndarray) -> np.ndarray:
+        """Role (a number of ROLES), height and width of the further parts at these places: int32 [m, 3]."""
+        sizes = self.columns["part/geometry"][places, _SIZES["target_size"]]
+        return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
+
+    def num_captions(self, numbers: np.ndarray) -> np.ndarray:
+        """How many captions each of these rows has: int64 [n]."""
+        starts, ends = self._ranges("caption", numbers)
+        counts: np.ndarray = ends - starts
+        return counts
 
     def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
         """Heights and widths of the further parts of these rows, in their order, then zeros: int32 [n, 2 * most]."""
-        offsets, numbers = self.columns["part/offsets"], numbers.astype(np.int64)
-        starts = offsets[numbers].astype(np.int64)
-        counts = offsets[numbers + 1] - starts
-        found = np.zeros((len(numbers), int(counts.max(initial=0)), 2), np.int32)
+        starts, ends = self._ranges("part", numbers)
+        found = np.zeros((len(numbers), int((ends - starts).max(initial=0)), 2), np.int32)
         for place in range(found.shape[1]):
-            here = np.flatnonzero(place < counts)
+            here = np.flatnonzero(starts + place < ends)
             found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
         return found.reshape(len(numbers), -1)
 
@@ -321,8 +366,7 @@ class RowTable(Mapping[str, Row]):
 
     def unverified(self) -> np.ndarray:
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
-        found = [np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES]
-        return self._rows_of(found)
+        return self._rows_of([np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES])
 
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows with one of these keys, ascending."""
@@ -343,8 +387,9 @@ class RowTable(Mapping[str, Row]):
     def row_of_source(self, source: str) -> Row | None:
         """The last row whose image has this digest, or None."""
         wanted, sources = bytes.fromhex(source), self.columns["source"]
-        found = [number for number in self._by_source.find(_head(wanted)) if sources[number].tobytes() == wanted]
-        return self.row(found[-1]) if found and any(wanted) else None
+        alternatives = self._by_source.alternatives(np.array([_head(wanted)], np.uint64))
+        found = [numbers[0] for _, numbers in alternatives if sources[numbers[0]].tobytes() == wanted]
+        return self.row(int(found[-1])) if found and any(wanted) else None
 
     @cached_property
     def _by_source(self) -> _Order:
@@ -352,7 +397,7 @@ class RowTable(Mapping[str, Row]):
 
     def sources(self) -> Iterator[str]:
         """The digests of all images that are known."""
-        return (source for source in _hex_of(self.columns["source"]) if source != _NO_SOURCE)
+        return (source for source in _hex_in_turn(self.columns["source"]) if source != _NO_SOURCE)
 
 
 class _Order:
@@ -362,11 +407,15 @@ class _Order:
         self._order = np.argsort(numbers, kind="stable").astype(np.uint32)
         self._numbers = numbers[self._order]
 
-    def find(self, number: int) -> list[int]:
-        """The rows that have this number, ascending."""
-        first, end = (int(self._numbers.searchsorted(np.uint64(number), side)) for side in ("left", "right"))
-        found: list[int] = self._order[first:end].tolist()
-        return found
+    def alternatives(self, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows that have these numbers (uint64 [n]): places among them, and a row for each of these, ascending.
+
+        Once, or more often where several rows have one number.
+        """
+        first, end = (self._numbers.searchsorted(numbers, side) for side in ("left", "right"))
+        for step in range(int((end - first).max(initial=0))):
+            places = np.flatnonzero(first + step < end)
+            yield places, self._order[first[places] + step]
 
     def alike(self) -> list[int]:
         """Rows whose number another one has too."""
@@ -409,7 +458,7 @@ class RowTableBuilder:
             column = self._columns[f"{name}/geometry"]
             for original, resized, crop, target, num_frames, flip in (_GEOMETRY(ref.geometry) for ref in refs[name]):
                 column.extend((*original, *resized, *crop, *target, num_frames or 0, flip))
-        self._columns["part/role"].extend(_ROLES.index(ref.role) for ref in refs["part"])
+        self._columns["part/role"].extend(ROLES.index(ref.role) for ref in refs["part"])
         self._add_texts("caption/text", [ref.text for ref in refs["caption"]])
         self._add_texts("sample_id", [row.sample_id for row in rows])
         for row in rows:
@@ -477,14 +526,11 @@ def _check_structure(columns: Mapping[str, np.ndarray]) -> None:
             raise ValueError(f"{name} has {len(columns[name]):,} rows, where {other} means {expected:,}")
 
 
-def _geometry(numbers: np.ndarray) -> Geometry:
+def geometry_of(numbers: np.ndarray) -> Geometry:
+    """The geometry of a row of a column of geometries, int32 [10]."""
     height, width, resized_height, resized_width, top, left, *target, num_frames, flip = numbers.tolist()
     sizes = Size(height, width), Size(resized_height, resized_width)
     return Geometry(*sizes, Crop(top, left), Size(*target), bool(flip), num_frames or None)
-
-
-def _hash_of(text: str) -> int:
-    return xxhash.xxh3_64_intdigest(text.encode(_CODEC, _ERRORS))
 
 
 def _head(digest: bytes) -> int:
@@ -496,11 +542,15 @@ def _heads_of(digests: np.ndarray) -> np.ndarray:
     return digests[:, :8].copy().view(np.uint64).reshape(-1)
 
 
-def _hex_of(digests: np.ndarray) -> Iterator[str]:
-    """The digests of uint8 [n, 32]."""
-    for first in range(0, len(digests), _CHUNK):
-        digits = digests[first : first + _CHUNK].tobytes().hex()
-        yield from (digits[at : at + 2 * KEY_BYTES] for at in range(0, len(digits), 2 * KEY_BYTES))
+def hex_of(digests: np.ndarray) -> list[str]:
+    """The digests of uint8 [n, 32] as hexadecimal digits."""
+    digits = digests.tobytes().hex()
+    return [digits[at : at + 2 * KEY_BYTES] for at in range(0, len(digits), 2 * KEY_BYTES)]
+
+
+def _hex_in_turn(digests: np.ndarray) -> Iterator[str]:
+    """As `hex_of`, for very many: some are made at a time."""
+    return chain.from_iterable(hex_of(digests[first : first + _CHUNK]) for first in range(0, len(digests), _CHUNK))
 
 
 def _bytes_of(digests: Sequence[str], what: str) -> bytes:

@@ -140,8 +140,8 @@ class StreamTransfer(Transfer):
     """Copies between the device and pinned memory run on streams of their own, and `place` runs after those of `send`.
 
     The device's allocator reuses the memory of a tensor only when the stream that received it is done with it
-    (`Tensor.record_stream`). torch's allocator of pinned memory knows the copies that use a block of `host_memory`.
-    The buffers of a `BufferPool` are unknown to it, so `send` keeps each borrowed until the copy from it has ended.
+    (`Tensor.record_stream`). torch's allocator of pinned memory knows the copies that use a block of `host_memory`, but
+    not those of an array's tensor in one, so `send` keeps host batches until the copies from them have ended.
     """
 
     overlaps = True

@@ -137,12 +137,8 @@ class Export:
         """
         cache, manifest = self._cache, self.manifest
         self._rule = self._rule_of(manifest)
-        # Twice, for a list of all rows would take a kilobyte each.
-        for row in manifest.rows.values():
-            if row.refusal is None:
-                cache.check_trust(manifest, row)
-            else:
-                self.report.skipped.append(row.refusal)
+        cache.samples(manifest.name).check(manifest.rows.usable())
+        self.report.skipped += manifest.rows.refusals.values()
         self._progress.start(f"export {manifest.name}", len(manifest.rows))
         try:
             for row in manifest.rows.values():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from typing_extensions import Unpack
 
@@ -16,13 +18,25 @@ from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.dataset.manifest_row import Row
 from latentcache.devices.placement import DeviceLike
-from latentcache.errors import SampleError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest
-from latentcache.loading.batch import copy_into, is_cpu, moved, to_device
-from latentcache.loading.sample import PRECACHE, SampleFacts, SampleReader, SampleRef, keep, prompt_identity
+from latentcache.loading.batch import moved, to_device
+from latentcache.loading.sample import (
+    PRECACHE,
+    ManifestSamples,
+    SampleFacts,
+    SampleRef,
+    check_alike,
+    metadata_of,
+    prompt_identity,
+    remembered,
+    unverified_error,
+)
 from latentcache.remote.locations import kind_of, open_remote, snapshot
 from latentcache.store.base import Closing, Store
+from latentcache.store.batch import Column, Empty, columns_of, concatenated, stack_columns
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
@@ -31,16 +45,12 @@ if TYPE_CHECKING:
     from latentcache.remote.store import RemoteStore
 
 
+@dataclass(slots=True)
 class _Known:
     """What was read of manifests, which all views of one cache share: by name, and the samples that were requested."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew. What another thread still adds to the old ones is not found any more."""
-        self.manifests: dict[str, Manifest] = {}
-        self.refs: dict[Any, SampleRef] = {}
+    samples: dict[str, ManifestSamples] = field(default_factory=dict)
+    refs: dict[Any, SampleRef] = field(default_factory=dict)
 
 
 class LatentCache(Closing):
@@ -53,8 +63,6 @@ class LatentCache(Closing):
     cache elsewhere keeps on this disk it keeps all the same.
     `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
     of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model.
-
-    `reader` reads samples from `store`.
     """
 
     def __init__(
@@ -90,7 +98,6 @@ class LatentCache(Closing):
                 self._reading = ReadersLock(disk.directory.readers)
         assert store is not None and manifests is not None
         self.store: Store = store
-        self.reader = SampleReader(store, location)
         self.manifests, self.only, self.unverified, self.path = manifests, manifest, unverified, location
         self.known = _Known()
         if manifest is not None:
@@ -109,7 +116,8 @@ class LatentCache(Closing):
         Until then `batch` returns a sample as it first found it. Entries need no refresh: the store looks up keys that
         it does not know, and sees at once what it itself removed or found damaged.
         """
-        self.known.forget()
+        # What another thread still adds to the old dictionaries is not found any more.
+        self.known.samples, self.known.refs = {}, {}
 
     def restricted(self, manifest: str) -> LatentCache:
         """Restrict the cache to the samples of this manifest. The result shares the store; do not close it."""
@@ -120,14 +128,18 @@ class LatentCache(Closing):
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of this name. StoreError naming those that there are."""
-        loaded = self.known.manifests
-        if name not in loaded:
+        return self.samples(name).manifest
+
+    def samples(self, name: str) -> ManifestSamples:
+        """The samples of the manifest of this name. StoreError naming those that there are."""
+        known = self.known.samples
+        if name not in known:
             manifest = self.manifests.read(name)
             if manifest is None:
-                known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
-                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
-            loaded[name] = manifest
-        return loaded[name]
+                names = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
+                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {names}")
+            known[name] = ManifestSamples(manifest, unverified=self.unverified)
+        return known[name]
 
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
@@ -142,42 +154,48 @@ class LatentCache(Closing):
     def sample_ids(self) -> list[str]:
         """All samples that may be requested: those that were not refused, in the order of the manifests."""
         tables = [manifest.rows for manifest in self.datasets()]
-        return [table.sample_ids[number] for table in tables for number in table.usable().tolist()]
+        return [sample_id for table in tables for sample_id in table.sample_ids.take(table.usable())]
 
-    def row(self, sample_id: str, datasets: Sequence[Manifest] | None = None) -> tuple[Manifest, Row]:
-        """The sample's manifest, one of `datasets` (default: all), and row.
+    def row(self, sample_id: str) -> tuple[Manifest, Row]:
+        """The sample's manifest and row. SampleError when it is unknown, ambiguous, refused, or may not be read."""
+        [(samples, _, numbers)] = self._find([sample_id])
+        samples.check(numbers)
+        return samples.manifest, samples.rows.row(int(numbers[0]))
 
-        SampleError when it is unknown, ambiguous, refused, or may not be read.
+    def refs(self, sample_ids: Sequence[str], *, caption: int = 0, flip: bool = False) -> list[SampleRef]:
+        """These samples, not read yet. SampleError: see `batch`."""
+
+        def find(places: list[int]) -> list[SampleRef]:
+            found: dict[int, SampleRef] = {}
+            for samples, here, numbers in self._find([sample_ids[place] for place in places]):
+                chosen = np.full(len(numbers), flip), np.full(len(numbers), caption)
+                found.update(zip(here.tolist(), samples.refs(numbers, *chosen), strict=True))
+            return [found[place] for place in range(len(places))]
+
+        return remembered(self.known.refs, [(self.only, caption, flip, each) for each in sample_ids], find)
+
+    def _find(self, sample_ids: Sequence[str]) -> list[tuple[ManifestSamples, np.ndarray, np.ndarray]]:
+        """The manifests that have some of these samples: which places of the list, and the numbers of their rows.
+
+        SampleError for a sample that is in none or in several.
         """
-        datasets = self.datasets() if datasets is None else datasets
-        found = [(manifest, row) for manifest in datasets if (row := manifest.rows.get(sample_id)) is not None]
-        if len(found) != 1:
-            names = ", ".join(manifest.name for manifest in [each for each, _ in found] or datasets)
-            if not found:
-                raise SampleError(sample_id, f"is in no manifest ({names})", PRECACHE)
-            raise SampleError(sample_id, f"is in several manifests: {names}", "LatentCache(path, manifest=NAME)")
-        [(manifest, row)] = found
-        if row.refusal is not None:
-            reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
-            raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {PRECACHE}")
-        self.check_trust(manifest, row)
-        return manifest, row
-
-    def check_trust(self, manifest: Manifest, row: Row) -> None:
-        """SampleError if the sample was imported and is not verified, and such samples may not be read."""
-        if not self.unverified and not row.is_verified:
-            raise unverified_error(row.sample_id, manifest.imported_from)
-
-    def facts(self, manifest: Manifest) -> SampleFacts:
-        """What is said of all samples of this manifest. StoreError for a manifest of prompts."""
-        facts = SampleFacts.of(manifest)
-        if facts.scaling is None:
-            raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
-        return facts
+        found, num_found, names = [], np.zeros(len(sample_ids), np.int64), self.dataset_names()
+        for samples in map(self.samples, names):
+            numbers = samples.rows.numbers(sample_ids)
+            if len(places := np.flatnonzero(numbers >= 0)):
+                found.append((samples, places, numbers[places]))
+                num_found[places] += 1
+        for place in np.flatnonzero(num_found != 1)[:1].tolist():
+            sample_id = sample_ids[place]
+            if not num_found[place]:
+                raise SampleError(sample_id, f"is in no manifest ({', '.join(names)})", PRECACHE)
+            several = ", ".join(samples.manifest.name for samples, places, _ in found if place in places)
+            raise SampleError(sample_id, f"is in several manifests: {several}", "LatentCache(path, manifest=NAME)")
+        return found
 
     def scaling(self, manifest: Manifest) -> Scaling:
         """The scaling of the VAE that encoded this manifest's latents. StoreError for a manifest of prompts."""
-        scaling = self.facts(manifest).scaling
+        scaling = self.samples(manifest.name).facts.scaling
         assert scaling is not None
         return scaling
 
@@ -211,9 +229,9 @@ class LatentCache(Closing):
         is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders.
         """
         try:
-            batch = self.reader.gather([self._cached_prompt(text, negative)])
+            batch = self.gather([self._cached_prompt(text, negative)])
         except SampleError as missing:
-            batch = self.reader.gather([self._encoded_prompt(text, negative, missing)])
+            batch = self.gather([self._encoded_prompt(text, negative, missing)])
         return moved({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}, device, dtype)
 
     def _cached_prompt(self, text: str, negative: bool) -> SampleRef:
@@ -231,10 +249,10 @@ class LatentCache(Closing):
         sample_id = prompt_id(text, negative=negative)
         for name in names:
             # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
-            if name in self.known.manifests or name in self.manifests.names():
+            if name in self.known.samples or name in self.manifests.names():
                 prompts = self.manifest(name)
                 if (row := prompts.rows.get(sample_id)) is not None:
-                    return SampleRef(sample_id, (row.captions[0].key,), facts=SampleFacts.of(prompts))
+                    return SampleRef(sample_id, (row.captions[0].key,), SampleFacts.of(prompts))
         remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
         raise SampleError(sample_id, "is not cached", remedy)
 
@@ -256,9 +274,9 @@ class LatentCache(Closing):
                     f"or salt, than {manifest.name} was cached with. Start it with the config of that dataset: serve "
                     "--encode CONFIG"
                 ) from missing
-        return SampleRef(missing.sample_id, (keys[0],), facts=SampleFacts.of([*manifests, *datasets][0]))
+        return SampleRef(missing.sample_id, (keys[0],), SampleFacts.of([*manifests, *datasets][0]))
 
-    def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
+    def batch(
         self,
         sample_ids: Sequence[str],
         *,
@@ -269,7 +287,6 @@ class LatentCache(Closing):
         generator: torch.Generator | None = None,
         caption: int = 0,
         flip: bool = False,
-        out: Mapping[str, torch.Tensor] | None = None,
     ) -> Batch:
         """A batch of B samples of one bucket on the requesting device.
 
@@ -285,47 +302,54 @@ class LatentCache(Closing):
         Samples of several parts give `control_latents_1`, `control_latents_2` ... [B, C, h, w] too, the means of their
         control images, which `scaled` scales; and `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly.
 
-        What is in `out`, by name, is written to and returned in the batch: contiguous tensors of the device, dtype and
-        shape that the batch has. On the CPU, and where nothing is converted, the stored bytes are copied only once, and
-        the memory of new tensors is numpy's: it cannot be resized.
+        On the CPU the memory of tensors that are as stored is numpy's: it cannot be resized.
 
         Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets or
-        families, and for a tensor in `out` that does not fit or that the batch does not have.
+        families.
         """
-        refs = self._refs(sample_ids, caption, flip)
-        scalings = {ref.facts.scaling for ref in refs} if scaled else {None}
-        if len(scalings) > 1:
-            raise StoreError(f"the batch mixes latents of VAEs that scale differently: {sorted(map(str, scalings))}")
-        scaling = next(iter(scalings), None)
-        is_stored = not scaled and dtype is None and is_cpu(device)
-        gathered = self.reader.gather(refs, out=out if is_stored else None)
-        batch = to_device(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
-        return copy_into(out, batch) if out else batch
+        refs = self.refs(sample_ids, caption=caption, flip=flip)
+        batch = self.gather(refs, scaled=scaled)
+        scaling = refs[0].facts.scaling if scaled else None
+        return to_device(batch, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
 
-    def _refs(self, sample_ids: Sequence[str], caption: int, flip: bool) -> list[SampleRef]:
-        known, asked = self.known.refs, (self.only, caption, flip)
+    def gather(
+        self, refs: Sequence[SampleRef], *, memory: Empty | None = None, pad: bool = True, scaled: bool = False
+    ) -> Batch:
+        """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
+
+        Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
+        without `pad` such a field is a list of B tensors [L, *rest], and has no mask. `memory` makes the arrays of the
+        tensors; by default `numpy.empty`. They are `scaled` later, or not. SampleError for a sample whose entry is
+        missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
+        """
+        check_alike(refs, scaled=scaled)
+        sample_ids, first = [ref.sample_id for ref in refs], refs[0]
         try:
-            return [known[(*asked, sample_id)] for sample_id in sample_ids]
-        except KeyError:
-            datasets, refs = self.datasets(), []
-        facts: dict[str, SampleFacts] = {}
-        for sample_id in sample_ids:
-            ref = known.get((*asked, sample_id))
-            if ref is None:
-                manifest, row = self.row(sample_id, datasets)
-                if manifest.name not in facts:
-                    facts[manifest.name] = self.facts(manifest)
-                ref = SampleRef.of(row, facts[manifest.name], caption=caption, flip=flip)
-                keep(known, (*asked, sample_id), ref)
-            refs.append(ref)
-        return refs
+            rows = self.store.rows([key for ref in refs for key in ref.keys])
+        except (EntryMissingError, EntryDamagedError) as error:
+            raise self._sample_error(error, refs) from error
+        num, rules = len(first.keys), dict(first.facts.padding)
+        found: dict[str, Column] = {}
+        for place in range(num):
+            # The entries of all samples at this place: their images, their texts, their first control images ...
+            part = place - num + len(first.parts)
+            for name, column in columns_of(sample_ids, rows[place::num], rules).items():
+                found[first.parts[part][0] if part >= 0 else name] = column  # that of a part goes by the part's name
+        columns = {name: found[name] for name in sorted(found)}
+        ragged = {name: rule for name, rule in rules.items() if name in columns}
+        apart = {} if pad else {name: concatenated(columns.pop(name)) for name in ragged}
+        made = None if memory is None else lambda sizes: memory
+        batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory=made)
+        return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
+    def prefetch(self, refs: Iterable[SampleRef]) -> None:
+        """These samples are read soon: see `Store.prefetch`."""
+        self.store.prefetch([key for ref in refs for key in ref.keys])
 
-def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
-    """The error about a sample that was imported and is not verified, with its remedies."""
-    reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
-    remedy = (
-        f"{PRECACHE}, which encodes it; or import it with --verify, which proves it; or take it as it is, with "
-        "`cache.unverified: true` in the config (`unverified=True` here)"
-    )
-    return SampleError(sample_id, reason, remedy)
+    def _sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Sequence[SampleRef]) -> SampleError:
+        """The error about the first of these samples that needs the entry, with its remedy."""
+        sample_id = next((ref.sample_id for ref in refs if error.key in ref.keys), error.key)
+        if isinstance(error, EntryMissingError):
+            return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
+        mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
+        return SampleError(sample_id, f"is damaged: {error.reason}", mark + PRECACHE)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from typing_extensions import Unpack
 
 from latentcache.config import CacheConfig, RemoteOptions, location_of
-from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.row_table import hex_of
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.families.base import MASK
@@ -26,7 +25,7 @@ from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, SampleRef, keep
+from latentcache.loading.sample import SIZES, ManifestSamples, SampleRef, common_facts, remembered
 from latentcache.loading.sampler import Visit
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
@@ -37,25 +36,20 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 class _Samples:
-    """The samples of one manifest without the refused ones, by numbers: each once, then those mirrored if asked for."""
+    """The items of one manifest: its samples without the refused ones, once, then mirrored if asked for, and again."""
 
-    def __init__(self, cache: LatentCache, manifest: Manifest, *, flips: bool):
-        self.name, self.rows, self.facts = manifest.name, manifest.rows, cache.facts(manifest)
-        self.usable = usable = manifest.rows.usable()
-        self.buckets = manifest.rows.first_sizes("extent")
-        self.flips, self.num_once = flips, len(usable) * (1 + flips)
-        self.num_items = self.num_once * manifest.repeats
-        # Each of these raises the error of the first sample that cannot be read.
-        for number in np.intersect1d(usable, self.rows.unverified())[:1].tolist():
-            cache.check_trust(manifest, self.rows.row(number))
-        whole = (self.buckets[:, 0] > 0) & (self.rows.has_flip() | (not flips))
-        for number in usable[~whole[usable]][:1].tolist():
-            SampleRef.of(self.rows.row(number), self.facts, flip=flips)
+    def __init__(self, samples: ManifestSamples, *, flips: bool):
+        self.samples, self.rows = samples, samples.rows
+        self.usable = self.rows.usable()
+        self.buckets = self.rows.first_sizes("extent")
+        self.num_once = len(self.usable) * (1 + flips)
+        self.num_items = self.num_once * samples.manifest.repeats
+        samples.image_places(*self.items(np.arange(self.num_once)))  # SampleError for one that cannot be read
 
-    def item(self, index: int) -> tuple[int, bool]:
-        """The number of an item's row, and whether it is the mirrored image."""
-        flip, place = divmod(index % self.num_once, len(self.usable))
-        return self.usable.item(place), bool(flip)
+    def items(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of these items' rows, and which of them are mirrored: uint32 [n], bool [n]."""
+        flips, places = np.divmod(numbers % max(1, self.num_once), max(1, len(self.usable)))
+        return self.usable[places], flips > 0
 
     def shapes(self) -> np.ndarray:
         """What each usable sample shares with others of its batch: the bucket, and the sizes of control images.
@@ -76,10 +70,8 @@ class _Samples:
 
     def image_keys(self) -> list[str]:
         """The key of each item's image."""
-        once = []
-        for flip in (False, True)[: 1 + self.flips]:
-            once += self.rows.image_keys(self.usable, flip=flip)
-        return once * (self.num_items // max(1, len(once)))
+        places = self.samples.image_places(*self.items(np.arange(self.num_items)))
+        return hex_of(self.rows.columns["image/keys"][places])
 
 
 class LatentDataset(Dataset[Batch]):
@@ -139,26 +131,12 @@ class LatentDataset(Dataset[Batch]):
         mirrored = (set(self.names) if named else set()) if isinstance(named, bool) else {*named}
         if unknown := sorted(mirrored - set(self.names)):
             raise StoreError(f"flips names {', '.join(unknown)}; the manifests are {', '.join(self.names)}")
-        read = {name: self.cache.manifest(name) for name in self.names}
-        self._parts = [_Samples(self.cache, read[name], flips=name in mirrored) for name in self.names]
-        self._check_alike()
-        self.facts = self._parts[0].facts
-        self.scaling: Scaling = self.cache.scaling(read[self.names[0]])
-        self._ends = [*accumulate(part.num_items for part in self._parts)]
+        read = [self.cache.samples(name) for name in self.names]
+        self.facts = common_facts([samples.facts for samples in read], ", ".join(self.names), scaled=True)
+        self.scaling: Scaling = self.cache.scaling(read[0].manifest)
+        self._parts = [_Samples(samples, flips=samples.manifest.name in mirrored) for samples in read]
         self._refs: dict[tuple[int, int], SampleRef] = {}
-
-    def _check_alike(self) -> None:
-        names, facts = ", ".join(self.names), [part.facts for part in self._parts]
-        families = {each.family.name for each in facts}
-        if len(families) > 1:
-            raise StoreError(f"{names} were cached for the families {', '.join(sorted(families))}: train them apart")
-        scalings = {each.scaling for each in facts}
-        if len(scalings) > 1:
-            raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
-        if len({each.padding for each in facts}) > 1:
-            raise StoreError(
-                f"the texts of {names} are padded differently: precache all with one encode.padding and max_length"
-            )
+        self._ends = np.array([part.num_items for part in self._parts]).cumsum()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None, "_refs": {}}
@@ -171,20 +149,23 @@ class LatentDataset(Dataset[Batch]):
         return self._opened[1]
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return int(self._ends[-1])
 
-    def _item(self, index: int) -> tuple[int, int, bool]:
-        """The number of the item's manifest, that of its row, and whether it is the mirrored image."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        place = int(index) % len(self)
-        part = bisect_right(self._ends, place)
-        return part, *self._parts[part].item(place - (self._ends[part - 1] if part else 0))
+    def _items(self, indices: Sequence[int]) -> Iterator[tuple[_Samples, np.ndarray, np.ndarray, np.ndarray]]:
+        """By manifest the places of its items among these, the numbers of their rows, and which are mirrored."""
+        items, num = np.array(indices, np.int64), len(self)
+        for item in items[(items < -num) | (items >= num)][:1].tolist():
+            raise IndexError(f"item {item} of {num}")
+        items %= max(1, num)
+        parts = self._ends.searchsorted(items, side="right")
+        for number, part in enumerate(self._parts):
+            if len(places := np.flatnonzero(parts == number)):
+                yield part, places, *part.items(items[places] - (self._ends[number] - part.num_items))
 
     def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it; of a clip with its number of frames."""
-        part, number, _ = self._item(index)
-        height, width, num_frames = self._parts[part].buckets[number].tolist()
+        [(part, _, numbers, _)] = self._items([index])
+        height, width, num_frames = part.buckets[numbers[0]].tolist()
         return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def groups(self) -> np.ndarray:
@@ -217,35 +198,37 @@ class LatentDataset(Dataset[Batch]):
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        found, known = [], self._refs
-        for index in indices:
-            caption = self._drawn_caption(index) if self.draws else self.caption
-            ref = known.get((index, caption))
-            found.append(self._new_ref(index, caption) if ref is None else ref)
-        return found
+        captions = self._drawn(indices) if self.draws else [self.caption] * len(indices)
 
-    def _new_ref(self, index: int, caption: int) -> SampleRef:
-        part, number, flip = self._item(index)
-        samples = self._parts[part]
-        ref = SampleRef.of(samples.rows.row(number), samples.facts, caption=caption, flip=flip)
-        return keep(self._refs, (int(index), caption), ref)
+        def find(places: list[int]) -> list[SampleRef]:
+            chosen, found = np.array([captions[place] for place in places], np.int64), dict[int, SampleRef]()
+            for part, here, numbers, flips in self._items([indices[place] for place in places]):
+                found.update(zip(here.tolist(), part.samples.refs(numbers, flips, chosen[here]), strict=True))
+            return [found[place] for place in range(len(places))]
 
-    def _drawn_caption(self, index: int) -> int:
-        part, number, _ = self._item(index)
-        num = self._parts[part].rows.num_captions(number)
-        return index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
+        return remembered(self._refs, [*zip(map(int, indices), captions, strict=True)], find)
+
+    def _drawn(self, indices: Sequence[int]) -> list[int]:
+        """The numbers of the captions that are drawn for these visits; 0 for a sample without one, which is refused."""
+        most = np.ones(len(indices), np.int64)
+        for part, places, numbers, _ in self._items(indices):
+            most[places] = np.maximum(part.rows.num_captions(numbers), 1)
+        return [
+            index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
+            for index, num in zip(indices, most.tolist(), strict=True)
+        ]
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """These items are read soon, by any process. What is wrong with one is raised when it is read."""
         with suppress(StoreError):
-            self.cache.reader.prefetch(self.refs(indices))
+            self.cache.prefetch(self.refs(indices))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        batch = self.cache.reader.gather(self.refs(indices), pad=False)
+        batch = self.cache.gather(self.refs(indices), pad=False)
         batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
         columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
         return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -12,13 +13,15 @@ from functools import partial
 from itertools import chain, count, islice
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
-from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
+from latentcache.devices.transfer import Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.batch import BufferPool, to_device
-from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
+from latentcache.loading.batch import to_device
+from latentcache.loading.cache import LatentCache
+from latentcache.loading.sample import PRECACHE, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing
 from latentcache.types import Batch
@@ -45,8 +48,7 @@ class _BatchMaker:
     """Makes the batches of one iteration. It runs in the thread that prefetches."""
 
     loader: LatentLoader
-    source: SampleReader
-    pool: BufferPool
+    cache: LatentCache
     transfer: Transfer
     dtype: torch.dtype | None
 
@@ -75,7 +77,7 @@ class _BatchMaker:
                 soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.ahead)
             found.append((planned, refs))
         with suppress(StoreError):
-            self.source.prefetch(soon)
+            self.cache.prefetch(soon)
         return found
 
     def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
@@ -92,9 +94,10 @@ class _BatchMaker:
 
     def _read(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         skipped: dict[str, str] = {}
+        memory = self._host_array if self.transfer.overlaps else None
         while refs:
             try:
-                read = partial(self.source.gather, refs, pool=self.pool)
+                read = partial(self.cache.gather, refs, memory=memory)
                 sent = self.transfer.send(read, partial(self._place, planned))
                 return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
             except SampleError as error:
@@ -110,6 +113,11 @@ class _BatchMaker:
             remedy = f"{PRECACHE}: with several ranks no batch can be left out"
             raise SampleError(sample_id, f"{reason}, and no other sample is left in its batch", remedy)
         return _Made(planned, None, skipped, len(planned.numbers))
+
+    def _host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array in memory that copies to the device need not wait for."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self.transfer.host_memory((num_bytes,), torch.uint8).numpy().view(dtype).reshape(shape)
 
     def _place(self, planned: PlannedBatch, batch: Batch) -> Batch:
         loader = self.loader
@@ -133,10 +141,9 @@ class LatentLoader(Closing):
     follows from the sampler's seed, the epoch and the batch's position (`sampler.noise_generator`), not from threads,
     ranks, `prefetch` or a resume.
 
-    One thread reads whole batches into buffers that are used again (pinned, with copies on a stream for them, where
-    the device has streams; `BufferPool` and `devices.transfer` have the rules). A batch stays valid while it is
-    referenced. Without `prefetch` the calling thread does the same. Device and dtype are those of the requesting module
-    when an iteration begins.
+    One thread reads whole batches (into pinned memory, with copies on a stream for them, where the device has streams:
+    `devices.transfer`). Without `prefetch` the calling thread does the same. Device and dtype are those of the
+    requesting module when an iteration begins.
 
     An error is raised at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
     `damaged="skip"` such samples are left out of their batches, which are then smaller; each is logged once and is in
@@ -171,7 +178,6 @@ class LatentLoader(Closing):
         self.skipped: dict[str, str] = {}
         self.num_skipped = 0
         self.known_lost: set[str] = set()
-        self._pool: BufferPool | None = None
         self._iterators: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._closed = False
 
@@ -205,11 +211,10 @@ class LatentLoader(Closing):
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """End all iterations and release buffers. Batches that were returned stay valid."""
+        """End all iterations. Batches that were returned stay valid."""
         self._closed = True
         for iterator in list(self._iterators):
             iterator.close()
-        self._pool = None
 
     def _begin(self, *, endless: bool) -> BatchIterator:
         if self._closed:
@@ -218,11 +223,7 @@ class LatentLoader(Closing):
             raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
         target = device_of(self.requester)
         transfer = transfer_to(target)
-        if self._pool is None or self._pool.requested_pin != transfer.overlaps:
-            self._pool = BufferPool(pin=transfer.overlaps, num_kept=self.prefetch + MAX_IN_FLIGHT + 3)
-        maker = _BatchMaker(
-            self, self.dataset.cache.reader, self._pool, transfer, self.dtype or dtype_of(self.requester)
-        )
+        maker = _BatchMaker(self, self.dataset.cache, transfer, self.dtype or dtype_of(self.requester))
         cursor = self.sampler.begin()
         plan = self.sampler.plan(cursor.epoch, cursor.position)
         if endless:

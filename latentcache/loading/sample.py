@@ -1,28 +1,24 @@
-"""Samples of a batch: what a manifest says of them, and how they are read."""
+"""Samples of a batch: what a manifest says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import chain
-from operator import attrgetter
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from functools import cached_property, lru_cache
+from itertools import repeat
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import Row
-from latentcache.errors import EntryDamagedError, EntryMissingError, ModelError, SampleError, StoreError
+from latentcache.dataset.row_table import ROLES, geometry_of, hex_of
+from latentcache.errors import ModelError, SampleError, StoreError
 from latentcache.families import DEFAULT, family_named
-from latentcache.families.base import MASK, Family
+from latentcache.families.base import Family
 from latentcache.families.scaling import Scaling
-from latentcache.loading.batch import CONTROL, BufferPool
-from latentcache.store.base import Store
-from latentcache.store.batch import Column, columns_of, concatenated, stack_columns
-from latentcache.types import Batch, ClipSize, Geometry, Padding, Size
+from latentcache.loading.batch import CONTROL
+from latentcache.types import ClipSize, Padding, Size
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
@@ -32,7 +28,6 @@ MAX_REFS = 1 << 17
 """Requested samples that are kept, at some 500 bytes each. Beyond it all are forgotten, and found again."""
 _FLOAT32 = np.dtype(np.float32)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
-_KEYS = attrgetter("keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +93,28 @@ class Layout(NamedTuple):
     extent: tuple[int, ...]
 
 
-_NO_LAYOUT = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
-
-
 @lru_cache(_MAX_LAYOUTS)
-def layout_of(geometry: Geometry, family: Family) -> Layout:
-    """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
+def _layout_of(numbers: bytes, family: Family) -> Layout:
+    """The layout of a geometry, as its column has it. Time ids are float32: bfloat16 cannot hold integers above 256."""
+    geometry = geometry_of(np.frombuffer(numbers, np.int32))
     ids = family.size_conditions(geometry) or []
     sizes = geometry.original_size, geometry.resized_size, geometry.seen_crop, geometry.target_size  # as SIZES
     # Plain tuples: what a batch lists is compared with them.
     return Layout(tuple([(*size,) for size in sizes]), np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleRef:
+@lru_cache(_MAX_LAYOUTS)
+def _parts_of(numbers: bytes) -> tuple[tuple[str, Size], ...]:
+    """The names and sizes of a sample's further parts, of the role, height and width of each."""
+    parts, num_controls = [], 0
+    for role, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
+        is_control = ROLES[role] == "control"
+        num_controls += is_control
+        parts.append((f"{CONTROL}{num_controls}" if is_control else ROLES[role], Size(height, width)))
+    return tuple(parts)
+
+
+class SampleRef(NamedTuple):
     """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
     `parts` are its control images and its mask: the name of each in a batch, and its target size; their keys come last.
@@ -120,99 +123,140 @@ class SampleRef:
 
     sample_id: str
     keys: tuple[str, ...]
+    facts: SampleFacts
     caption: str = ""
-    layout: Layout = _NO_LAYOUT
-    facts: SampleFacts = field(default_factory=SampleFacts)
+    layout: Layout = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
     parts: tuple[tuple[str, Size], ...] = ()
 
-    @classmethod
-    def of(cls, row: Row, facts: SampleFacts, *, caption: int = 0, flip: bool = False) -> SampleRef:
-        """The sample of a row of the manifest that has these facts. SampleError if it has no such caption or image."""
-        image = next((image for image in row.images if image.geometry.flip == flip), None)
-        if image is None:
-            remedy = f"set `flip: true` for the dataset and {PRECACHE}"
-            raise SampleError(row.sample_id, "has no flipped entry" if flip else "has no image entry", remedy)
-        if not 0 <= caption < len(row.captions):
-            reason = f"has {len(row.captions)} captions, but number {caption} was requested"
-            raise SampleError(row.sample_id, reason, "request a smaller number")
-        text, parts = row.captions[caption], list(row.named_parts(flip=flip))
-        return cls(
-            row.sample_id,
-            (image.key, text.key, *(part.key for _, part in parts)),
-            text.text,
-            layout_of(image.geometry, facts.family),
-            facts,
-            tuple((name.replace("control ", CONTROL), part.geometry.target_size) for name, part in parts),
-        )
 
+class ManifestSamples:
+    """The samples of a manifest by the numbers of their rows, many at once.
 
-def keep(known: dict[Any, SampleRef], name: Any, ref: SampleRef) -> SampleRef:
-    """Add a sample to those that were requested, of which MAX_REFS are known at most, and return it."""
-    if len(known) >= MAX_REFS:
-        known.clear()
-    known[name] = ref
-    return ref
+    `unverified` also takes samples that were imported and not verified.
+    """
 
+    def __init__(self, manifest: Manifest, *, unverified: bool):
+        self.manifest, self.rows = manifest, manifest.rows
+        self._readable = np.ones(len(self.rows), np.bool_)
+        self._readable[self.rows.columns["refusal/rows"]] = False
+        if not unverified:
+            self._readable[self.rows.unverified()] = False
 
-class SampleReader:
-    """Reads samples from `store`. `path` of the cache is named in errors. Any thread may use a reader."""
+    @cached_property
+    def facts(self) -> SampleFacts:
+        """What is said of all samples. StoreError for prompts, and for a family that this version does not know."""
+        facts = SampleFacts.of(self.manifest)
+        if facts.scaling is None:
+            raise StoreError(f"manifest {self.manifest.name} holds prompts, not images: use LatentCache.prompt")
+        return facts
 
-    def __init__(self, store: Store, path: Path | str | None = None):
-        self.store, self.path = store, path
+    def check(self, numbers: np.ndarray) -> None:
+        """SampleError for the first of these rows that was refused, or is unverified and may not be read."""
+        for at in np.flatnonzero(~self._readable[numbers])[:1].tolist():
+            sample_id, refusal = self.rows.sample_ids[int(numbers[at])], self.rows.refusals.get(int(numbers[at]))
+            if refusal is None:
+                raise unverified_error(sample_id, self.manifest.imported_from)
+            reason = f"was refused ({refusal.reason}): {refusal.detail}"
+            raise SampleError(sample_id, reason, f"replace {refusal.path}, then {PRECACHE}")
 
-    def gather(
-        self,
-        refs: Sequence[SampleRef],
-        *,
-        pool: BufferPool | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        pad: bool = True,
-    ) -> Batch:
-        """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
+    def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
+        """As `RowTable.image_places`. SampleError for a sample that may not be read, or has no such image."""
+        self.check(numbers)
+        places = self.rows.image_places(numbers, flips)
+        for at in np.flatnonzero(places < 0)[:1].tolist():
+            what, remedy = "flipped" if flips[at] else "image", f"set `flip: true` for the dataset and {PRECACHE}"
+            raise SampleError(self.rows.sample_ids[int(numbers[at])], f"has no {what} entry", remedy)
+        return places
 
-        Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
-        without `pad` such a field is a list of B tensors [L, *rest], and has no mask. Tensors are written to those of
-        `out`, and others to a buffer of `pool` or to new memory. SampleError for a sample whose entry is missing or
-        damaged; StoreError for mixed buckets or families, unequal shapes, and a tensor in `out` that does not fit.
+    def refs(self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray) -> list[SampleRef]:
+        """The samples of these rows, mirrored or not, with these captions.
+
+        Args:
+            numbers: Those of the rows: integers [n].
+            flips: Whether the mirrored image is meant: bool [n].
+            captions: The number of each one's caption: integers [n].
+
+        Returns:
+            A reference for each.
+
+        Raises:
+            SampleError: One may not be read, or has no such image or caption.
         """
-        if not refs:
-            raise StoreError("no samples were requested: a batch has at least one")
-        _check_alike(refs)
-        sample_ids, first = [ref.sample_id for ref in refs], refs[0]
-        try:
-            rows = self.store.rows([*chain.from_iterable(map(_KEYS, refs))])
-        except (EntryMissingError, EntryDamagedError) as error:
-            raise self._sample_error(error, refs) from error
-        num, rules = len(first.keys), dict(first.facts.padding)
-        found: dict[str, Column] = {}
-        for place in range(num):
-            # The entries of all samples at this place: their images, their texts, their first control images ...
-            part = place - num + len(first.parts)
-            for name, column in columns_of(sample_ids, rows[place::num], rules).items():
-                found[first.parts[part][0] if part >= 0 else name] = column  # that of a part goes by the part's name
-        columns = {name: found[name] for name in sorted(found)}
-        ragged = {name: rule for name, rule in rules.items() if name in columns}
-        if not pad:
-            apart = {name: concatenated(columns.pop(name)) for name in ragged}
-            return {**stack_columns(sample_ids, columns, {}, out)[0], **apart, **metadata_of(refs)}
-        batch, masks = stack_columns(sample_ids, columns, ragged, out, None if pool is None else pool.borrow)
-        return {**batch, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
+        rows, columns = self.rows, self.rows.columns
+        images, texts = self.image_places(numbers, flips), rows.caption_places(numbers, captions)
+        for at in np.flatnonzero(texts < 0)[:1].tolist():
+            reason = f"has {rows.num_captions(numbers)[at]} captions, but number {captions[at]} was requested"
+            raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
+        keys = zip(hex_of(columns["image/keys"][images]), hex_of(columns["caption/keys"][texts]), strict=True)
+        geometries = columns["image/geometry"][images]
+        layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
+        found = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
+        refs = [SampleRef(name, pair, self.facts, text, layout) for name, pair, text, layout in found]
+        parts, counts = rows.part_places(numbers, flips)
+        return self._with_parts(refs, parts, counts) if len(parts) else refs
 
-    def prefetch(self, refs: Sequence[SampleRef]) -> None:
-        """These samples are read soon: see `Store.prefetch`."""
-        self.store.prefetch(chain.from_iterable(map(_KEYS, refs)))
-
-    def _sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
-        """The error about the first of these samples that needs the entry, with its remedy."""
-        sample_id = next((ref.sample_id for ref in refs if error.key in ref.keys), error.key)
-        if isinstance(error, EntryMissingError):
-            return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
-        mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
-        return SampleError(sample_id, f"is damaged: {error.reason}", mark + PRECACHE)
+    def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:
+        """These samples with their further parts, which lie at these places; each has this many."""
+        keys, shapes = hex_of(self.rows.columns["part/keys"][places]), self.rows.part_shapes(places)
+        ends = counts.cumsum().tolist()
+        return [
+            ref._replace(keys=(*ref.keys, *keys[start:end]), parts=_parts_of(shapes[start:end].tobytes()))
+            for ref, start, end in zip(refs, [0, *ends], ends, strict=False)
+        ]
 
 
-def _check_alike(refs: Sequence[SampleRef]) -> None:
-    """StoreError unless these samples can be in one batch, as far as their manifests say."""
+def _bytes_of_rows(numbers: np.ndarray) -> list[bytes]:
+    """The bytes of each row of a contiguous array [n, m]."""
+    rows: list[bytes] = numbers.view(f"V{numbers.itemsize * numbers.shape[1]}").ravel().tolist()
+    return rows
+
+
+def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
+    """The error about a sample that was imported and is not verified, with its remedies."""
+    reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
+    remedy = (
+        f"{PRECACHE}, which encodes it; or import it with --verify, which proves it; or take it as it is, with "
+        "`cache.unverified: true` in the config (`unverified=True` here)"
+    )
+    return SampleError(sample_id, reason, remedy)
+
+
+def remembered(
+    known: dict[Any, SampleRef], names: Sequence[Any], find: Callable[[list[int]], list[SampleRef]]
+) -> list[SampleRef]:
+    """The samples of these names; `find` gives those that are not known, of their places among the names, all at once.
+
+    A batch of four is copied in the time that finding its samples in a manifest twice would take.
+    """
+    refs = [*map(known.get, names)]
+    if places := [place for place, ref in enumerate(refs) if ref is None]:
+        found = find(places)
+        if len(known) + len(found) > MAX_REFS:
+            known.clear()
+        for place, ref in zip(places, found, strict=True):
+            refs[place] = known[names[place]] = ref
+    return cast("list[SampleRef]", refs)
+
+
+def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> SampleFacts:
+    """The facts that all of these share, `scaled` or not. StoreError naming `what` they are of if they differ."""
+    families = sorted({each.family.name for each in facts})
+    if len(families) > 1:
+        raise StoreError(f"{what} were cached for the families {', '.join(families)}: train them apart")
+    scalings = {each.scaling for each in facts}
+    if scaled and len(scalings) > 1:
+        raise StoreError(f"the VAEs of {what} scale differently ({sorted(map(str, scalings))}): train them apart")
+    if len({each.padding for each in facts}) > 1:
+        raise StoreError(
+            f"the texts of {what} are padded differently: precache all with one encode.padding and encode.max_length"
+        )
+    return facts[0]
+
+
+def check_alike(refs: Sequence[SampleRef], *, scaled: bool) -> None:
+    """StoreError unless these samples can be in one batch, `scaled` or not, as far as their manifests say."""
+    if not refs:
+        raise StoreError("no samples were requested: a batch has at least one")
     first = refs[0]
     buckets = {ref.layout.extent for ref in refs}
     if len(buckets) > 1:
@@ -221,17 +265,9 @@ def _check_alike(refs: Sequence[SampleRef]) -> None:
             f"a batch has one bucket, but these samples lie in {', '.join(shown)}: "
             "batch them with latentcache.BucketBatchSampler"
         )
-    families = sorted({ref.facts.family.name for ref in refs})
-    if len(families) > 1:
-        names = ", ".join(families)
-        raise StoreError(f"a batch has one family, but these samples were cached for {names}: train them apart")
     for ref in refs:
-        if ref.facts is not first.facts and ref.facts.padding != first.facts.padding:
-            differing = ", ".join(sorted({name for name, _ in {*ref.facts.padding} ^ {*first.facts.padding}}))
-            raise StoreError(
-                f"samples {first.sample_id!r} and {ref.sample_id!r}: {differing} of each is padded otherwise: "
-                "precache both datasets with the same encode.padding and encode.max_length"
-            )
+        if ref.facts is not first.facts:
+            common_facts([first.facts, ref.facts], f"samples {first.sample_id!r} and {ref.sample_id!r}", scaled=scaled)
         if ref.parts != first.parts:
             here, there = (", ".join(f"{name} {size}" for name, size in each.parts) or "none" for each in (first, ref))
             raise StoreError(

@@ -16,7 +16,6 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.sample import SampleFacts, SampleRef
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress
@@ -237,8 +236,7 @@ class _Measurement:
         buckets: dict[tuple[Any, ...], list[str]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
-                manifest, row = view.row(sample_id)
-                ref = SampleRef.of(row, SampleFacts.of(manifest))
+                [ref] = view.refs([sample_id])
             except SampleError as error:
                 self._skip(name, error)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from latentcache.dataset.manifest import merged_rows
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
-from latentcache.dataset.row_table import RowTable, RowTableBuilder
+from latentcache.dataset.row_table import ROLES, RowTable, RowTableBuilder, hex_of
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 TEXTS = st.text(st.characters(), max_size=8)
@@ -40,6 +40,10 @@ def tables_of_rows(draw: st.DrawFn) -> dict[str, Row]:
     return rows
 
 
+def keys_of(table: RowTable, name: str, places: Sequence[int] | np.ndarray) -> list[str]:
+    return hex_of(table.columns[f"{name}/keys"][np.array(places, np.int64)])
+
+
 @given(tables_of_rows(), TEXTS)
 def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str) -> None:
     table = RowTable.of(rows)
@@ -56,11 +60,29 @@ def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str)
     values = list(rows.values())
     assert table.usable().tolist() == [number for number, row in enumerate(values) if row.refusal is None]
     assert table.unverified().tolist() == [number for number, row in enumerate(values) if not row.is_verified]
-    whole = [number for number, row in enumerate(values) if row.images]
+    numbers = np.arange(len(values))[::-1]
+    assert table.numbers([*rows, other]).tolist() == [
+        *range(len(rows)),
+        list(rows).index(other) if other in rows else -1,
+    ]
+    assert table.sample_ids.take(numbers) == list(rows)[::-1]
     for flip in (False, True):
-        wanted = [next((ref for ref in row.images if ref.geometry.flip == flip), row.images[0]).key
-                  for row in values if row.images]  # fmt: skip
-        assert table.image_keys(np.array(whole, np.uint32), flip=flip) == wanted
+        flips = np.full(len(values), flip)
+        images = table.image_places(numbers, flips).tolist()
+        wanted = [next((ref.key for ref in row.images if ref.geometry.flip == flip), None) for row in values[::-1]]
+        assert [None if at < 0 else keys_of(table, "image", [at])[0] for at in images] == wanted
+        places, counts = table.part_places(numbers, flips)
+        wanted_parts = [[ref for ref in row.parts if ref.geometry.flip == flip] for row in values[::-1]]
+        assert counts.tolist() == [*map(len, wanted_parts)]
+        parts = [ref for refs in wanted_parts for ref in refs]
+        assert keys_of(table, "part", places) == [ref.key for ref in parts]
+        shapes = [[ROLES.index(ref.role), *ref.geometry.target_size] for ref in parts]
+        assert table.part_shapes(places).tolist() == shapes
+    assert table.num_captions(numbers).tolist() == [len(row.captions) for row in values[::-1]]
+    for number in (-1, 0, 2):
+        texts = table.caption_places(numbers, np.full(len(values), number)).tolist()
+        wanted = [row.captions[number].key if 0 <= number < len(row.captions) else None for row in values[::-1]]
+        assert [None if at < 0 else keys_of(table, "caption", [at])[0] for at in texts] == wanted
     for name in ("original_size", "target_size"):
         wanted = [list(getattr(row.images[0].geometry, name)) if row.images else [0, 0] for row in values]
         assert table.first_sizes(name).tolist() == wanted

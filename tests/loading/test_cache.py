@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,15 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from helpers.hub_snapshot import snapshot_of
 from helpers.pack_damage import damage
-from helpers.ragged_samples import in_memory
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import PROMPTS_PREFIX, Config
-from latentcache.dataset.row_table import RowTable
+from latentcache.dataset.manifest_row import CaptionRef
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.families import family_named
-from latentcache.loading.sample import SampleRef, layout_of, metadata_of
+from latentcache.identity import key_of
 from latentcache.loading.status import status, verify
 from latentcache.precache.run import run_precache
-from latentcache.types import Crop, Geometry, Size
+from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
 
@@ -57,10 +56,19 @@ def test_sizes_are_integers_and_time_ids_float32(cache: LatentCache) -> None:
     assert (height == 64 and width >= 128) or (width == 128 and height >= 64)
 
 
-def test_time_ids_hold_what_bfloat16_cannot() -> None:
-    geometry = Geometry(Size(4097, 3001), Size(1371, 1024), Crop(171, 1), Size(1024, 1024))
-    ids = metadata_of([SampleRef("a", (), layout=layout_of(geometry, family_named("sdxl")))])["add_time_ids"]
-    assert ids.dtype == torch.float32 and ids.tolist() == [[4097, 3001, 171, 1, 1024, 1024]]
+def test_time_ids_hold_what_bfloat16_cannot(cache: LatentCache) -> None:
+    [manifest] = cache.datasets()
+    row = manifest.rows["a.png"]
+    sizes = Size(4097, 3001), Size(1371, 1100), Crop(171, 1), Size(1024, 1024)
+    rows = {}
+    for flip in (False, True):
+        images = (replace(row.images[0], geometry=Geometry(*sizes, flip)),)
+        rows[str(flip)] = replace(row, sample_id=str(flip), images=images)
+    cache.manifests.write(manifest.with_rows(rows))
+    cache.refresh()
+    for flip, left in ((False, 1), (True, 1100 - 1024 - 1)):
+        ids = cache.batch([str(flip)], device=torch.nn.Linear(1, 1).bfloat16(), flip=flip)["add_time_ids"]
+        assert ids.dtype == torch.float32 and ids.tolist() == [[4097, 3001, 171, left, 1024, 1024]]
 
 
 def test_dtype_given_wins_and_a_name_keeps_the_stored_one(cache: LatentCache) -> None:
@@ -83,6 +91,9 @@ def test_moments_are_drawn_with_the_generator_that_is_given(cache: LatentCache) 
 def test_scaled_and_unscaled(cache: LatentCache) -> None:
     plain, scaled = (cache.batch(WIDE, device="cpu", scaled=flag)["latents"] for flag in (False, True))
     assert torch.allclose(scaled, plain * 0.13025, rtol=0, atol=1e-7) and not torch.equal(scaled, plain)
+    for output in ("moment", "prompt_embeds"):
+        with pytest.raises(StoreError, match=f"output is '{output}'; it must be one of latents, moments"):
+            cache.batch(WIDE, device="cpu", output=output)
     with pytest.raises(StoreError, match="moments are stored unscaled"):
         cache.batch(WIDE, device="cpu", output="moments", scaled=True)
 
@@ -123,6 +134,21 @@ def test_buckets_do_not_mix(cache: LatentCache) -> None:
         cache.batch(["a.png", "c.png"], device="cpu")
     with pytest.raises(StoreError, match="no samples were requested"):
         cache.batch([], device="cpu")
+
+
+def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> None:
+    identity = {"another": "width"}
+    fields = {"prompt_embeds": torch.ones(77, 3), "pooled_prompt_embeds": torch.ones(40)}
+    cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
+    [manifest] = cache.datasets()
+    rows = dict(manifest.rows)
+    rows["b.png"] = replace(rows["b.png"], captions=(CaptionRef("odd", key_of(identity)),))
+    cache.manifests.write(manifest.with_rows(rows))
+    cache.refresh()
+    unequal = r"equal shapes and dtypes: field 'prompt_embeds' .* in a\.png and .* in b\.png"
+    with pytest.raises(StoreError, match=unequal):
+        cache.batch(WIDE, device="cpu")
+    assert cache.batch(["b.png"], device="cpu")["prompt_embeds"].shape == (1, 77, 3)
 
 
 def test_unknown_and_ambiguous_samples(make_config: Callable[..., Config], cache: LatentCache) -> None:
@@ -224,20 +250,6 @@ def test_a_cache_that_is_not_there(tmp_path: Path) -> None:
         LatentCache(tmp_path / "none")
     with pytest.raises(StoreError, match="needs a path, or a store"):
         LatentCache()
-
-
-def test_a_look_up_makes_the_rows_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a manifest of a million: the columns find the rest."""
-    store, manifests = in_memory("z-image", [3] * 300)
-    numbers: list[int] = []
-    row = RowTable.row
-    monkeypatch.setattr(RowTable, "row", lambda self, number: numbers.append(number) or row(self, number))
-    with LatentCache(store=store, manifests=manifests) as cache:
-        assert cache.text_shapes() == {"prompt_embeds": (3, 6)} and numbers == []
-        assert cache.batch(["297", "0"], device="cpu")["sample_id"] == ["297", "0"]
-        assert cache.row("3")[1].sample_id == "3" and len(cache.sample_ids()) == 300
-        assert cache.prompt("a cat", device="cpu")["prompt_embeds"].shape[0] == 1
-    assert len(numbers) == 4
 
 
 @pytest.mark.parametrize("is_writable", [False, True])

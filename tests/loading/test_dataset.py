@@ -58,13 +58,6 @@ def test_items_are_as_they_are_stored(config: Config) -> None:
     assert item["sample_id"] == "a.png" and item["caption"] == "a red house"
 
 
-def test_flips_are_items_of_their_own(config: Config) -> None:
-    plain, flipped = LatentDataset(config.cache.path), LatentDataset(config.cache.path, flips=True)
-    assert len(flipped) == 2 * len(plain)
-    assert torch.equal(flipped[0]["moments"], plain[0]["moments"])
-    assert not torch.equal(flipped[5]["moments"], plain[0]["moments"]) and flipped[5]["sample_id"] == "a.png"
-
-
 def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Config], photos: Path) -> None:
     config = make_config(**{"datasets.0.flip": True, "datasets.0.repeats": 2})
     run_precache(config)
@@ -76,6 +69,10 @@ def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Co
         parts = [LatentDataset(path, name, flips=name in mirrored) for name in names]
         alone = [part[index] for part in parts for index in range(len(part))]
         joined = LatentDataset(path, names, flips=flips)
+        assert joined[-1]["sample_id"] == alone[-1]["sample_id"] and joined.bucket(-1) == parts[-1].bucket(-1)
+        for beyond in (len(alone), -len(alone) - 1):
+            with pytest.raises(IndexError, match=f"of {len(alone)}"):
+                joined.bucket(beyond)
         assert len(joined) == len(alone) and joined.image_keys() == [key for part in parts for key in part.image_keys()]
         for _ in range(2):
             for index, expected in enumerate(alone):
@@ -94,50 +91,10 @@ def test_random_captions_follow_the_global_generator(config: Config) -> None:
     assert set(first) == {"a red house", "a house in the rain"}
 
 
-def test_refused_samples_are_left_out(make_config: Callable[..., Config], photos: Path) -> None:
-    (photos / "bad.png").write_bytes(b"")
-    config = make_config()
-    run_precache(config)
-    assert len(LatentDataset(config.cache.path)) == 5
-
-
-def test_the_manifest_must_be_named_when_there_are_several(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-    run_precache(config)
-    run_precache(make_config(**{"datasets.0.name": "other"}))
-    with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
-        LatentDataset(config.cache.path)
-    assert len(LatentDataset(config.cache.path, "other")) == 5
-
-
 def test_an_open_dataset_travels_to_another_process(config: Config) -> None:
     dataset = LatentDataset(config.cache.path)
     before = dataset[3]["moments"]
     assert torch.equal(pickle.loads(pickle.dumps(dataset))[3]["moments"], before)
-
-
-def test_batches_keep_to_one_bucket_and_follow_seed_and_epoch(config: Config) -> None:
-    dataset = LatentDataset(config.cache.path)
-    sampler = BucketBatchSampler(dataset, 4, seed=7)
-    first = list(sampler)
-    assert list(sampler) == first and len(first) == len(sampler) == 3
-    assert sorted(index for batch in first for index in batch) == list(range(10))
-    assert all(len({dataset.bucket(index) for index in batch}) == 1 for batch in first)
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    dropping = BucketBatchSampler(dataset, 4, drop_last=True)
-    assert [len(batch) for batch in dropping] == [4] * len(dropping) == [4, 4]
-
-
-def test_ranks_share_the_batches_evenly(config: Config) -> None:
-    dataset = LatentDataset(config.cache.path)
-    shares = [list(BucketBatchSampler(dataset, 1, seed=7, rank=rank, world_size=3)) for rank in range(3)]
-    assert [len(share) for share in shares] == [3, 3, 3]
-    assert len({index for share in shares for batch in share for index in batch}) == 9
-    with pytest.raises(StoreError, match="rank is 3"):
-        BucketBatchSampler(dataset, 1, rank=3, world_size=3)
-    with pytest.raises(StoreError, match="batch_size is 0"):
-        BucketBatchSampler(dataset, 0)
 
 
 def test_a_plain_shuffled_dataloader_is_told_what_to_use(config: Config) -> None:
@@ -156,3 +113,9 @@ def test_what_a_dataset_cannot_give_is_refused_when_it_is_made(make_config: Call
             LatentDataset(config.cache.path, caption=caption)  # type: ignore[arg-type]  # the error is the point
     with pytest.raises(SampleError, match="has no flipped entry"):
         LatentDataset(config.cache.path, flips=True)
+    with pytest.raises(StoreError, match="flips names photo; the manifests are photos"):
+        LatentDataset(config.cache.path, "photos", flips="photo")
+    for names in ([], None):
+        run_precache(make_config(**{"datasets.0.name": "other"}))
+        with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
+            LatentDataset(config.cache.path, names)

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 from loading import by_hand, ids, lose_image, make_cache, num_threads, plain, wait_for_no_thread
-from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
 from latentcache.config import Config
@@ -82,16 +81,6 @@ def test_a_batch_is_what_the_cache_gives(path: Path) -> None:
         assert torch.equal(batch["moments"], direct["moments"]) and batch.keys() == direct.keys()
 
 
-def test_a_cache_of_latents_needs_no_draw(make_config: Callable[..., Config]) -> None:
-    config = make_config(**{"encode.image_output": "mean"})
-    run_precache(config)
-    dataset = LatentDataset(config.cache.path)
-    for batch in loader_of(dataset):
-        assert torch.equal(
-            batch["latents"], dataset.cache.batch(batch["sample_id"], device="cpu", scaled=True)["latents"]
-        )
-
-
 def test_global_generators_are_left_alone_and_do_not_matter(dataset: LatentDataset) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -99,18 +88,6 @@ def test_global_generators_are_left_alone_and_do_not_matter(dataset: LatentDatas
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert [plain(batch) for batch in loader_of(dataset)] == first
-
-
-def test_repeats_of_an_epoch_are_drawn_anew(dataset: LatentDataset) -> None:
-    seen: dict[tuple[str, int], list[object]] = {}
-    captions = set()
-    for batch in loader_of(dataset):
-        batch = plain(batch)
-        for number, sample_id in enumerate(batch["sample_id"]):
-            seen.setdefault((sample_id, 0), []).append(batch["latents"][number])
-            captions.add((sample_id, batch["caption"][number]))
-    assert all(len(drawn) == 4 and drawn[0] not in drawn[1:] for drawn in seen.values())
-    assert ("a.png", "a red house") in captions or ("a.png", "a house in the rain") in captions
 
 
 @PREFETCH
@@ -122,14 +99,6 @@ def test_held_batches_are_never_overwritten(dataset: LatentDataset, prefetch: in
         copies.append(held[-1].clone())
     for _ in loader:
         assert all(torch.equal(one, other) for one, other in zip(held, copies, strict=True))
-
-
-def test_buffers_rotate_once_batches_are_let_go(dataset: LatentDataset) -> None:
-    loader = loader_of(dataset, output="moments", scaled=False)
-    for _ in range(5):
-        for _ in loader:
-            pass
-    assert loader._pool is not None and loader._pool.num_allocated <= 6
 
 
 @PREFETCH
@@ -257,33 +226,6 @@ def test_several_iterations_at_once_and_close(dataset: LatentDataset) -> None:
             use()
 
 
-def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[..., Config], tmp_path: Path) -> None:
-    run_precache(make_config(**{"datasets.0.name": "other", "cache.path": path}))
-    parts = [LatentDataset(path, name, flips=name == "photos", caption="random") for name in ("photos", "other")]
-    dataset = LatentDataset(path, ["photos", "other"], flips=["photos"], caption="random")
-    assert len(dataset) == 25 and dataset.bucket(24) == parts[1].bucket(4)
-    assert dataset.identity() not in {part.identity() for part in parts}
-    expected = by_hand(BucketBatchSampler(dataset, 3, seed=5))
-    assert [plain(batch) for batch in loader_of(dataset)] == expected
-    sampler = BucketBatchSampler(dataset, 3, seed=5)
-    for num_workers in (0, 2):
-        workers = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=num_workers,
-            multiprocessing_context="spawn" if num_workers else None,
-        )
-        assert [batch["caption"] for batch in workers] == [batch["caption"] for batch in expected]
-    assert dataset[-1]["sample_id"] == dataset[24]["sample_id"] and dataset.bucket(-25) == dataset.bucket(0)
-    for beyond in (25, -26):
-        with pytest.raises(IndexError, match="of 25"):
-            dataset.bucket(beyond)
-    with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
-        LatentDataset(path, [])
-    with pytest.raises(StoreError, match="flips names photo; the manifests are photos, other"):
-        LatentDataset(path, ["photos", "other"], flips="photo")
-
-
 def test_items_of_manifests_that_hold_moments_and_latents_are_refused_by_name(
     path: Path, make_config: Callable[..., Config]
 ) -> None:
@@ -379,22 +321,3 @@ def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:
     assert list(empty) == []
     with pytest.raises(StoreError, match="an epoch has no batch"):
         empty.forever()
-
-
-def test_the_loop_does_not_wait_while_a_batch_is_faster_than_a_step(
-    dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No timing: while the loop is in its step, the thread makes `prefetch` batches and then stops."""
-    made: list[int] = []
-    from latentcache.loading import loader as module
-
-    real = module.to_device
-    monkeypatch.setattr(module, "to_device", lambda *args, **options: made.append(1) or real(*args, **options))
-    batches = iter(loader_of(dataset, prefetch=2))
-    next(batches)
-    end = time.monotonic() + 20
-    while len(made) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert len(made) == 3, "one was returned, two are ahead"
-    batches.close()

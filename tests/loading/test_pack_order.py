@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,39 +82,6 @@ def test_the_loader_and_workers_give_the_same_batches(path: Path) -> None:
     assert len(both.places().packs) == len(both) == 4 * 72
     with pytest.raises(StoreError, match="order is 'pack'; it must be one of random, packs"):
         LatentDataset(path, order="pack")  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def advised(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, int]]]:
-    """The ranges that the system was asked for: name of the file, offset, bytes."""
-    ranges: list[tuple[str, int, int]] = []
-
-    def advise(fd: int, offset: int, num_bytes: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        ranges.append((os.readlink(f"/proc/self/fd/{fd}"), offset, num_bytes))
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    return ranges
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice here")
-def test_packs_are_read_by_long_ranges(
-    tmp_path: Path, advised: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = LatentDataset(make_cache(tmp_path / "cache", 3, 256), order="packs")
-    with LatentLoader(sampler_of(dataset), device="cpu") as loader:
-        assert sum(len(batch["sample_id"]) for batch in loader) == len(dataset) == 6 * 256
-    store = dataset.cache.store
-    assert isinstance(store, DiskStore)
-    kinds = {str(store.directory.pack_path(name)): pack for name, pack in store.catalog.table.packs.items()}
-    assert len(kinds) == 5
-    for file, pack in kinds.items():
-        ranges = [(start, num) for name, start, num in advised if name == file]
-        columns = [(column.start, column.num_rows * column.row_bytes) for g in pack.groups for column in g.columns]
-        if pack.groups[0].kind == "image":
-            assert max(num for _, num in ranges) >= max(num for _, num in columns) // 4
-        else:  # samples of several packs of images share captions
-            assert sum(num for _, num in ranges) >= sum(num for _, num in columns)
 
 
 def test_a_store_without_packs_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import tracemalloc
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
-from latentcache.loading.pack_order import Places, spots_ahead
+from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator, seed_of
 from latentcache.types import Bucket
 
@@ -135,20 +134,6 @@ def test_packs_are_shuffled_and_few_are_open() -> None:
     assert packs != [[dataset.packs[item] for item in batch.numbers] for batch in sampler.plan(1)]
     in_turn = BucketBatchSampler(dataset, 4, shuffle=False)
     assert [item for batch in in_turn for item in batch] == list(range(len(dataset)))
-
-
-def test_what_is_to_come_takes_little_memory() -> None:
-    num = 20_000
-    places = Places(np.arange(num) // 100, np.arange(num) % 100, "")
-    batches = [items.tolist() for items in np.random.default_rng(0).permutation(num).reshape(-1, 8)]
-    tracemalloc.start()
-    try:
-        ahead = spots_ahead(places, batches)
-        num_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert num_bytes < 32 * num, "a dataset may have ten million samples"
-    assert sum(len(visits) for packs in ahead.values() for visits in packs) == num
 
 
 def test_a_state_of_other_packs_is_refused_by_name() -> None:
