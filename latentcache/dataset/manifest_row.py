@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal
 
 from latentcache.types import Geometry, Refusal
@@ -79,8 +78,8 @@ class Row:
     @property
     def is_verified(self) -> bool:
         """Whether none of its entries was imported and left unverified."""
-        # No Python function runs for a reference: each sample of a batch is asked.
-        return "unverified" not in map(attrgetter("trust"), (*self.images, *self.captions, *self.parts))
+        refs: tuple[ImageRef | CaptionRef | PartRef, ...] = (*self.images, *self.captions, *self.parts)
+        return all(ref.trust == "verified" for ref in refs)
 
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object. Without further parts it does not speak of them."""

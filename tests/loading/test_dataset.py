@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler, Visit
 from latentcache.precache.run import run_precache
 
 
@@ -119,3 +120,15 @@ def test_what_a_dataset_cannot_give_is_refused_when_it_is_made(make_config: Call
         run_precache(make_config(**{"datasets.0.name": "other"}))
         with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
             LatentDataset(config.cache.path, names)
+
+
+def test_a_sample_without_captions_is_named_when_one_is_drawn(config: Config) -> None:
+    with LatentCache(config.cache.path) as cache:
+        [manifest] = cache.datasets()
+        rows = dict(manifest.rows) | {"b.png": replace(manifest.rows["b.png"], captions=())}
+        cache.manifests.write(manifest.with_rows(rows))
+    dataset = LatentDataset(config.cache.path, caption="random")
+    assert dataset[0]["sample_id"] == "a.png"
+    for number in (1, Visit.of(1, 7)):
+        with pytest.raises(SampleError, match=r"'b\.png': has 0 captions, but number 0 was requested"):
+            dataset[number]
