@@ -302,8 +302,8 @@ class RowTable(Mapping[str, Row]):
         found[has_image] = numbers[offsets[:-1][has_image]]
         return found
 
-    def _ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the entries of each of these rows begin and end: int64 [n], twice."""
+    def ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places where the images, captions or parts (`name`: image ...) of these rows begin and end: int64 [n]."""
         offsets, numbers = self.columns[f"{name}/offsets"], numbers.astype(np.int64)
         return offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
 
@@ -312,7 +312,7 @@ class RowTable(Mapping[str, Row]):
 
         `flips`, bool [n], says which of them are the mirrored ones.
         """
-        starts, ends = self._ranges("image", numbers)
+        starts, ends = self.ranges("image", numbers)
         found, is_flipped = np.full(len(numbers), -1, np.int64), self.columns["image/geometry"][:, _FLIP]
         for place in range(int((ends - starts).max(initial=0))):
             here = np.flatnonzero((found < 0) & (starts + place < ends))
@@ -320,19 +320,12 @@ class RowTable(Mapping[str, Row]):
             found[here] = starts[here] + place
         return found
 
-    def caption_places(self, numbers: np.ndarray, captions: np.ndarray) -> np.ndarray:
-        """The places of these rows' captions of these numbers: int64 [n], and -1 where there is none."""
-        starts, ends = self._ranges("caption", numbers)
-        places: np.ndarray = starts + captions
-        places[(captions < 0) | (places >= ends)] = -1
-        return places
-
     def part_places(self, numbers: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places of these rows' further parts, those of a row together: int64 [m], and how many each row has: [n].
 
         `flips`, bool [n], says of which rows they are the mirrored ones.
         """
-        starts, ends = self._ranges("part", numbers)
+        starts, ends = self.ranges("part", numbers)
         counts = ends - starts
         rows = np.repeat(np.arange(len(numbers)), counts)
         places = np.arange(len(rows)) + np.repeat(starts - (counts.cumsum() - counts), counts)
@@ -344,15 +337,9 @@ class RowTable(Mapping[str, Row]):
         sizes = self.columns["part/geometry"][places, _SIZES["target_size"]]
         return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
 
-    def num_captions(self, numbers: np.ndarray) -> np.ndarray:
-        """How many captions each of these rows has: int64 [n]."""
-        starts, ends = self._ranges("caption", numbers)
-        counts: np.ndarray = ends - starts
-        return counts
-
     def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
         """Heights and widths of the further parts of these rows, in their order, then zeros: int32 [n, 2 * most]."""
-        starts, ends = self._ranges("part", numbers)
+        starts, ends = self.ranges("part", numbers)
         found = np.zeros((len(numbers), int((ends - starts).max(initial=0)), 2), np.int32)
         for place in range(found.shape[1]):
             here = np.flatnonzero(starts + place < ends)

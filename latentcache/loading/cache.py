@@ -165,12 +165,12 @@ class LatentCache(Closing):
     def refs(self, sample_ids: Sequence[str], *, caption: int = 0, flip: bool = False) -> list[SampleRef]:
         """These samples, not read yet. SampleError: see `batch`."""
 
-        def find(places: list[int]) -> list[SampleRef]:
+        def find(asked: list[tuple[str | None, int, bool, str]]) -> list[SampleRef]:
             found: dict[int, SampleRef] = {}
-            for samples, here, numbers in self._find([sample_ids[place] for place in places]):
+            for samples, places, numbers in self._find([sample_id for *_, sample_id in asked]):
                 chosen = np.full(len(numbers), flip), np.full(len(numbers), caption)
-                found.update(zip(here.tolist(), samples.refs(numbers, *chosen), strict=True))
-            return [found[place] for place in range(len(places))]
+                found.update(zip(places.tolist(), samples.refs(numbers, *chosen), strict=True))
+            return [found[place] for place in range(len(asked))]
 
         return remembered(self.known.refs, [(self.only, caption, flip, each) for each in sample_ids], find)
 

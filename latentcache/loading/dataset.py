@@ -151,7 +151,9 @@ class LatentDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _items(self, indices: Sequence[int]) -> Iterator[tuple[_Samples, np.ndarray, np.ndarray, np.ndarray]]:
+    def _items(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[_Samples, np.ndarray, np.ndarray, np.ndarray]]:
         """By manifest the places of its items among these, the numbers of their rows, and which are mirrored."""
         items, num = np.array(indices, np.int64), len(self)
         for item in items[(items < -num) | (items >= num)][:1].tolist():
@@ -181,13 +183,11 @@ class LatentDataset(Dataset[Batch]):
         pairs = zip(once, self._parts, strict=True)
         return np.concatenate([np.tile(own, part.num_items // max(1, len(own))) for own, part in pairs])
 
-    def image_keys(self) -> list[str]:
-        """The key of each item's image."""
-        return [key for part in self._parts for key in part.image_keys()]
-
     def places(self) -> Places | None:
         """Where the items' images lie, if their order is that of packs. StoreError if the cache does not say."""
-        return None if self.order == "random" else Places.of(self.cache.store, self.image_keys())
+        if self.order == "random":
+            return None
+        return Places.of(self.cache.store, [key for part in self._parts for key in part.image_keys()])
 
     def identity(self) -> str:
         """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
@@ -200,11 +200,12 @@ class LatentDataset(Dataset[Batch]):
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
         captions = self._drawn(indices) if self.draws else [self.caption] * len(indices)
 
-        def find(places: list[int]) -> list[SampleRef]:
-            chosen, found = np.array([captions[place] for place in places], np.int64), dict[int, SampleRef]()
-            for part, here, numbers, flips in self._items([indices[place] for place in places]):
-                found.update(zip(here.tolist(), part.samples.refs(numbers, flips, chosen[here]), strict=True))
-            return [found[place] for place in range(len(places))]
+        def find(asked: list[tuple[int, int]]) -> list[SampleRef]:
+            items, chosen = np.array(asked, np.int64).T
+            found: dict[int, SampleRef] = {}
+            for part, places, numbers, flips in self._items(items):
+                found.update(zip(places.tolist(), part.samples.refs(numbers, flips, chosen[places]), strict=True))
+            return [found[place] for place in range(len(asked))]
 
         return remembered(self._refs, [*zip(map(int, indices), captions, strict=True)], find)
 
@@ -212,7 +213,8 @@ class LatentDataset(Dataset[Batch]):
         """The numbers of the captions that are drawn for these visits; 0 for a sample without one, which is refused."""
         most = np.ones(len(indices), np.int64)
         for part, places, numbers, _ in self._items(indices):
-            most[places] = np.maximum(part.rows.num_captions(numbers), 1)
+            starts, ends = part.rows.ranges("caption", numbers)
+            most[places] = np.maximum(ends - starts, 1)
         return [
             index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
             for index, num in zip(indices, most.tolist(), strict=True)

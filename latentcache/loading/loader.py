@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
@@ -54,39 +52,26 @@ class _BatchMaker:
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
-        waiting: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
+        waiting: list[PlannedBatch] = []
         try:
             while True:
-                ahead = self._prefetched(list(islice(plan, LOOK_AHEAD)))
-                while waiting:
-                    yield self._make(*waiting.popleft())  # kept in no variable: the next batch may take its buffer
+                ahead = list(islice(plan, LOOK_AHEAD))
+                soon = [self._items(planned) if planned.ahead is None else planned.ahead for planned in ahead]
+                self.loader.dataset.prefetch([*chain.from_iterable(soon)])
+                for planned in waiting:
+                    yield self._make(planned)
                 if not ahead:
                     return
                 waiting = ahead
         finally:
             self.transfer.finish()
 
-    def _prefetched(self, window: Sequence[PlannedBatch]) -> deque[tuple[PlannedBatch, list[SampleRef] | None]]:
-        """These batches with their samples, None for those that are not found; in pack order packs are prefetched."""
-        found: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
-        soon: list[SampleRef] = []
-        for planned in window:
-            refs = None
-            with suppress(StoreError):  # it is raised again with the batch that it belongs to
-                refs = self._refs(planned)
-                soon += refs if planned.ahead is None else self.loader.dataset.refs(planned.ahead)
-            found.append((planned, refs))
-        with suppress(StoreError):
-            self.cache.prefetch(soon)
-        return found
+    def _items(self, planned: PlannedBatch) -> Sequence[int]:
+        return planned.items if self.loader.dataset.draws else planned.numbers
 
-    def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
-        dataset = self.loader.dataset
-        return dataset.refs(planned.items if dataset.draws else planned.numbers)
-
-    def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
+    def _make(self, planned: PlannedBatch) -> _Made:
         try:
-            return self._read(planned, self._refs(planned) if refs is None else refs)
+            return self._read(planned, self.loader.dataset.refs(self._items(planned)))
         except Exception as error:
             items = ", ".join(map(str, planned.numbers[:16]))
             error.add_note(f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")

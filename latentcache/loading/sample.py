@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -47,18 +47,14 @@ class SampleFacts:
         common = manifest.common
         try:
             family = manifest.family
+            padding = {name: family.padding(name, common["text_encoding"]) for name in family.fields}
         except ModelError as error:
             raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
-        padding = []
-        for name in family.fields:
-            try:
-                rule = family.padding(name, common["text_encoding"])
-            except (LookupError, TypeError, ValueError) as error:
-                message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
-                raise StoreError(f"manifest {manifest.name}: {message}") from error
-            if rule is not None:
-                padding.append((name, rule))
-        return cls(family, _scaling_of(common), tuple(padding))
+        except (LookupError, TypeError, ValueError) as error:
+            message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
+            raise StoreError(f"manifest {manifest.name}: {message}") from error
+        rules = tuple([(name, rule) for name, rule in padding.items() if rule is not None])
+        return cls(family, _scaling_of(common), rules)
 
 
 def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
@@ -183,9 +179,10 @@ class ManifestSamples:
             SampleError: One may not be read, or has no such image or caption.
         """
         rows, columns = self.rows, self.rows.columns
-        images, texts = self.image_places(numbers, flips), rows.caption_places(numbers, captions)
-        for at in np.flatnonzero(texts < 0)[:1].tolist():
-            reason = f"has {rows.num_captions(numbers)[at]} captions, but number {captions[at]} was requested"
+        images, (starts, ends) = self.image_places(numbers, flips), rows.ranges("caption", numbers)
+        texts = starts + captions
+        for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
+            reason = f"has {ends[at] - starts[at]} captions, but number {captions[at]} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
         keys = zip(hex_of(columns["image/keys"][images]), hex_of(columns["caption/keys"][texts]), strict=True)
         geometries = columns["image/geometry"][images]
@@ -222,20 +219,20 @@ def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
 
 
 def remembered(
-    known: dict[Any, SampleRef], names: Sequence[Any], find: Callable[[list[int]], list[SampleRef]]
+    known: dict[Any, SampleRef], names: Sequence[Any], find: Callable[[list[Any]], list[SampleRef]]
 ) -> list[SampleRef]:
-    """The samples of these names; `find` gives those that are not known, of their places among the names, all at once.
+    """The samples of these names. `find` gives those that are not known, all at once, and they are known then.
 
     A batch of four is copied in the time that finding its samples in a manifest twice would take.
     """
     refs = [*map(known.get, names)]
-    if places := [place for place, ref in enumerate(refs) if ref is None]:
-        found = find(places)
-        if len(known) + len(found) > MAX_REFS:
-            known.clear()
-        for place, ref in zip(places, found, strict=True):
-            refs[place] = known[names[place]] = ref
-    return cast("list[SampleRef]", refs)
+    missing = [name for name, ref in zip(names, refs, strict=True) if ref is None]
+    found = find(missing) if missing else []
+    if len(known) + len(found) > MAX_REFS:
+        known.clear()
+    known.update(zip(missing, found, strict=True))
+    rest = iter(found)
+    return [next(rest) if ref is None else ref for ref in refs]
 
 
 def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> SampleFacts:

@@ -78,11 +78,9 @@ def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str)
         assert keys_of(table, "part", places) == [ref.key for ref in parts]
         shapes = [[ROLES.index(ref.role), *ref.geometry.target_size] for ref in parts]
         assert table.part_shapes(places).tolist() == shapes
-    assert table.num_captions(numbers).tolist() == [len(row.captions) for row in values[::-1]]
-    for number in (-1, 0, 2):
-        texts = table.caption_places(numbers, np.full(len(values), number)).tolist()
-        wanted = [row.captions[number].key if 0 <= number < len(row.captions) else None for row in values[::-1]]
-        assert [None if at < 0 else keys_of(table, "caption", [at])[0] for at in texts] == wanted
+    starts, ends = table.ranges("caption", numbers)
+    texts = [keys_of(table, "caption", range(*each)) for each in zip(starts.tolist(), ends.tolist(), strict=True)]
+    assert texts == [[ref.key for ref in row.captions] for row in values[::-1]]
     for name in ("original_size", "target_size"):
         wanted = [list(getattr(row.images[0].geometry, name)) if row.images else [0, 0] for row in values]
         assert table.first_sizes(name).tolist() == wanted
