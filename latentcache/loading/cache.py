@@ -319,8 +319,8 @@ class LatentCache(Closing):
 
         Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
         without `pad` such a field is a list of B tensors [L, *rest], and has no mask. `memory` makes the arrays of the
-        tensors; by default `numpy.empty`. They are `scaled` later, or not. SampleError for a sample whose entry is
-        missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
+        tensors; by default `numpy.empty`. `scaled`: the latents are scaled afterwards, all alike. SampleError for a
+        sample whose entry is missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
         """
         check_alike(refs, scaled=scaled)
         sample_ids, first = [ref.sample_id for ref in refs], refs[0]

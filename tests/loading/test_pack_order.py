@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.pack_damage import damage
 from loading import TENSORS, ids, plain
 from torch.utils.data import DataLoader
 
@@ -123,17 +122,3 @@ def test_a_resume_after_the_packs_changed_is_refused(path: Path) -> None:
     assert found == {*map(str, range(1, 72))} and loader.skipped.keys() == {"0"}
     with pytest.raises(SampleError, match="'0': has no entry"):
         list(LatentLoader(sampler_of(running), device="cpu"))
-
-
-def test_a_resume_after_an_image_was_found_damaged_is_refused(path: Path) -> None:
-    dataset = LatentDataset(path, order="packs")
-    key = dataset.cache.row("0")[1].images[0].key
-    with DiskStore(path) as store:
-        damage(path, store.get(key).tensors["latents"].numpy().tobytes())
-    with LatentLoader(sampler_of(dataset), device="cpu", damaged="skip") as loader:
-        assert len(list(loader)) and loader.skipped.keys() == {"0"}
-        loader.set_epoch(1)
-        next(iter(loader))
-        state = loader.state_dict()
-    with pytest.raises(StoreError, match=r"packs .*set_epoch\(1\)"):
-        sampler_of(LatentDataset(path, order="packs")).load_state_dict(state)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,10 @@ def test_a_warm_batch_asks_the_store_once(cache: LatentCache, monkeypatch: pytes
 def test_samples_that_are_partly_remembered_come_in_their_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "MAX_REFS", 4)
     with LatentCache(path) as cache:
-        for flip, caption in product((False, True), (0, 0)):
-            one = {name: plain(cache.batch([name], device="cpu", flip=flip, caption=caption)) for name in WIDE}
+        for flip in (False, True):
+            one = {name: plain(cache.batch([name], device="cpu", flip=flip)) for name in WIDE}
             for names in ([WIDE[2], WIDE[0]], [WIDE[1], WIDE[0], WIDE[1], WIDE[2]]):
-                found = plain(cache.batch(names, device="cpu", flip=flip, caption=caption))
+                found = plain(cache.batch(names, device="cpu", flip=flip))
                 assert found == {key: [one[name][key][0] for name in names] for key in found}
     dataset = LatentDataset(path, flips=True)
     alone = [dataset[number] for number in range(len(dataset))]
@@ -111,18 +110,6 @@ def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache)
     assert torch.equal(batch["prompt_embeds"][0], cache.get(a.captions[1].key).tensors["prompt_embeds"])
     with pytest.raises(SampleError, match=r"'b\.png': was refused"):
         cache.batch(WIDE, device="cpu")
-
-
-def test_a_dataset_that_came_makes_a_sample_ambiguous_after_a_refresh(cache: LatentCache) -> None:
-    cache.batch(WIDE, device="cpu")
-    manifest = cache.manifests.read("photos")
-    assert manifest is not None
-    cache.manifests.write(replace(manifest, name="other"))
-    assert cache.batch(WIDE, device="cpu")["sample_id"] == WIDE
-    cache.refresh()
-    with pytest.raises(SampleError, match="is in several manifests"):
-        cache.batch(WIDE, device="cpu")
-    assert cache.restricted("other").batch(WIDE, device="cpu")["sample_id"] == WIDE
 
 
 def test_a_refresh_while_a_batch_is_read_counts_for_the_next(
