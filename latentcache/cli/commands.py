@@ -26,7 +26,7 @@ from latentcache.cli.options import (
     Target,
 )
 from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish
-from latentcache.cli.remote_commands import tidy_bucket
+from latentcache.cli.remote_commands import prune_bucket
 from latentcache.config import location_of
 from latentcache.config_file import number_of_bytes
 from latentcache.errors import ConfigError
@@ -211,7 +211,7 @@ def prune(
 ) -> int:
     """Remove the entries that no manifest refers to.
 
-    In a bucket, packs that hold little else are rewritten, and the old ones are removed by a run after the grace time.
+    In a bucket, packs that hold nothing else are listed, and removed by a run after the grace time.
 
     Args:
         max_bytes: Remove only what is needed for the packs to have at most so many bytes, e.g. 50GB or 50GiB: what was
@@ -226,9 +226,7 @@ def prune(
     if isinstance(location, str) and kind_of(location) == "bucket":
         if max_bytes is not None:
             raise ConfigError("--max-bytes goes with a directory: a bucket does not know when its packs were last used")
-        return tidy_bucket(
-            location, prune=True, unfinished=unfinished, grace=grace, dry_run=dry_run, as_json=options.as_json
-        )
+        return prune_bucket(location, unfinished=unfinished, grace=grace, dry_run=dry_run, as_json=options.as_json)
     path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
@@ -250,25 +248,19 @@ def prune(
 
 
 def compact(
-    target: StoredTarget = None,
+    target: LocalTarget = None,
     /,
     *,
     dry_run: Switch = False,
-    grace: Hours = GRACE_H,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
-    """Rewrite packs that are small or mostly dead, and free their space: in a bucket after the grace time.
+    """Rewrite packs that are small or mostly dead, and free their space.
 
     Args:
         dry_run: Report what would be rewritten; write nothing.
     """
     from latentcache.store.upkeep import compact as compact_store
 
-    location = options.cache(target).path
-    if isinstance(location, str) and kind_of(location) == "bucket":
-        return tidy_bucket(
-            location, prune=False, unfinished=False, grace=grace, dry_run=dry_run, as_json=options.as_json
-        )
     return _finish_upkeep(compact_store(options.path(target), dry_run=dry_run), options.as_json)
 
 

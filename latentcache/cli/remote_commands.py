@@ -121,17 +121,16 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
     return finish(found, options.as_json, has_faults=not all(each.ok for each in reports))
 
 
-def tidy_bucket(url: str, *, prune: bool, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:
-    """`prune` or `compact` of a bucket. `grace`: hours for which what is not needed any more stays."""
+def prune_bucket(url: str, *, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:
+    """`prune` of a bucket. `grace`: hours for which what is not needed any more stays."""
     from latentcache.remote.locations import open_transport
-    from latentcache.remote.upkeep import Tidying
+    from latentcache.remote.upkeep import prune
 
     if not 0 <= grace <= MAX_GRACE_H:
         raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more, at most {MAX_GRACE_H:,}")
     with open_transport(url) as transport:
-        tidying = Tidying(transport, prune=prune, unfinished=unfinished, grace_h=grace, dry_run=dry_run)
-        report = tidying.run()
-    return finish(report, as_json, has_faults=bool(report.damaged or report.unreadable))
+        report = prune(transport, grace_h=grace, unfinished=unfinished, dry_run=dry_run)
+    return finish(report, as_json, has_faults=bool(report.unreadable))
 
 
 REMOTE_COMMANDS = (push, pull, sync, merge)

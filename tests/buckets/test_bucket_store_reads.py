@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.comparing_server import ComparingServer
-from helpers.remote_samples import entries_of, make_cache, make_manifest
+from helpers.remote_samples import entries_of, make_cache, make_manifest, replace_packs
 from obstore.store import MemoryStore
 
 from latentcache import LatentCache
@@ -23,7 +23,7 @@ from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
-from latentcache.remote.upkeep import Tidying, verify
+from latentcache.remote.upkeep import prune, verify
 from latentcache.store import DiskStore
 from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
@@ -161,7 +161,7 @@ def test_a_pack_that_was_compacted_away_is_looked_for_elsewhere(objects: MemoryS
     with RemoteStore(bucket, local=tmp_path / "local") as store:
         assert_right(store, IMAGES[:1])
         old = packs_in(bucket)
-        assert Tidying(CountingBucket(objects), prune=False, grace_h=24).run().num_listed == 3
+        replace_packs(bucket)
         bucket.remove(map(pack_name, old))
         assert_right(store, KEYS)
         assert store.find(KEYS) == set(KEYS)
@@ -174,9 +174,9 @@ def test_packs_that_another_command_saw_go_leave_this_disk(objects: MemoryStore,
     with RemoteStore(bucket) as store:
         assert_right(store, KEYS)
     old = packs_in(bucket)
-    Tidying(bucket, prune=False, grace_h=24).run()
+    replace_packs(bucket)
     bucket.remove(map(pack_name, old))
-    Tidying(bucket, prune=False, grace_h=24).run()
+    assert prune(bucket, grace_h=24).num_packs == 3
     with RemoteStore(bucket) as store:
         assert_right(store, KEYS)
     kept = (tmp_path / "xdg" / "latentcache").glob("*/packs/*/*.safetensors")
@@ -214,7 +214,7 @@ def test_verify_makes_what_is_damaged_a_miss_for_all(objects: MemoryStore, tmp_p
     assert list(removals_in(bucket)) == [pack]
     again = verify(bucket)
     assert not again.ok and not again.damaged and again.known_damaged.keys() == {IMAGES[3]}, "until it is made again"
-    Tidying(bucket, prune=False, grace_h=0).run()
+    prune(bucket, grace_h=0)
     assert pack in packs_in(bucket), "what is not made again yet is not taken for there"
     with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
         assert store.find(KEYS) == set(KEYS) - {IMAGES[3]}
@@ -226,9 +226,9 @@ def test_verify_makes_what_is_damaged_a_miss_for_all(objects: MemoryStore, tmp_p
     assert verify(bucket).ok
     assert_right(reader, KEYS)
     reader.close()
-    Tidying(bucket, prune=False, grace_h=24).run()
+    prune(bucket, grace_h=24)
     assert pack in packs_in(bucket)
-    Tidying(bucket, prune=False, grace_h=0).run()
+    prune(bucket, grace_h=0)
     assert pack not in packs_in(bucket) and pack not in removals_in(bucket)
 
 
@@ -377,7 +377,7 @@ def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore,
     with RemoteStore(bucket, local=tmp_path / "local") as store:
         assert store.find(KEYS) == set(KEYS)
         old = list(packs_in(bucket))
-        Tidying(CountingBucket(objects), prune=False, grace_h=24).run()
+        replace_packs(bucket)
         bucket.remove([pack_name(old[0])])
         bucket.fails = True
         with pytest.raises(RemoteError):

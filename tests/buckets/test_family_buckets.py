@@ -1,4 +1,4 @@
-"""Caches of several families in a bucket: moved there, read there, verified, pruned, compacted, and moved back."""
+"""Caches of several families in a bucket: moved there, read there, verified, pruned, and moved back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def test_a_cache_moves_to_a_bucket_and_back(family: str, tmp_path: Path, s3_url:
         ("push", config.cache.path, s3_url),
         ("verify", s3_url),
         ("prune", s3_url),
-        ("compact", s3_url),
         ("pull", s3_url, tmp_path / "pulled"),
         ("sync", s3_url, tmp_path / "synced"),
     ):

@@ -10,7 +10,10 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.identity import key_of
+from latentcache.remote.transport import ANY_VERSION, REMOVALS, Transport, packs_in, read_pack, removals_in
 from latentcache.store import DiskStore
+from latentcache.store.directory import pack_name
+from latentcache.store.pack import WholePack
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 COMMON = {
@@ -51,6 +54,17 @@ def make_manifest(name: str = "served", num_samples: int = NUM_SAMPLES) -> Manif
         caption = CaptionRef(f"caption {number // SHARED_CAPTIONS}", text.record.key)
         rows[sample_id] = Row(sample_id, sample_id, None, (ImageRef(image.record.key, geometry),), (caption,))
     return Manifest(name, "train", 1, COMMON, rows)
+
+
+def replace_packs(transport: Transport) -> list[str]:
+    """Do with each pack as `verify` does with a damaged one: copy it to a new one, and list it. Returns those."""
+    old = sorted(packs_in(transport).keys() - removals_in(transport).keys())
+    for pack in old:
+        whole = WholePack.in_memory(pack, read_pack(transport, pack))
+        row, copy = whole.part(whole.row.names())
+        transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
+        transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)
+    return old
 
 
 def make_cache(path: Path, name: str = "served", num_samples: int = NUM_SAMPLES) -> Path:
