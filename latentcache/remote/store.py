@@ -174,7 +174,7 @@ class RemoteStore(PackReader):
     @override
     def path_of(self, pack: str) -> Path:
         if not self.tier.has(pack):
-            self.tier.forget([pack])
+            self.release([pack])
             self.tier.bring([pack])
         return self.tier.path(pack)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -24,8 +23,6 @@ NUM_THREADS = 4
 MAX_AHEAD = 32
 """The most packs that may be on their way ahead of their use: a window of pack order and one more. Any others are
 fetched when they are read."""
-NOTE_S = 60.0
-"""How often a process notes that it still uses a pack."""
 _LEFT_S = 3600.0  # what a dead process left half written is removed after this
 
 logger = logging.getLogger("latentcache")
@@ -80,8 +77,6 @@ class Tier:
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._coming: dict[str, Future[None]] = {}
-        self._used: dict[str, float] = {}
-        """When this process noted the use of a pack, by its id."""
 
     def path(self, pack: str) -> Path:
         """Where a pack lies if it is here."""
@@ -110,17 +105,13 @@ class Tier:
         """Note that packs are used. Returns those that are not here."""
         if self._pid != os.getpid():
             self._begin()  # a fork has none of the threads
-        missing, now = list[str](), time.monotonic()
+        missing = list[str]()
         for pack in packs:
-            if now - self._used.get(pack, -math.inf) < NOTE_S:
-                continue
             try:
                 os.utime(self.path(pack))
             except OSError:  # another user's: then it is the one who notes
                 if not self.has(pack):
                     missing.append(pack)
-                    continue
-            self._used[pack] = now
         return missing
 
     def _fetch_soon(self, pack: str) -> Future[None]:
@@ -145,7 +136,6 @@ class Tier:
                 with suppress(FileNotFoundError):  # it is gone there: who reads it looks where its entries are now
                     self._write(path, read_pack(self._transport, pack))
                     self._release([pack])
-        self._used[pack] = time.monotonic()
         self._fetched.add(pack)
         self._make_room(pack)
 
@@ -181,7 +171,7 @@ class Tier:
                         gone.append(path.stem)
         except StoreBusyError:
             return  # another process makes room
-        self.forget(gone)
+        self._release(gone)
         if not self._has_warned and not self._fetched.isdisjoint(gone):
             self._has_warned = True
             logger.warning(
@@ -198,18 +188,12 @@ class Tier:
                 found.append((path, path.stat()))
         return found
 
-    def forget(self, packs: Collection[str]) -> None:
-        """Let packs go whose files are gone. Another process may have fetched them again meanwhile: files stay."""
-        for pack in packs:
-            self._used.pop(pack, None)
-        self._release(packs)
-
     def remove(self, packs: Collection[str]) -> None:
         """Remove packs that are gone there."""
         for pack in packs:
             with suppress(OSError):
                 self.path(pack).unlink(missing_ok=True)
-        self.forget(packs)
+        self._release(packs)
 
     def _sweep(self) -> None:
         for path in self._packs.glob("*/*.part"):

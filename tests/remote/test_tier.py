@@ -230,20 +230,6 @@ def test_the_tier_is_bounded_and_the_longest_unused_goes(
         assert caplog.text.count("order='packs'") == 1
 
 
-def test_the_use_of_a_pack_is_noted_again(
-    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with served_store(server.url, token=server.token, local=tmp_path / "local") as store:
-        assert read(store, 0, 4)
-        (path,) = packs_in(tmp_path / "local")
-        then = time.time() - 7200
-        os.utime(path, (then, then))
-        assert read(store, 0, 4) and path.stat().st_mtime == pytest.approx(then, abs=2), "not at each read"
-        monkeypatch.setattr("latentcache.remote.tier.NOTE_S", 0.0)
-        store.prefetch(KEYS[:4])
-        assert time.time() - path.stat().st_mtime < 600
-
-
 def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(
     relay: Relay, server: RunningServer, tmp_path: Path
 ) -> None:
@@ -335,9 +321,8 @@ def test_a_fork_reads_on(server: RunningServer, tmp_path: Path, max_bytes: int |
         assert read(store, 0, 24)
 
 
-def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path) -> None:
     """Each of many threads and tiers reads all, with the room of one pack."""
-    monkeypatch.setattr("latentcache.remote.tier.NOTE_S", 0.0)
     cache = make_cache(tmp_path / "cache")
     wrong: list[object] = []
 
