@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from latentcache.config import RETRY_S, location_of
 from latentcache.dataset.manifest import Manifest, merged_rows
-from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, update_manifest
+from latentcache.dataset.manifest_folder import ManifestFolder, Manifests, update_manifest
 from latentcache.errors import (
     DatasetError,
     PackError,
@@ -35,6 +35,7 @@ from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import (
     ANY_VERSION,
+    Listed,
     Transport,
     packs_in,
     read_checked,
@@ -44,7 +45,7 @@ from latentcache.remote.transport import (
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
 from latentcache.store.exchange import take_checked
-from latentcache.store.pack import WholePack, map_pack, read_row
+from latentcache.store.pack import WholePack, map_pack
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
@@ -98,12 +99,53 @@ class TransferReport:
         return "\n".join(lines)
 
 
+class _Directory(Transport):
+    """A cache in a directory: its index says what is there. Without a store, as before a dry run, there is nothing."""
+
+    def __init__(self, path: Path, store: DiskStore | None):
+        self.url, self._store = str(path), store
+
+    @override
+    def list(self, folder: str) -> dict[str, Listed]:
+        if self._store is None or folder != "packs":
+            return {}
+        with self._store.catalog.current() as table:
+            return {pack_name(pack): Listed(each.file_bytes) for pack, each in table.packs.items()}
+
+    @override
+    def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
+        pack = Path(name).stem
+        layout = None if self._store is None else self._store.catalog.table.packs.get(pack)
+        if self._store is None or layout is None:
+            raise FileNotFoundError(name)
+        # Only what the index says: what may follow a pack's own bytes is not sent.
+        data = map_pack(self._store.directory.pack_path(pack), layout.file_bytes).data
+        return data[start : None if num_bytes is None else start + num_bytes], ""
+
+    @override
+    def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
+        if self._store is None:
+            raise ReadOnlyError(self.url)
+        take_checked(self._store, WholePack.in_memory(Path(name).stem, data))
+        return True
+
+    @override
+    def find(self, keys: Sequence[str]) -> set[str]:
+        return set() if self._store is None else self._store.find(keys)
+
+    @override
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
 class End:
     """One end of a transfer: the packs and manifests of a cache, which this class reaches through a transport."""
 
     def __init__(self, transport: Transport, manifests: Manifests):
         self.name, self.manifests, self._transport = transport.url, manifests, transport
-        self._index = FarIndex(transport, rows_folder(transport.url))
+        self.is_here = isinstance(transport, _Directory)
+        self._index = FarIndex(transport, None if self.is_here else rows_folder(transport.url))
 
     @staticmethod
     def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
@@ -112,19 +154,17 @@ class End:
         StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
         """
         found = location_of(location)
-        if isinstance(found, Path):
-            is_new = not found.exists() or (found.is_dir() and not any(found.iterdir()))
-            if is_target and dry_run and is_new:  # nothing is made: what is not there holds nothing
-                return _Nothing(found)
-            store = DiskStore(found, read_only=dry_run or not is_target, create=is_target)
-            return _Directory(store, ManifestFolder(found / "manifests", source=source))
-        if kind_of(found) == "hub":
+        is_written = is_target and not dry_run
+        if not isinstance(found, Path) and kind_of(found) == "hub":
             if is_target:
                 raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
-            path = snapshot(found)
-            return _Directory(DiskStore(path, read_only=True, create=False), ManifestFolder(path / "manifests"))
+            found = snapshot(found)
+        if isinstance(found, Path):
+            is_new = not found.exists() or (found.is_dir() and not any(found.iterdir()))
+            is_made = not (is_target and dry_run and is_new)
+            store = DiskStore(found, read_only=not is_written, create=is_target) if is_made else None
+            return End(_Directory(found, store), ManifestFolder(found / "manifests", source=source))
         transport = open_transport(found, retry_s=RETRY_S)
-        is_written = is_target and not dry_run
         if is_written:
             transport.check_writable()
             transport.check_compares()
@@ -143,8 +183,9 @@ class End:
         return {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}, leaving
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
-        """The keys of a pack's entries, those that count if an index says so. FileNotFoundError; PackError."""
-        return self._index.row(pack, num_bytes).names()
+        """The keys of a pack's entries; in a directory of those that its index has. FileNotFoundError; PackError."""
+        keys = self._index.row(pack, num_bytes).names()
+        return list(self.find(keys)) if self.is_here else keys
 
     def find(self, keys: Collection[str]) -> set[str]:
         """Find which of the keys have entries there that stay."""
@@ -162,73 +203,12 @@ class End:
     def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
         self._transport.write(pack_name(whole.row.pack.id), whole.data.data, version=ANY_VERSION)
-        self._index.add(whole.row)
+        if not self.is_here:
+            self._index.add(whole.row)
 
     def close(self) -> None:
         """Close the connection, or the store."""
         self._transport.close()
-
-
-class _Directory(End):
-    """A cache in a directory, with its index."""
-
-    def __init__(self, store: DiskStore, manifests: Manifests):
-        self.name, self.manifests, self._store = str(store.path), manifests, store
-
-    @override
-    def packs(self) -> tuple[dict[str, int], Set[str]]:
-        with self._store.catalog.current() as table:
-            return {pack: each.file_bytes for pack, each in table.packs.items()}, set()
-
-    @override
-    def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
-        # Others were removed, are damaged, or lie in another pack.
-        keys = read_row(self._store.directory.pack_path(pack)).names()
-        found = zip(keys, self._store.catalog.table.look_up(keys), strict=True)
-        return [key for key, place in found if place is not None and place.pack.id == pack]
-
-    @override
-    def find(self, keys: Collection[str]) -> set[str]:
-        return self._store.find(keys)
-
-    @override
-    def leaving(self, keys: Collection[str]) -> set[str]:
-        return set()
-
-    @override
-    def read(self, pack: str) -> memoryview:
-        layout = self._store.catalog.table.packs.get(pack)
-        if layout is None:
-            raise FileNotFoundError(pack)
-        # Only what the index says: what may follow a pack's own bytes is not sent.
-        return map_pack(self._store.directory.pack_path(pack), layout.file_bytes).data
-
-    @override
-    def send(self, whole: WholePack) -> None:
-        take_checked(self._store, whole)
-
-    @override
-    def close(self) -> None:
-        self._store.close()
-
-
-class _Nothing(End):
-    """The place of a cache that a dry run does not make."""
-
-    def __init__(self, path: Path):
-        self.name, self.manifests = str(path), ManifestMemory()
-
-    @override
-    def packs(self) -> tuple[dict[str, int], Set[str]]:
-        return {}, set()
-
-    @override
-    def find(self, keys: Collection[str]) -> set[str]:
-        return set()
-
-    @override
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Move:
@@ -435,6 +415,6 @@ def transfer(
         if unknown := sorted(set(manifests) - set(known)):
             there = ", ".join(known) or "none"
             raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
-        read = os.path.abspath(first.name) if isinstance(first, _Directory) else first.name
+        read = os.path.abspath(first.name) if first.is_here else first.name
         with closing(End.open(target, is_target=True, dry_run=dry_run, source=read)) as second:
             return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)
