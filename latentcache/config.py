@@ -88,9 +88,9 @@ class CacheConfig(Section):
     """Where the cache is elsewhere: a folder of this machine for the packs that are read. Processes may share it.
     Default: one in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`), of this cache alone."""
     local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
-    Random order needs the room of all packs that are read: with less, packs are fetched again and again. Pack order
-    (`LatentLoader`) does not."""
+    """Bytes of packs of one cache in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is
+    removed. Random order needs the room of all packs that are read: with less, packs are fetched again and again.
+    Pack order (`LatentLoader`) does not."""
     retry_s: float = Field(RETRY_S, gt=0, allow_inf_nan=False)
     """Where the cache is a bucket or a service: for so long a request is tried again that is not answered."""
 

@@ -108,7 +108,7 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
 
 
 def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
-    from latentcache.remote.tier import default_folder
+    from latentcache.remote.tier import folder_of
 
     with ExitStack() as stack:
         store, manifests = open_remote(url, read_only=read_only or None, create=True, **config.remote_options())
@@ -116,7 +116,7 @@ def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
         if not read_only:
             store.check_writable()
         # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
-        folder = config.local or default_folder(store.url)
+        folder = folder_of(store.url, config.local)
         if not read_only:
             with typed_errors(folder, 0):
                 make_folder(folder)

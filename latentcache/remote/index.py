@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
-from pathlib import Path
 
 import numpy as np
 
-from latentcache.errors import PackError, RemoteError
+from latentcache.errors import PackError, RemoteError, StoreError
+from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.entry import is_pack_id
 from latentcache.store.layout import KEY_BYTES, Location, PackRow
-from latentcache.store.pack import RangedBytes, row_in
+from latentcache.store.pack import RangedBytes, read_row, row_in
 from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
@@ -33,20 +31,14 @@ logger = logging.getLogger("latentcache")
 class FarIndex:
     """Which entries there are, and where: `table`. Threads may share it.
 
-    The rows of packs are read by one or two small requests each, and remembered in the folder `memory` of this disk
-    (None: nowhere), which processes may share. What a pack lists counts as there: a key cannot name a wrong value.
-    Copies of an entry lie in several packs now and then; the one in the largest pack counts, on all machines, and those
-    in packs that are listed for removal last. `forget` is called with packs that are gone, whose rows are then removed
-    from the folder; without it they stay for one that has it, by which their files go. RemoteError.
+    The row of a pack is read in the `tier` if the pack is here, else by one or two small requests. What a pack lists
+    counts as there: a key cannot name a wrong value. Copies of an entry lie in several packs now and then; the one in
+    the largest pack counts, on all machines, and those in packs that are listed for removal last. Packs that are gone
+    leave the tier. RemoteError.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        memory: Path | None = None,
-        forget: Callable[[Collection[str]], None] | None = None,
-    ):
-        self._transport, self._memory, self._forget = transport, memory, forget
+    def __init__(self, transport: Transport, tier: Tier | None = None):
+        self._transport, self._tier = transport, tier
         self._lock = threading.RLock()
         self.table = LocationTable()
         self.sizes: dict[str, int] = {}
@@ -56,6 +48,8 @@ class FarIndex:
         self.unreadable: dict[str, str] = {}
         """Why the entries of other packs are not known."""
         self._leaving_keys: set[str] = set()
+        self._rows: dict[str, PackRow] = {}
+        """What packs list, so that each is asked once: 48 bytes an entry."""
         self._damaged: dict[str, dict[int, str]] = {}
         """Rows of packs whose entries this process found damaged, and why."""
         self._listed_at = self._tried_at = -math.inf
@@ -75,15 +69,15 @@ class FarIndex:
             self.unreadable = {pack: reason for pack, reason in self.unreadable.items() if pack in there}
             if began - self._tried_at >= UNREADABLE_S:
                 self.unreadable, self._tried_at = {}, began
-            known = self._remembered() if self._listed_at == -math.inf else self.sizes.keys()
-            gone = {pack for pack in known if pack not in there}
+            is_first = self._listed_at == -math.inf
+            known = self._tier.packs() if is_first and self._tier is not None else self.sizes.keys()
+            gone = known - there.keys()
             wanted = {pack: num_bytes for pack, num_bytes in there.items() if pack not in self.unreadable}
             if wanted != self.sizes or leaving != self.leaving:
                 self._rebuild(wanted, leaving)
             self._listed_at = began
-            if gone and there and self._forget is not None:  # a place that lists nothing at all may be the wrong one
-                self._forget(gone)
-                self._drop_remembered(gone)
+            if gone and there and self._tier is not None:  # a place that lists nothing at all may be the wrong one
+                self._tier.remove(gone)
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
         """Find which of the keys are there, and stay: what lies only in packs that are listed for removal is not found.
@@ -109,11 +103,14 @@ class FarIndex:
 
     def row(self, pack: str, num_bytes: int) -> PackRow:
         """The row of a pack with so many bytes. PackError; FileNotFoundError: it is not there."""
-        row = self._remembered_row(pack, num_bytes)
-        if row is None:
+        row = self._rows.get(pack)
+        if row is None and self._tier is not None:
+            with suppress(FileNotFoundError, StoreError):  # what is damaged here is read there
+                row = read_row(self._tier.path(pack))
+        if row is None or row.pack.file_bytes != num_bytes:
             row = row_in(pack, _ranged(self._transport, pack, num_bytes))[0]
-            self._remember(row)
-        return row
+        self._rows[pack] = row
+        return PackRow.new(row.pack, row.keys, row.digests)
 
     def rows(self) -> Iterator[PackRow]:
         """The rows of all packs that are known, by id, without what this process found damaged."""
@@ -124,7 +121,7 @@ class FarIndex:
     def add(self, row: PackRow) -> None:
         """Note a pack that was sent just now. Until packs are listed again its copies of entries count here."""
         with self._lock:
-            self._remember(row)
+            self._rows[row.pack.id] = row
             self.table.drop(row.names())
             self.table.add([row])
             self.sizes[row.pack.id] = row.pack.file_bytes
@@ -153,6 +150,8 @@ class FarIndex:
         # Before the table: a writer that finds a key there must see that it goes.
         self.leaving, self._leaving_keys = leaving, set(chain.from_iterable(going))
         self.table, self.sizes = table, {row.pack.id: row.pack.file_bytes for row in rows}
+        # Of a list: another thread may change the dict.
+        self._rows = {pack: row for pack, row in list(self._rows.items()) if pack in self.sizes}
 
     # The rows of packs
 
@@ -184,40 +183,6 @@ class FarIndex:
             if error.status != FORBIDDEN:
                 raise
             return error  # of this pack alone, as of an archived one
-
-    def _remembered(self) -> set[str]:
-        if (memory := self._memory) is None or not memory.is_dir():  # once: another thread may give it up
-            return set()
-        return {name for name in os.listdir(memory) if is_pack_id(name)}
-
-    def _remembered_row(self, pack: str, num_bytes: int) -> PackRow | None:
-        with suppress(OSError, ValueError):  # a damaged one is read again
-            if (memory := self._memory) is not None:
-                data = (memory / pack).read_bytes()
-                row = PackRow.from_bytes(pack, data[len(pack) :])
-                # The file begins with its pack's id: one that has another's name is not taken for it.
-                return row if row.pack.file_bytes == num_bytes and data.startswith(pack.encode()) else None
-        return None
-
-    def _remember(self, row: PackRow) -> None:
-        """Keep a row on this disk. Where that cannot be done, as on a full one, reading goes on without it."""
-        if (memory := self._memory) is None:
-            return
-        path = memory / row.pack.id
-        temporary = path.with_name(f".{row.pack.id}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(row.pack.id.encode() + row.to_bytes())
-            temporary.replace(path)
-        except OSError as error:
-            logger.warning("%s: what packs say is not kept there from now on: %s", memory, error)
-            self._memory = None
-
-    def _drop_remembered(self, packs: Iterable[str]) -> None:
-        for pack in packs:
-            with suppress(OSError):
-                if (memory := self._memory) is not None:
-                    (memory / pack).unlink()
 
 
 def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:

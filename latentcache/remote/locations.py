@@ -47,9 +47,9 @@ def snapshot(url: str, local: str | Path | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    from latentcache.remote.tier import default_folder
+    from latentcache.remote.tier import folder_of
 
-    folder = (default_folder(url) if local is None else Path(local).expanduser()) / "hub"
+    folder = folder_of(url, local) / "hub"
     repository, _, revision = url.removeprefix(HUB).partition("@")
     wanted = ["CACHE.json", "packs/**", "manifests/*"]
     try:

@@ -23,7 +23,7 @@ from latentcache.errors import (
     StoreError,
 )
 from latentcache.remote.index import LISTED_S, FarIndex
-from latentcache.remote.tier import Tier, default_folder, rows_folder
+from latentcache.remote.tier import Tier
 from latentcache.remote.transport import ANY_VERSION, Transport
 from latentcache.store.base import StoreStats
 from latentcache.store.directory import pack_name
@@ -58,9 +58,8 @@ class RemoteStore(PackReader):
     ):
         super().__init__()
         self.transport, self.url, self._read_only = transport, transport.url, read_only
-        folder = default_folder(self.url) if local is None else Path(local).expanduser()
-        self.tier = Tier(transport, folder, local_max_bytes, self.release)
-        self.index = FarIndex(transport, rows_folder(self.url, folder), self.tier.remove)
+        self.tier = Tier(transport, local, local_max_bytes, self.release)
+        self.index = FarIndex(transport, self.tier)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
         self._looks: dict[tuple[str, int], tuple[int, float]] = {}  # by place: how many, and when the last was

@@ -14,7 +14,6 @@ from pathlib import Path
 from latentcache.errors import StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.remote.transport import Transport, read_pack
-from latentcache.store.directory import MARK
 from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
 
@@ -28,39 +27,30 @@ _LEFT_S = 3600.0  # what a dead process left half written is removed after this
 logger = logging.getLogger("latentcache")
 
 
-def default_folder(url: str) -> Path:
-    """The folder of the user's cache folder, as the XDG specification names it, for the cache at `url`."""
+def folder_of(url: str, local: str | Path | None = None) -> Path:
+    """Where this disk keeps what is of the cache at `url`: below `local`, or the user's cache folder (XDG)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    return root / "latentcache" / digest(url.encode())[:16]
-
-
-def rows_folder(url: str, folder: Path | None = None) -> Path:
-    """Where the rows of the packs of the cache at `url` are remembered, below the folder of a tier."""
-    return (folder or default_folder(url)) / "rows" / digest(url.encode())[:16]
+    root = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "latentcache"
+    return (root if local is None else Path(local).expanduser()) / digest(url.encode())[:16]
 
 
 class Tier:
-    """Whole packs in `folder`, which are fetched from `transport` when they are wanted. Threads and processes share it.
+    """Whole packs in a folder below `local`, fetched from `transport` when they are wanted. Processes may share it.
 
     A pack comes under another name and is renamed, so that one that is here is whole; nothing is synced, since what a
     crash leaves damaged fails its digests and is fetched again. Where the packs have more than `max_bytes` those go
     that were not used for the longest time, by their mtime. `release` is called with packs whose files this process
-    should let go. StoreError if the folder is a cache of its own.
+    should let go. StoreError if nothing can be kept there.
     """
 
     def __init__(
         self,
         transport: Transport,
-        folder: Path,
+        local: str | Path | None = None,
         max_bytes: int | None = None,
         release: Callable[[Iterable[str]], None] = lambda packs: None,
     ):
-        if (folder / MARK).exists():
-            raise StoreError(
-                f"{folder}: is a cache of its own (it has {MARK}); cache.local needs a folder that holds nothing else. "
-                "Give another one. If an earlier version kept what it fetched there, remove it"
-            )
+        folder = folder_of(transport.url, local)
         self._transport, self._max_bytes, self._release = transport, max_bytes, release
         self._packs, self._locks = folder / "packs", folder / "locks"
         try:
@@ -85,6 +75,10 @@ class Tier:
     def has(self, pack: str) -> bool:
         """Whether a pack is here."""
         return self.path(pack).exists()
+
+    def packs(self) -> set[str]:
+        """The packs that are here."""
+        return {path.stem for path, _ in self._files()}
 
     def bring(self, packs: Iterable[str]) -> None:
         """Fetch those of the packs that are not here, and note that all are used. One that is gone is left out.

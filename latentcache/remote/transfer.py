@@ -32,7 +32,6 @@ from latentcache.errors import (
 from latentcache.remote.index import FarIndex
 from latentcache.remote.locations import kind_of, open_transport, snapshot
 from latentcache.remote.manifests import RemoteManifests
-from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import (
     ANY_VERSION,
     Listed,
@@ -145,7 +144,7 @@ class End:
     def __init__(self, transport: Transport, manifests: Manifests):
         self.name, self.manifests, self._transport = transport.url, manifests, transport
         self.is_here = isinstance(transport, _Directory)
-        self._index = FarIndex(transport, None if self.is_here else rows_folder(transport.url))
+        self._index = FarIndex(transport)
 
     @staticmethod
     def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:

@@ -21,7 +21,6 @@ from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.index import FarIndex
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.service import ServiceTransport
-from latentcache.remote.tier import rows_folder
 from latentcache.remote.transport import (
     ANY_VERSION,
     FORBIDDEN,
@@ -79,7 +78,7 @@ def verify(
                 raise
         if progress is not None:
             progress(number, len(packs))
-    index, known = FarIndex(transport, rows_folder(transport.url)), dict[str, str]()
+    index, known = FarIndex(transport), dict[str, str]()
     earlier = {pack for pack, note in listed.items() if note.num_bytes}
     if earlier or (suspects and len(packs) < len(staying)):  # their copies may lie in packs of the other parts
         index.refresh()
@@ -184,7 +183,7 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
     if not dry_run:
         _check_clock(transport)
     listed, written = removals_in(transport), packs_in(transport)
-    index = FarIndex(transport, rows_folder(transport.url))
+    index = FarIndex(transport)
     index.refresh()
     report.unreadable = dict(index.unreadable)
     # Only now: what a manifest needs was there before it was written. And runs first: they end by writing one.
