@@ -55,7 +55,7 @@ def precache(
         verify_sources: Read and hash every image, also those that look unchanged.
         ray: Encode on the Ray cluster at this address, HOST:PORT; `auto` finds it, or starts one on this machine.
     """
-    from latentcache.utils.progress import default_progress
+    from latentcache.utils.progress import ShownProgress
     from latentcache.utils.signals import stop_on_signals
 
     # Read when torch is loaded. By default its threads wait for each other actively, on a CPU at the decoders' cost.
@@ -72,7 +72,7 @@ def precache(
     stop = threading.Event()
     with stop_on_signals(stop) as caught:
         report = run_precache(
-            loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
+            loaded, dry_run=dry_run, verify_sources=verify_sources, progress=ShownProgress(), stop=stop
         )
     is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
     code = finish(report, options.as_json, has_faults=is_lacking or bool(report.num_refused))
@@ -105,7 +105,7 @@ def validate(
             Default: that in the LoRA or the checkpoint, or in its name; 0 for the model's own denoiser.
         against: The metrics.json of another checkpoint: also report the difference of the losses, sample by sample.
     """
-    from latentcache.utils.progress import default_progress
+    from latentcache.utils.progress import ShownProgress
     from latentcache.validation.checkpoint_validation import validate as validate_checkpoint
 
     found = validate_checkpoint(
@@ -116,7 +116,7 @@ def validate(
         dtype=dtype,
         step=step,
         against=against,
-        progress=default_progress(),
+        progress=ShownProgress(),
     )
     loss = found.report.loss
     return finish(found, options.as_json, has_faults=loss is not None and bool(loss.skipped))
@@ -175,9 +175,9 @@ def verify(target: Target = None, /, *, subset: str | None = None, options: OfCa
         subset: n/t reads the n-th of t parts, e.g. 1/7 on Mondays.
     """
     from latentcache.loading.status import verify as verify_cache
-    from latentcache.utils.progress import default_progress
+    from latentcache.utils.progress import ShownProgress
 
-    cache, progress = options.cache(target), default_progress()
+    cache, progress = options.cache(target), ShownProgress()
     part, _, num_parts = (subset or "").partition("/")
     if subset is not None and not (part.isdecimal() and num_parts.isdecimal()):
         raise ConfigError(f"--subset is {subset!r}; give n/t, e.g. 1/7")

@@ -142,7 +142,7 @@ def import_foreign(
     from latentcache.interop.importing import DatasetUse, import_cache
     from latentcache.precache.workspace import open_workspace
     from latentcache.store.entry import DTYPES
-    from latentcache.utils.progress import default_progress
+    from latentcache.utils.progress import ShownProgress
 
     options = options or ImportOptions()
     loaded = None if config is None else load_config(config)
@@ -160,7 +160,7 @@ def import_foreign(
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=_verification(options, loaded),
-            progress=default_progress(),
+            progress=ShownProgress(),
         )
     return finish(report, as_json, has_faults=report.has_faults)
 
@@ -187,7 +187,7 @@ def export_foreign(
         unverified: Also export entries that were imported and not verified.
     """
     from latentcache.loading.cache import LatentCache
-    from latentcache.utils.progress import default_progress
+    from latentcache.utils.progress import ShownProgress
 
     loaded = None if config is None else load_config(config)
     export = _format("--to", target, writer or WriterOptions(), loaded)
@@ -195,7 +195,7 @@ def export_foreign(
         names = opened.dataset_names()
         if manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
-        report = export(opened, manifest or names[0], root, progress=default_progress())
+        report = export(opened, manifest or names[0], root, progress=ShownProgress())
     return finish(report, as_json, has_faults=report.has_faults)
 
 

@@ -97,7 +97,7 @@ class _Reports:
 
 def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
     from latentcache.remote.transfer import TransferReport, transfer
-    from latentcache.utils.progress import default_progress
+    from latentcache.utils.progress import ShownProgress
 
     reports: list[TransferReport] = []
     for source, target in ways:
@@ -108,7 +108,7 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
                 manifests=options.manifest or (),
                 replace=options.replace,
                 dry_run=options.dry_run,
-                progress=default_progress(),
+                progress=ShownProgress(),
             )
         except LatentCacheError as error:
             if not reports:

@@ -27,18 +27,25 @@ class Progress:
         """End the stage, if there is one."""
 
 
-class BarProgress(Progress):
-    """A bar on stderr."""
+class ShownProgress(Progress):
+    """A bar on stderr where that is a terminal.
 
-    _bar: tqdm | None = None
+    Elsewhere a log line when a stage starts, at most every `interval_s` seconds, and when it ends.
+    """
+
+    def __init__(self, interval_s: float = LOG_INTERVAL_S):
+        self._interval_s = interval_s
+        self._bar: tqdm | None = None
 
     @override
     def start(self, stage: str, total: int | None) -> None:
         self.finish()
-        self._bar = self._new(stage, total)
-
-    def _new(self, stage: str, total: int | None) -> tqdm:
-        return tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
+        if sys.stderr.isatty():
+            self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
+        else:
+            form = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+            steps = {"mininterval": self._interval_s, "miniters": 1}
+            self._bar = _LoggedBar(desc=stage, total=total, file=io.StringIO(), bar_format=form, **steps)
 
     @override
     def advance(self, count: int = 1) -> None:
@@ -52,30 +59,7 @@ class BarProgress(Progress):
             self._bar = None
 
 
-class LogProgress(BarProgress):
-    """A log line when a stage starts, at most every `interval_s` seconds, and when it ends."""
-
-    def __init__(self, interval_s: float = LOG_INTERVAL_S):
-        self._interval_s = interval_s
-
-    @override
-    def _new(self, stage: str, total: int | None) -> tqdm:
-        return _LoggedBar(
-            desc=stage,
-            total=total,
-            file=io.StringIO(),
-            mininterval=self._interval_s,
-            miniters=1,
-            bar_format="{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left",
-        )
-
-
 class _LoggedBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     @override
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         logger.info(str(self))
-
-
-def default_progress() -> Progress:
-    """A bar when stderr is a terminal, log lines otherwise."""
-    return BarProgress() if sys.stderr.isatty() else LogProgress()

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from latentcache.utils.progress import BarProgress, LogProgress, default_progress
+from latentcache.utils.progress import ShownProgress
 
 
 def test_log_lines_tell_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "latentcache")
-    progress = LogProgress(interval_s=0)
+    progress = ShownProgress(interval_s=0)
     progress.start("encode images", 4)
     progress.advance(2)
     progress.advance(2)
@@ -25,7 +25,7 @@ def test_log_lines_tell_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> 
 
 def test_log_lines_come_every_few_seconds_only(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "latentcache")
-    progress = LogProgress(interval_s=3600)
+    progress = ShownProgress(interval_s=3600)
     progress.start("plan", None)
     for _ in range(1000):
         progress.advance()
@@ -38,17 +38,12 @@ def test_log_lines_come_every_few_seconds_only(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_the_bar_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = BarProgress()
+def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = ShownProgress()
     progress.advance()  # before a stage: nothing to show
     progress.start("encode images", 2)
     progress.advance(2)
     progress.finish()
     captured = capsys.readouterr()
     assert captured.out == "" and "encode images: 100%" in captured.err
-
-
-@pytest.mark.parametrize(("terminal", "kind"), [(True, BarProgress), (False, LogProgress)])
-def test_a_terminal_gets_a_bar(terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    assert isinstance(default_progress(), kind)
