@@ -14,9 +14,8 @@ from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
-from latentcache.remote.transfer import merged
 from latentcache.remote.transport import ANY_VERSION
-from latentcache.types import Crop, Geometry, Refusal, Size
+from latentcache.types import Crop, Geometry, Size
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "a"}}
 IMAGES = (ImageRef("b" * 64, Geometry(Size(64, 64), Size(64, 64), Crop(0, 0), Size(64, 64))),)
@@ -100,40 +99,6 @@ def test_many_writers_at_once_lose_nothing(bucket: BucketTransport) -> None:
     if errors:
         raise errors[0]
     assert ids(RemoteManifests(bucket).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
-
-
-def test_samples_of_another_encoding_are_not_merged(bucket: BucketTransport) -> None:
-    old, new = RemoteManifests(bucket), RemoteManifests(bucket)
-    for writer in (old, new):
-        assert writer.read("photos") is None
-    old.write(make(1))
-    other = {**COMMON, "salt": "other"}
-    ours = make(2, common=other)
-    with pytest.raises(DatasetError, match="one list cannot say both"):
-        update_manifest(new, lambda: ours if (there := new.read("photos")) is None else merged(there, ours))
-
-
-def test_a_race_ends_as_one_push_after_the_other(bucket: BucketTransport) -> None:
-    """A sample that one encoded stays so, where the other refused it; what one removed does not come back."""
-    whole, encoded = make(1), Row("1.png", "1.png", "a" * 64, IMAGES, ())
-    refused = replace(encoded, refusal=Refusal("1.png", "1.png", "image", "out of memory"))
-    first, second = RemoteManifests(bucket), RemoteManifests(bucket)
-    for writer in (first, second):
-        assert writer.read("photos") is None
-    ours = replace(whole, rows={"1.png": refused})
-    first.write(replace(whole, rows={"1.png": encoded}))
-    update_manifest(second, lambda: ours if (there := second.read("photos")) is None else merged(there, ours))
-    found = RemoteManifests(bucket).read("photos")
-    assert found is not None and found.rows["1.png"] == encoded
-    removing = RemoteManifests(bucket)
-    assert removing.read("photos") is not None
-    RemoteManifests(bucket).write(make(1, 2, 3))
-    for _ in range(2):
-        with pytest.raises(StoreBusyError):
-            removing.update(lambda: make(2))  # without having read what it would undo
-    assert ids(removing.read("photos")) == {1, 2, 3}
-    removing.update(lambda: make(2))
-    assert ids(RemoteManifests(bucket).read("photos")) == {2}
 
 
 def test_a_damaged_manifest_is_named_and_replaced(bucket: BucketTransport) -> None:

@@ -15,10 +15,9 @@ from obstore.store import MemoryStore
 from latentcache import LatentCache
 from latentcache.cli.app import main
 from latentcache.config import Config
-from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError, StoreError
+from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError
 from latentcache.loading.status import status
 from latentcache.precache.run import run_precache
-from latentcache.remote import store as remote_store
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.store import RemoteStore
@@ -248,11 +247,6 @@ def test_a_pack_that_does_not_even_say_what_it_holds(objects: MemoryStore, tmp_p
         assert_right(store, KEYS)
 
 
-def test_where_there_is_no_cache_the_error_says_so(s3_url: str) -> None:
-    with pytest.raises(StoreError, match="no cache here"):
-        LatentCache(s3_url)
-
-
 def test_precache_fills_a_bucket_and_others_read_it(
     make_config: Callable[..., Config], s3_url: str, object_server: ComparingServer, tmp_path: Path, run: Any
 ) -> None:
@@ -276,17 +270,6 @@ def test_precache_fills_a_bucket_and_others_read_it(
     assert status(s3_url).num_lost == 0 and status(s3_url).num_unused == 0
     code, out, _ = run("status", s3_url)
     assert code == 0 and s3_url in out
-
-
-def test_a_pushed_directory_is_read_in_place(tmp_path: Path, s3_url: str) -> None:
-    cache = make_cache(tmp_path / "cache")
-    assert main(["push", str(cache), s3_url]) == 0
-    with LatentCache(s3_url, local=tmp_path / "local") as there, LatentCache(cache) as here:
-        ids = here.sample_ids()[::2]
-        assert torch.equal(
-            there.batch(ids, device="cpu", output="moments")["moments"],
-            here.batch(ids, device="cpu", output="moments")["moments"],
-        )
 
 
 def test_a_dry_run_into_a_bucket_that_is_no_cache_yet_writes_nothing(
@@ -357,14 +340,6 @@ def test_packs_that_go_while_they_are_looked_at_are_not_damaged(
             store.release_all()
         assert_right(store, KEYS)
         assert store.damaged() == {}
-
-
-def test_looks_of_long_ago_do_not_count(objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_store, "_LOOKS_S", 0.0)
-    with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
-        [location] = store.locate(KEYS[:1])
-        for _ in range(25):
-            assert store.relocate(KEYS[0], location, "its pack is gone") == location
 
 
 def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore, tmp_path: Path) -> None:

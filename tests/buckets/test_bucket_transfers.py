@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ from helpers.relay import Relay, relaying
 from helpers.remote_samples import entries_of
 from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
-from latentcache.errors import RemoteError, StorageFullError, StoreError
+from latentcache.errors import RemoteError, StoreError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
-from latentcache.remote.transfer import TransferReport, transfer
+from latentcache.remote.transfer import transfer
 from latentcache.remote.transport import ANY_VERSION, packs_in, read_pack
 from latentcache.store import DiskStore
 from latentcache.store.directory import pack_name
@@ -50,36 +49,6 @@ def packs_at(url: str) -> dict[str, bytes]:
     return {pack: bytes(read_pack(bucket, pack)) for pack in packs_in(bucket)}
 
 
-def test_push_and_pull_give_the_same_cache(tmp_path: Path, s3_url: str, run_json: Run) -> None:
-    here, back = fill(tmp_path / "here", range(32)), tmp_path / "back"
-    code, planned = run_json("push", here, s3_url, "--dry-run")
-    assert code == 0 and planned["num_packs"] == 4 and packs_at(s3_url) == {}
-    code, report = run_json("push", here, s3_url)
-    assert code == 0 and report["num_packs"] == 4 and report["manifests"] == ["photos"]
-    assert packs_at(s3_url) == packs_of(here)
-    code, report = run_json("push", here, s3_url)
-    assert code == 0 and (report["num_packs"], report["num_there"], report["manifests"]) == (0, 4, [])
-    fill(here, range(40))
-    assert transfer(here, s3_url).num_packs == 1
-    code, report = run_json("pull", s3_url, back)
-    assert code == 0 and report["num_packs"] == 5 and packs_of(back) == packs_of(here)
-    assert manifest_of(back) == manifest_of(here)
-    check(back, range(40))
-    assert run_json("pull", s3_url, back)[1]["num_packs"] == 0
-
-
-def test_only_what_a_manifest_needs(tmp_path: Path, s3_url: str) -> None:
-    here = fill(tmp_path / "here", range(16), "first")
-    fill(here, range(16, 32), "second")
-    assert transfer(here, s3_url, manifests=["first"]).num_left == 2
-    assert transfer(here, s3_url).num_packs == 2
-    report = transfer(s3_url, tmp_path / "b", manifests=["second"])
-    assert (report.num_packs, report.num_left, report.manifests) == (2, 2, ["second"])
-    check(tmp_path / "b", range(16, 32))
-    other = fill(tmp_path / "c", range(16, 32), "second", per_pack=16)
-    assert transfer(other, s3_url).num_packs == 0, "its entries are there in other packs"
-
-
 def test_copied_by_other_tools_it_is_a_cache(tmp_path: Path, s3_url: str, object_server: ComparingServer) -> None:
     """As `aws s3 sync` of the bucket, and `latentcache rebuild`."""
     transfer(fill(tmp_path / "here", range(16)), s3_url)
@@ -89,22 +58,6 @@ def test_copied_by_other_tools_it_is_a_cache(tmp_path: Path, s3_url: str, object
         path.write_bytes(data)
     assert rebuild(tmp_path / "copy").num_entries == 18
     check(tmp_path / "copy", range(16))
-
-
-def test_two_caches_push_at_once(tmp_path: Path, s3_url: str) -> None:
-    """Nothing is lost, and their manifests are merged."""
-    parts = [fill(tmp_path / f"{n}", range(16 * n, 16 * n + 24), per_pack=4) for n in range(3)]
-    reports: list[TransferReport] = []
-    threads = [threading.Thread(target=lambda part=part: reports.append(transfer(part, s3_url))) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert len(reports) == 3 and all(report.ok for report in reports)
-    transfer(s3_url, tmp_path / "all")
-    merged = manifest_of(tmp_path / "all")
-    assert merged is not None and set(merged.rows) == {f"{n}.png" for n in range(56)}
-    check(tmp_path / "all", range(56))
 
 
 @pytest.mark.parametrize("direction", ["push", "pull"])
@@ -240,19 +193,3 @@ def test_what_is_no_cache_and_what_is_not_there(tmp_path: Path, s3_url: str, run
     assert code == 2 and "there is no cache here" in err and "latentcache push" in err
     with pytest.raises(StoreError):
         transfer(tmp_path / "absent", s3_url)
-
-
-def test_a_full_disk_is_a_clear_error(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, back = fill(tmp_path / "here", range(16)), tmp_path / "back"
-    transfer(here, s3_url)
-    DiskStore(back).close()
-
-    def full(fd: int, data: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("latentcache.store.exchange.write_all", full)
-        with pytest.raises(StorageFullError, match="free some space"):
-            transfer(s3_url, back)
-    assert packs_of(back) == {} and not list(back.rglob("*.tmp"))
-    assert transfer(s3_url, back).ok

@@ -73,22 +73,6 @@ def broken_at(url: str, object_server: ComparingServer, here: Path, number: int)
     return row.key(number)
 
 
-def test_a_damaged_entry_goes_by_verify_and_comes_with_the_next_push(
-    url: str, object_server: ComparingServer, tmp_path: Path
-) -> None:
-    here = fill(tmp_path / "here", range(16))
-    transfer(here, url)
-    key = broken_at(url, object_server, here, 3)
-    assert verify(BucketTransport.open(url)).damaged.keys() == {key}
-    assert verify(BucketTransport.open(url)).known_damaged.keys() == {key}
-    report = transfer(here, url)
-    assert report.ok and report.num_packs == 1
-    assert verify(BucketTransport.open(url)).ok
-    back = tmp_path / "back"
-    transfer(url, back)
-    check(back, range(16))
-
-
 def test_a_copy_in_a_part_that_verify_did_not_read_counts(
     url: str, object_server: ComparingServer, tmp_path: Path
 ) -> None:

@@ -286,16 +286,6 @@ def test_a_source_is_not_written(tmp_path: Path) -> None:
         transfer(tmp_path / "absent", tmp_path / "b")
 
 
-def test_what_a_pack_has_beyond_its_index_stays(tmp_path: Path) -> None:
-    """An entry that was removed moves with its pack: packs move whole."""
-    source = fill(tmp_path / "a", range(8), None)
-    with DiskStore(source) as store:
-        store.remove([key_of_image(2)])
-    transfer(source, tmp_path / "b")
-    with DiskStore(tmp_path / "b") as store:
-        assert store.find([key_of_image(2)])
-
-
 def test_entries_go_by_key_not_by_name(tmp_path: Path) -> None:
     """A pack whose file was swapped for another one is what it holds, and its keys follow from its records."""
     source, other = fill(tmp_path / "a", range(8)), fill(tmp_path / "other", range(8, 16), None)

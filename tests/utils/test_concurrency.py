@@ -8,16 +8,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from latentcache.config import Config
 from latentcache.errors import StoreError
-from latentcache.precache.run import run_precache
-from latentcache.store.writer import Writer
-from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, Prefetcher, bounded_map
 
 
@@ -156,21 +152,6 @@ def test_without_a_thread_calls_are_made_at_once_by_the_caller() -> None:
         worker.finish()
         worker.call(fail)
     assert len(made) == 3
-
-
-def test_on_a_cpu_entries_are_stored_in_the_main_thread(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored_in: set[str] = set()
-    add = Writer.add
-
-    def spy(self: Writer, entry: Entry) -> None:
-        stored_in.add(threading.current_thread().name)
-        add(self, entry)
-
-    monkeypatch.setattr(Writer, "add", spy)
-    assert run_precache(make_config()).num_encoded > 0
-    assert stored_in == {threading.current_thread().name}
 
 
 def test_prefetched_items_come_in_order_and_the_error_after_them_again_and_again() -> None:
