@@ -191,7 +191,7 @@ def _fill_as_after_a_death(cache: Path) -> None:
     _fill(cache)
     pack = next(cache.glob("packs/*/*.safetensors"))
     pack.with_name(f".{pack.name}.12345678.tmp").write_bytes(pack.read_bytes()[:1000])
-    (cache / "index").rename(cache / "index.replaced-12345678")
+    (cache / "index").rename(cache / "index.removed-12345678")
 
 
 def _add(cache: Path, note: Note) -> None:

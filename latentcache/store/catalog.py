@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 from latentcache.errors import (
     IndexDamagedError,
@@ -21,7 +21,7 @@ from latentcache.store.index import Index, Position, Reading, Transaction, proce
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.pack import read_row
 from latentcache.store.table import LocationTable
-from latentcache.utils.durable_files import remove_whole, typed_errors
+from latentcache.utils.durable_files import remove_whole
 from latentcache.utils.locks import locked
 
 logger = logging.getLogger("latentcache")
@@ -48,8 +48,7 @@ class Catalog:
         # Memory and the index change together, and a fork waits for it.
         self._lock = process_lock
         try:
-            self.index = Index(directory.index, read_only=read_only)
-            self.reload()
+            self._load()
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             if read_only:
@@ -59,9 +58,14 @@ class Catalog:
             else:
                 raise
         if not read_only:
-            self._reconcile()
+            self._open_packs()
 
     # Opening
+
+    def _load(self) -> None:
+        self.table, self._position = LocationTable(), None
+        self.index = Index(self.directory.index, read_only=self.read_only)
+        self.reload()
 
     def _read_packs(self, error: StoreError) -> None:
         logger.warning("%s The packs' headers are read instead; nothing is written.", error)
@@ -78,36 +82,21 @@ class Catalog:
             locked(self.directory.lock, operation, shared=True, is_brief=True),
         ):
             try:
-                # Another process may have replaced it while this one waited.
-                self._start_over()
-                return
+                self._load()  # another process may have replaced it while this one waited
             except IndexDamagedError:
                 logger.warning("%s It is removed, and made again from the packs.", error)
-                self._make_anew()
-
-    def _make_anew(self) -> dict[str, StoreError]:
-        """Make a new index of what the packs say. Returns why some cannot be read, by pack.
-
-        After a death in between the next opening adds what is lacking.
-        """
-        aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
-        with typed_errors(self.directory.index, 0), suppress(FileNotFoundError):
-            self.directory.index.rename(aside)
-        with suppress(StoreError):  # an opening sweeps what is left of it
-            remove_whole(aside)
-        self._start_over()
-        return self._take_in()
+                self._start_over()
 
     def _start_over(self) -> None:
-        self.table, self._position = LocationTable(), None
-        self.index = Index(self.directory.index)
-        self.reload()
+        """Begin a new, empty index. After a death before all packs are in it the next opening adds what is lacking."""
+        remove_whole(self.directory.index)
+        self._load()
 
-    def _reconcile(self) -> None:
+    def _open_packs(self) -> None:
         try:
             with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
                 self.directory.sweep()
-                for error in self._take_in().values():
+                for error in self.reconcile().values():
                     advice = "; `latentcache compact` puts it aside" if is_damage(error) else ""
                     logger.warning("%s Its entries are missing%s.", error, advice)
         except StoreBusyError as error:
@@ -115,66 +104,58 @@ class Catalog:
         except StorageFullError as error:
             logger.warning("%s", error)  # what is there can be read all the same, and removed
 
-    def _take_in(self) -> dict[str, StoreError]:
-        """Forget the packs that are gone, and add those that the index lacks. Returns why others cannot be read."""
+    def reconcile(self, *, anew: bool = False) -> dict[str, StoreError]:
+        """Forget the packs that are gone, and add those that the index lacks, or `anew` all that can be read.
+
+        The caller keeps upkeep away, or `anew` all writers. Readers see the index as it was, or as it is then.
+
+        Returns:
+            Why packs could not be read, by pack. What the index says of one that cannot be read now stays.
+        """
         # Rows first, then files: a pack that another writer seals from here on is in neither.
         self.reload()
         known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
         sizes = self.directory.pack_sizes()
-        found, refused = read_rows(self.directory, sizes.keys() - known.keys())
-        # First what is lost: a copy of it that was found counts then.
-        if lost := self.directory.lost_packs(known, sizes):
-            num_lost = sum([num for pack, (num, _) in self.table.live_sizes().items() if pack in lost])
-            with self._changing() as rows:
-                for pack in lost:
-                    rows.remove(PACK_PREFIX + pack)
+        found, refused = read_rows(self.directory, sizes if anew else sizes.keys() - known.keys())
+        gone = {pack for pack, num_bytes in known.items() if sizes.get(pack) != num_bytes}
+        gone |= {pack for pack, error in refused.items() if is_damage(error)} & known.keys()
+        if not gone and not found:
+            return refused
+        lost = gone - found.keys()
+        num_lost = sum([num for pack, (num, _) in self.table.live_sizes().items() if pack in lost])
+        with self._changing() as rows:
+            for pack in lost:
+                rows.remove(PACK_PREFIX + pack)
+            stay = self.table.packs.keys() - lost - found.keys()
+            for row in found.values():
+                if anew or row.pack.id not in self.table.packs:  # else another process added it meanwhile
+                    places = self.table.look_up(row.names())
+                    row.live &= [place is None or place.pack.id not in stay for place in places]
+                    rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+        if lost:
             message = "%s: %d packs are gone or have another size; %d entries are lost"
             logger.warning(message, self.directory.path, len(lost), num_lost)
         if found:
-            with self._changing() as rows:
-                for row in found.values():
-                    self._add_row(rows, row)
-            logger.info("%s: added %d packs that the index did not know", self.directory.path, len(found))
+            logger.info("%s: added %d packs to the index", self.directory.path, len(found))
         return refused
 
     def rebuild(self) -> dict[str, StoreError]:
-        """Put what the packs say in the place of the index's rows, while the caller keeps all writers away.
-
-        Readers see the old rows, or the new ones. What the index says of a pack that cannot be read now stays.
-
-        Returns:
-            Why packs could not be read, by pack.
-        """
-        if self.index is None or self.read_only:
+        """Make the index say what the packs say, while the caller keeps all writers away: see `reconcile`."""
+        if self.read_only:
             raise ReadOnlyError(self.directory.path)
-        if not self.directory.index.exists():
-            return self._make_anew()
-        sizes = self.directory.pack_sizes()
-        found, refused = read_rows(self.directory, sizes)
         try:
-            with self._changing() as rows:
-                known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
-                damaged = {pack for pack, error in refused.items() if is_damage(error)}
-                gone = (self.directory.lost_packs(known, sizes) | damaged) & known.keys() - found.keys()
-                stay = known.keys() - found.keys() - gone
-                kept = {key for _, entries in self.table.by_pack(stay) for key in entries} if stay else set[str]()
-                for pack in gone:
-                    rows.remove(PACK_PREFIX + pack)
-                for row in found.values():
-                    row.live &= [key not in kept for key in row.names()]
-                    rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+            return self.reconcile(anew=True)
         except IndexDamagedError:
-            return self._make_anew()
-        unlisted = {pack: StoreError(f"{self.directory.pack_path(pack)}: cannot be read now") for pack in stay}
-        return unlisted | refused
+            self._start_over()
+            return self.reconcile()
 
     # Catching up
 
     def reload(self) -> None:
         """Bring memory to where the index is now."""
         if self.index is not None:
-            with self._lock, self.index.reading(self._position) as reading:
-                self._apply(reading)
+            with self._lock, self.index.reading() as rows:
+                self._apply(rows.since(self._position))
 
     def _apply(self, reading: Reading) -> None:
         # All rows are a table of their own first: other threads look at this one without the lock.
@@ -223,9 +204,9 @@ class Catalog:
             raise ReadOnlyError(self.directory.path)
         with self._lock:
             with self.index.transaction() as rows:
-                self._apply(rows.reading(self._position))
+                self._apply(rows.since(self._position))
                 yield rows
-                position = rows.reading(self._position).position
+                position = rows.since(self._position).position
             # After the commit: what was rolled back must not be in memory.
             self.table.drop_packs([name.removeprefix(PACK_PREFIX) for name in rows.changed])
             left = [(name, value) for name, value in rows.changed.items() if value is not None]
@@ -233,18 +214,15 @@ class Catalog:
             self._position = position
 
     def seal(self, row: PackRow) -> int:
-        """Record a new pack, and those of its entries that are not there yet. Returns how many were not."""
-        with self._changing() as rows:
-            return self._add_row(rows, row)
-
-    def _add_row(self, rows: Transaction, row: PackRow) -> int:
-        """Add a pack's row, with the entries that are live in no other pack. Returns how many are."""
+        """Record a new pack, and those of its entries that are live in no other. Returns how many are."""
         name = PACK_PREFIX + row.pack.id
-        if (value := rows.get(name)) is not None:  # another process took it in
-            return int(parsed_row(name, value, self.directory).live.sum())
-        drop_known(row, self.table)
-        rows.put(name, row.to_bytes())
-        return int(row.live.sum())
+        with self._changing() as rows:
+            if (value := rows.get(name)) is not None:  # another process took it in
+                return int(parsed_row(name, value, self.directory).live.sum())
+            known = self.table.find(row.names())
+            row.live &= [key not in known for key in row.names()]
+            rows.put(name, row.to_bytes())
+            return int(row.live.sum())
 
     def move(self, row: PackRow, old: Mapping[str, Location]) -> int:
         """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
@@ -254,35 +232,27 @@ class Catalog:
                 row.live[number] = now is not None and now.place == old[key].place
                 if row.live[number]:
                     left.setdefault(old[key].pack.id, []).append(old[key].row)
-
-            def change(changed: PackRow) -> None:
+            for changed in self._changed(rows, left):
                 changed.live[left[changed.pack.id]] = False
-
-            self._rewrite(rows, left, change)
             rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
             return int(row.live.sum())
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make damaged entries misses, with their reason, unless they have changed."""
-        short = {
-            key: (location, reason[:_MAX_REASON_CHARS].encode("ascii", "backslashreplace").decode())
-            for key, (location, reason) in damaged.items()
-        }
+        by_pack: dict[str, list[tuple[str, int, str]]] = {}
+        for key, (location, reason) in damaged.items():
+            short = reason[:_MAX_REASON_CHARS].encode("ascii", "backslashreplace").decode()
+            by_pack.setdefault(location.pack.id, []).append((key, location.row, short))
         if self.read_only:
             with self._lock:
-                for key, (_, reason) in short.items():
+                for key, _, reason in chain.from_iterable(by_pack.values()):
                     self.table.mark(key, reason)
             return
-
-        def change(row: PackRow) -> None:
-            for key, (location, reason) in short.items():
-                at = location.row
-                if location.pack.id == row.pack.id and at < len(row.live) and row.live[at] and row.key(at) == key:
-                    row.live[at] = False
-                    row.reasons[at] = reason
-
         with self._changing() as rows:
-            self._rewrite(rows, {location.pack.id for location, _ in short.values()}, change)
+            for row in self._changed(rows, by_pack):
+                for key, at, reason in by_pack[row.pack.id]:
+                    if at < len(row.live) and row.live[at] and row.key(at) == key:
+                        row.live[at], row.reasons[at] = False, reason
 
     def remove(self, keys: Collection[str]) -> int:
         """Remove entries, and the reasons of damaged ones. Returns how many entries there were."""
@@ -291,20 +261,18 @@ class Catalog:
             for location in filter(None, self.table.look_up(list(keys))):
                 own.setdefault(location.pack.id, []).append(location.row)
             gone = set(keys)
-
-            def change(row: PackRow) -> None:
+            for row in self._changed(rows, own.keys() | self.table.packs_with_reasons(gone)):
                 row.live[own.get(row.pack.id, [])] = False
                 row.reasons = {at: reason for at, reason in row.reasons.items() if row.key(at) not in gone}
-
-            self._rewrite(rows, own.keys() | self.table.packs_with_reasons(gone), change)
             return sum(map(len, own.values()))
 
-    def _rewrite(self, rows: Transaction, packs: Collection[str], change: Callable[[PackRow], None]) -> None:
+    def _changed(self, rows: Transaction, packs: Iterable[str]) -> Iterator[PackRow]:
+        """The rows of these packs that there are, each to be changed and then written."""
         for pack in packs:
             name = PACK_PREFIX + pack
             if (value := rows.get(name)) is not None:
                 row = parsed_row(name, value, self.directory)
-                change(row)
+                yield row
                 rows.put(name, row.to_bytes())
 
     def drop_empty(self, packs: Collection[str] | None = None) -> set[str]:
@@ -366,11 +334,3 @@ def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str
         seen.update(keys)
         rows[pack] = row
     return rows, refused
-
-
-def drop_known(row: PackRow, table: LocationTable) -> None:
-    """Entries that are live in another pack are not in this one."""
-    keys = row.names()
-    known = table.find(keys)
-    if known:
-        row.live &= [key not in known for key in keys]

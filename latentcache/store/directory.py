@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeSto
 from latentcache.identity import canonical_json, digest
 from latentcache.store.entry import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
-    REBUILD,
     make_folder,
     read_small_file,
     remove_whole,
@@ -22,7 +20,6 @@ from latentcache.utils.durable_files import (
     sync_folder,
     system_errors,
     typed_errors,
-    unreadable,
     write_sealed,
 )
 
@@ -30,7 +27,7 @@ SCHEMA = 2
 """Version of the directory's layout."""
 MARK = "CACHE.json"
 DAMAGED = "damaged"
-_ABOUT_TO_GO = ("index.replaced-*", "*.removed-*")
+_ABOUT_TO_GO = "*.removed-*"
 _MAX_MARK_BYTES = 1 << 12
 KEEPS_MAPPED = os.name == "nt"
 """Whether the system refuses to remove a file that a process has mapped."""
@@ -58,44 +55,41 @@ class CacheDirectory:
         self.lock = self.path / "upkeep.lock"
         self.readers = self.path / "readers.lock"
         self.claims = self.path / "claims.lock"
-        if repair and self.pack_sizes():
-            self._repair()
-        if not os.path.lexists(self.path / MARK):
-            self._make(create=create and not read_only)
-        self._check_schema()
+        mark = self.path / MARK
+        if not os.path.lexists(mark):
+            self._make(create=create and not read_only, repair=repair)
+        try:
+            check_mark(read_small_file(mark, _MAX_MARK_BYTES), mark, self.path)
+        except UnsafeStoreError as error:
+            if not repair or not self.pack_sizes():
+                raise
+            # Its packs say which format they have, and those of another one are not read.
+            logger.warning("%s is written again: %s", MARK, error)
+            write_sealed(mark, mark_bytes())
         if not read_only:
             if not os.access(self.path, os.W_OK):
                 raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
             with typed_errors(self.packs, 0):
                 make_folder(self.packs)
 
-    def _make(self, *, create: bool) -> None:
+    def _make(self, *, create: bool, repair: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path}: is not a directory; a cache is one")
         # A process that makes the same cache at this moment has a temporary file there.
         names = [n for n in os.listdir(self.path) if not n.startswith(f".{MARK}.")] if self.path.is_dir() else []
         if names and not os.path.lexists(self.path / MARK):
-            advice = f"`latentcache rebuild` writes {MARK} again" if self.pack_sizes() else "Name a cache, or a new one"
-            raise StoreError(
-                f"{self.path}: is not a cache (it has no {MARK}) and is not empty: it holds {sorted(names)[0]!r}. "
-                f"{advice}."
-            )
-        if not create:
+            has_packs = bool(self.pack_sizes())
+            if not (repair and has_packs):
+                advice = f"`latentcache rebuild` writes {MARK} again" if has_packs else "Name a cache, or a new one"
+                raise StoreError(
+                    f"{self.path}: is not a cache (it has no {MARK}) and is not empty: it holds {min(names)!r}. "
+                    f"{advice}."
+                )
+        elif not create:
             raise StoreError(f"{self.path}: there is no cache here. `latentcache precache` makes one; check the path.")
         with typed_errors(self.path, 0):
             make_folder(self.path)
         write_sealed(self.path / MARK, mark_bytes())
-
-    def _repair(self) -> None:
-        try:
-            self._check_schema()
-        except (FileNotFoundError, UnsafeStoreError) as error:
-            # Its packs say which format they have, and those of another one are not read.
-            logger.warning("%s is written again: %s", MARK, error)
-            write_sealed(self.path / MARK, mark_bytes())
-
-    def _check_schema(self) -> None:
-        check_mark(read_small_file(self.path / MARK, _MAX_MARK_BYTES), self.path / MARK, self.path)
 
     def pack_path(self, pack: str) -> Path:
         """Where a pack lies. `pack` is an id; UnsafeStoreError for anything that could be a path."""
@@ -129,43 +123,17 @@ class CacheDirectory:
             return 0.0
 
     def pack_sizes(self) -> dict[str, int]:
-        """Bytes of each pack's file, by id. A folder that cannot be listed now is left out, with a warning."""
+        """Bytes of each pack's file, by id. StoreError if a folder of packs cannot be listed now."""
         sizes = {}
-        for folder in self._pack_folders():
-            try:
+        with system_errors(self.packs):
+            for folder in self._pack_folders():
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         pack = entry.name.removesuffix(PACK_SUFFIX)
-                        if entry.name != pack and is_pack_id(pack) and pack[:2] == folder.name:
-                            try:
-                                if entry.is_file():
-                                    sizes[pack] = entry.stat().st_size
-                            except FileNotFoundError:
-                                continue  # compacted away since it was listed
-                            except OSError as error:
-                                logger.warning("%s: cannot be examined: %s", entry.path, error)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                logger.warning("%s: its packs cannot be listed: %s", folder, error)
+                        if entry.name != pack and is_pack_id(pack) and pack[:2] == folder.name and entry.is_file():
+                            with suppress(FileNotFoundError):  # compacted away since it was listed
+                                sizes[pack] = entry.stat().st_size
         return sizes
-
-    def lost_packs(self, known: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
-        """Find packs that are gone or have another size. `known`: bytes of each; `sizes`: what `pack_sizes` found.
-
-        A pack of which the system does not say whether it is there is not lost.
-        """
-        lost = set()
-        for pack, num_bytes in known.items():
-            if sizes.get(pack) != num_bytes:
-                try:
-                    if self.pack_path(pack).stat().st_size != num_bytes:
-                        lost.add(pack)
-                except (FileNotFoundError, NotADirectoryError):
-                    lost.add(pack)
-                except OSError as error:
-                    logger.warning("%s: cannot be examined: %s", self.pack_path(pack), error)
-        return lost
 
     def index_bytes(self) -> int:
         """Bytes of the index's files."""
@@ -201,24 +169,18 @@ class CacheDirectory:
 
     def sweep(self) -> None:
         """Remove what dead writers left half written, or were about to remove."""
-        for pattern in _ABOUT_TO_GO:
-            for leftover in self.path.glob(pattern):
-                with suppress(StoreError):  # another process may remove it too
-                    remove_whole(leftover)
+        for leftover in self.path.glob(_ABOUT_TO_GO):
+            with suppress(StoreError):  # another process may remove it too
+                remove_whole(leftover)
         folders = [folder for folder in (self.manifests, self.index) if folder.is_dir()]
         for folder in (self.path, *folders, *self._pack_folders()):
             sweep_temporaries(folder)
 
     def _pack_folders(self) -> list[Path]:
-        try:
-            with os.scandir(self.packs) as entries:
-                return [self.packs / entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir()]
-        except FileNotFoundError:
+        if not self.packs.exists():
             return []
-        except NotADirectoryError as error:
-            raise UnsafeStoreError(self.packs, f"is no folder; remove it, then {REBUILD}") from error
-        except OSError as error:
-            raise unreadable(self.packs, error) from error
+        with system_errors(self.packs), os.scandir(self.packs) as entries:
+            return [self.packs / entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir()]
 
 
 def pack_name(pack: str) -> str:

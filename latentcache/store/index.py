@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,16 +46,11 @@ GENERATION = "generation"
 """The name of the row that changes whenever another is removed or replaced."""
 MAX_VALUE_BYTES = 1 << 23
 """The largest row. That of a pack of 8,192 entries has some 400 KB, and more where all of them are damaged."""
-_MADE_LAST = "Settings_size_delete"
-"""The last of the tables and triggers that diskcache makes in a new database."""
 _BEFORE_ALL = -(1 << 63)
 _PAGE_BYTES = 4096
 _PASSING_S, _POLL_S = 2.0, 0.05
 _UNREACHABLE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM)
 
-
-Execute = Callable[..., sqlite3.Cursor]
-"""Runs a statement with its values: `execute(statement, *values)`."""
 
 process_lock = threading.RLock()
 """One lock for all indexes. A fork of this process waits for it, and both sides find it free.
@@ -73,22 +68,13 @@ class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no type
     def put(self, key: str) -> tuple[str, bool]:
         return key, True
 
-    def get(self, key: object, raw: object) -> str:
-        if raw != 1 or type(key) is not str:
-            raise IndexDamagedError(self._directory, "a key is not text")
-        return key
-
     def store(self, value: bytes, read: bool, key: object = None) -> tuple[int, int, None, bytes]:
-        if type(value) is not bytes:
-            raise StoreError(f"a row of the index is bytes, got {type(value).__name__}")
         if len(value) > MAX_VALUE_BYTES:
             raise StoreError(f"a row of the index has at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
         return 0, MODE_RAW, None, value
 
     def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
-        if mode != MODE_RAW or filename is not None or type(value) is not bytes:
-            raise IndexDamagedError(self._directory, "a value is not bytes")
-        return value
+        raise IndexDamagedError(self._directory, "diskcache was to unpickle a value")  # `Rows` reads, and nothing else
 
     def remove(self, file_path: str) -> None:
         # diskcache calls this with the file that a row names. None of ours names one.
@@ -104,11 +90,6 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
         except BaseException:
             self.close()  # else it keeps its locks until the garbage is collected
             raise
-
-    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-        """Run a statement on the connection that a transaction has."""
-        cursor: sqlite3.Cursor = self._sql(statement, values)
-        return cursor
 
     def drop_tag_index(self) -> None:
         # There is none, and this alone is not tried again when another process has the database.
@@ -130,40 +111,58 @@ class Reading(NamedTuple):
     rows: Iterator[tuple[str, bytes]]
 
 
-class Transaction:
-    """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
+class Rows:
+    """The rows while a block of `Index.reading` runs: other processes cannot change them."""
 
-    def __init__(self, index: Index, cache: _Cache):
-        self._index, self._cache, self._is_new_generation = index, cache, False
-        self.changed: dict[str, bytes | None] = {}
-        """The rows that were added or replaced, and None for those that were removed."""
-
-    def reading(self, since: Position | None = None) -> Reading:
-        """Read rows with the changes of this transaction: see `Index.reading`."""
-        return self._index.read_with(self._cache.execute, since)
+    def __init__(self, path: Path, execute: Callable[[str, Sequence[object]], sqlite3.Cursor]):
+        self._path, self._execute = path, execute
 
     def get(self, name: str) -> bytes | None:
         """The row's value, or None."""
-        value: bytes | None = self._cache.get(name)
-        return value
+        return dict(self._select("WHERE key = ?", name)).get(name)
+
+    def since(self, position: Position | None = None) -> Reading:
+        """The rows that came after `position`; all rows where some were removed or replaced since then."""
+        generation = self.get(GENERATION)
+        if position is None or position.generation != generation:
+            position = Position(None, _BEFORE_ALL)
+        [last] = self._execute("SELECT max(rowid) FROM Cache", ()).fetchone()
+        rows = self._select("WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", position.last_row, GENERATION)
+        is_whole = position.last_row == _BEFORE_ALL
+        return Reading(Position(generation, _BEFORE_ALL if last is None else last), is_whole, rows)
+
+    def _select(self, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
+        for name, value, is_ours in self._execute(_SELECT + where, values):
+            if is_ours != 1:
+                raise IndexDamagedError(self._path, f"row {name!r:.80} was not written by latentcache")
+            yield name, value
+
+
+class Transaction(Rows):
+    """Reads and changes that take effect together, or not at all, while a block of `Index.transaction` runs."""
+
+    def __init__(self, path: Path, cache: _Cache):
+        super().__init__(path, cache._sql)
+        self._cache, self._is_new_generation = cache, False
+        self.changed: dict[str, bytes | None] = {}
+        """The rows that were added or replaced, and None for those that were removed."""
 
     def put(self, name: str, value: bytes) -> None:
         """Add or replace a row."""
-        if self._cache.add(name, value):
-            self.changed[name] = value
-        else:
+        if not self._cache.add(name, value):
+            self._begin_generation()
             self._cache.set(name, value)
-            self._replaced(name, value)
+        self.changed[name] = value
 
     def remove(self, name: str) -> bool:
         """Remove a row. True if there was one."""
         removed = bool(self._cache.delete(name))
         if removed:
-            self._replaced(name, None)
+            self._begin_generation()
+            self.changed[name] = None
         return removed
 
-    def _replaced(self, name: str, value: bytes | None) -> None:
-        self.changed[name] = value
+    def _begin_generation(self) -> None:
         if not self._is_new_generation:
             self._cache.set(GENERATION, uuid.uuid4().bytes)
             self._is_new_generation = True
@@ -180,62 +179,32 @@ class Index:
         self.path = Path(path).absolute()
         self._database = self.path / DBNAME
         self.read_only = read_only
-        self.lock = process_lock
-        """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: _Cache | None = None
+        if read_only:
+            self._check_exists()
+            return
         with self._typed_errors():
-            if read_only:
-                if not self._database.exists():
-                    raise IndexDamagedError(self.path, "it does not exist")
-                return
             self.path.mkdir(parents=True, exist_ok=True)
-            # One at a time: making the tables is not one transaction.
-            with self.lock, locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
-                if not self._has_tables():
+            # One at a time: making the tables is not one transaction. Half of them are a damaged index.
+            with process_lock, locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
+                if not self._database.exists():
                     with self.transaction():
                         pass  # it makes the tables, and the first generation
 
-    def _has_tables(self) -> bool:
+    def _check_exists(self) -> None:
         if not self._database.exists():
-            return False
-        with self._reading() as execute:
-            return bool(execute("SELECT COUNT(*) FROM sqlite_master WHERE name = ?", _MADE_LAST).fetchone()[0])
+            raise IndexDamagedError(self.path, "it does not exist")
 
     def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
         """The rows of those names that have one."""
-        with self._reading() as execute:
-            return dict(row for name in names for row in self._rows(execute, "WHERE key = ?", name))
+        with self.reading() as rows:
+            return {name: value for name in names if (value := rows.get(name)) is not None}
 
     def items(self) -> dict[str, bytes]:
         """All rows, oldest first."""
-        with self.reading() as reading:
-            return dict(reading.rows)
-
-    @contextmanager
-    def reading(self, since: Position | None = None) -> Iterator[Reading]:
-        """The rows that came after `since`; all rows where some were removed or replaced since then.
-
-        Other processes cannot change the index while the block runs.
-        """
-        with self._reading() as execute:
-            yield self.read_with(execute, since)
-
-    def read_with(self, execute: Execute, since: Position | None) -> Reading:
-        """Read rows by a connection that has begun to read, which `execute` uses: see `reading`."""
-        generation = dict(self._rows(execute, "WHERE key = ?", GENERATION)).get(GENERATION)
-        if since is None or since.generation != generation:
-            since = Position(None, _BEFORE_ALL)
-        last = execute("SELECT max(rowid) FROM Cache").fetchone()[0]
-        rows = self._rows(execute, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", since.last_row, GENERATION)
-        is_whole = since.last_row == _BEFORE_ALL
-        return Reading(Position(generation, _BEFORE_ALL if last is None else last), is_whole, rows)
-
-    def _rows(self, execute: Execute, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
-        for name, value, is_ours in execute(_SELECT + where, *values):
-            if is_ours != 1:
-                raise IndexDamagedError(self.path, f"row {name!r:.80} was not written by latentcache")
-            yield name, value
+        with self.reading() as rows:
+            return dict(rows.since().rows)
 
     def replace_many(self, rows: Mapping[str, bytes]) -> None:
         """Add or replace rows in one transaction."""
@@ -249,87 +218,74 @@ class Index:
             return sum([transaction.remove(name) for name in names])
 
     @contextmanager
+    def reading(self) -> Iterator[Rows]:
+        """Read rows. Other processes cannot change the index while the block runs."""
+        with process_lock, self._typed_errors(), closing(self._connect()) as connection:
+            yield Rows(self.path, connection.execute)
+
+    @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """Hold the database alone. Inside, use the transaction's methods only. Durable when the block is left."""
-        with self.lock, self._typed_errors():
-            if self.read_only:
-                raise ReadOnlyError(self.path)
-            if self._closed:
-                raise StoreError(f"{self.path}: the index is closed")
-            cache = self._open_cache()
-            try:
-                with cache.transact():
-                    # From the first row on: one that replaces another index is known to be another.
-                    cache.add(GENERATION, uuid.uuid4().bytes)
-                    yield Transaction(self, cache)
-            finally:
-                cache.close()
+        if self.read_only:
+            raise ReadOnlyError(self.path)
+        if self._closed:
+            raise StoreError(f"{self.path}: the index is closed")
+        with process_lock, self._typed_errors():
+            if self._cache is None:  # as late as possible: opening one writes all its settings, row by row
+                try:
+                    self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_BytesDisk, **_SETTINGS)
+                except ValueError as error:  # diskcache looks up each setting, and takes it for granted
+                    raise IndexDamagedError(self.path, f"a setting cannot be found: {error}") from error
+            with closing(self._cache) as cache, cache.transact():
+                # From the first row on: one that replaces another index is known to be another.
+                cache.add(GENERATION, uuid.uuid4().bytes)
+                yield Transaction(self.path, cache)
 
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""
         self._closed = True
 
-    def _open_cache(self) -> _Cache:
-        # As late as possible: opening one writes all its settings, row by row.
-        if self._cache is None:
-            try:
-                self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_BytesDisk, **_SETTINGS)
-            except ValueError as error:  # diskcache looks up each setting, and takes it for granted that it is there
-                raise IndexDamagedError(self.path, f"a setting cannot be found: {error}") from error
-        return self._cache
-
-    @contextmanager
-    def _reading(self) -> Iterator[Execute]:
-        """Run statements in a transaction that reads: nothing changes under it any more."""
-        with self.lock, self._typed_errors(), closing(self._connect()) as connection:
-            yield lambda statement, *values: connection.execute(statement, values)
-
     def _connect(self) -> sqlite3.Connection:
-        # A live writer's journal can look like a dead one's for a moment, which is rolled back by writing.
+        """A connection in a transaction that reads: nothing changes under it any more."""
+        self._check_exists()
+        # mode=rw: only so can what a dead writer left half done be rolled back.
+        uri = f"{self._database.as_uri()}?mode={'ro' if self.read_only else 'rw'}"
         until = time.monotonic() + _PASSING_S
         while True:
-            # mode=rw: only so can what a dead writer left half done be rolled back.
-            uri = f"{self._database.as_uri()}?mode={'ro' if self.read_only else 'rw'}"
             connection = sqlite3.connect(uri, uri=True, timeout=TIMEOUT_S, isolation_level=None)
             try:
                 connection.execute("BEGIN")
                 connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
                 return connection
-            except sqlite3.OperationalError as error:
+            except BaseException as error:
                 connection.close()
-                passes = _primary(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
-                if not (self.read_only and passes) or time.monotonic() >= until or os.access(self.path, os.W_OK):
+                # A live writer's journal can look like a dead one's for a moment, which a reader may not roll back.
+                passes = self.read_only and _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+                if not passes or time.monotonic() >= until:
                     raise
-            except BaseException:
-                connection.close()
-                raise
             time.sleep(_POLL_S)
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
         try:
             yield
-        except diskcache.Timeout as error:
-            # diskcache hides why a transaction could not begin behind its Timeout. Without a cause it was never free.
-            raise self._busy() if error.__context__ is None else self._typed(error.__context__) from error
-        except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            # diskcache rolls back what SQLite has rolled back already, on a full disk: the first error counts.
+        except (diskcache.Timeout, sqlite3.Error, UnicodeDecodeError, OSError) as error:
+            # diskcache hides why a transaction could not begin, and rolls back what SQLite has rolled back already, on
+            # a full disk: the first error counts.
             first = error.__context__ if isinstance(error.__context__, sqlite3.Error) else error
             raise self._typed(first) from error
 
-    def _busy(self) -> StoreBusyError:
-        return StoreBusyError(self.path, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again")
-
     def _typed(self, error: BaseException) -> StoreError:
-        """What an error of SQLite or of the system means for the index."""
-        code = _primary(error)
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return self._busy()
+        """What an error of SQLite, of diskcache or of the system means for the index."""
+        code = _code(error)
+        if isinstance(error, diskcache.Timeout) or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            detail = f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
+            return StoreBusyError(self.path, detail)
         if code == sqlite3.SQLITE_FULL:
             return StorageFullError(self.path, _PAGE_BYTES)
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
-            # Where the files can be written it is the database's header that says no.
-            if code is None or self.read_only or not os.access(self._database, os.W_OK):
+            # Where the file can be written it is the database's header that says no.
+            if self.read_only or not os.access(self._database, os.W_OK):
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
         elif isinstance(error, FileExistsError | NotADirectoryError):
             return IndexDamagedError(self.path, "it is no folder")
@@ -338,6 +294,5 @@ class Index:
         return IndexDamagedError(self.path, str(error))
 
 
-def _primary(error: BaseException) -> int | None:
-    code = getattr(error, "sqlite_errorcode", None)
-    return None if code is None else code & 0xFF
+def _code(error: BaseException) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

@@ -480,7 +480,7 @@ def test_a_lost_index_is_rebuilt(root, how, caplog):
         assert set(store.keys()) == {key(number) for number in range(8)}
         assert_holds(store, *range(8))
         assert store.add(samples(3)) == 0
-    assert ("made again from the packs" in caplog.text) == (how not in ("deleted", "emptied"))
+    assert ("made again from the packs" in caplog.text) == (how != "deleted")
 
 
 def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
