@@ -28,7 +28,7 @@ from latentcache import LatentCache
 from latentcache.dataset.manifest import read_manifest
 from latentcache.errors import LatentCacheError
 from latentcache.identity import canonical_json, digest
-from latentcache.store.pack import read_records, read_row
+from latentcache.store.pack import WholePack, read_row
 
 MAX_CASE_S = 0.050
 MAX_CASE_KIB = 64 << 10
@@ -178,8 +178,8 @@ class PackTarget:
     def _read(self, data: bytes) -> Any:
         self.path.write_bytes(data)
         head = read_row(self.path)
-        records = read_records(self.path)
-        rows = [records.json(row) for row in range(len(head.keys))]
+        whole = WholePack.in_file(self.path)
+        rows = [whole.json(row) for row in range(len(head.keys))]
         # Not the layout: an entry's own digest has its dtypes and shapes, and is compared when the entry is read.
         return head.keys.tobytes(), head.digests.tobytes(), rows
 

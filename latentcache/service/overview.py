@@ -16,7 +16,7 @@ from latentcache.service.charts import Curve, curve_of
 from latentcache.service.manifest_views import ManifestView, ManifestViews
 from latentcache.store.base import StoreStats
 from latentcache.store.disk import DiskStore
-from latentcache.store.pack import read_records
+from latentcache.store.pack import WholePack
 
 GROWTH_POINTS = 40
 """Packs of which the time is read, at most: one of each so many that follow each other."""
@@ -139,8 +139,8 @@ class GrowthReader:
 def _created(store: DiskStore, pack: str) -> datetime | None:
     """When the first entry of a pack was made, in UTC; None where its record does not say, or cannot be read."""
     try:
-        records = read_records(store.directory.pack_path(pack))
-        created = json.loads(records.json(0))["provenance"]["created"]
+        whole = WholePack.in_file(store.directory.pack_path(pack))
+        created = json.loads(whole.json(0))["provenance"]["created"]
         time = datetime.fromisoformat(created)
         return time.astimezone(UTC) if time.tzinfo is not None else None
     except (PackError, OSError, ValueError, LookupError, TypeError):

@@ -93,12 +93,14 @@ class Store(Closing, Protocol):
 
     def record(self, key: str) -> Record:
         """What the entry is and how it was made, without its tensors. EntryMissingError, EntryDamagedError."""
+        return self.get(key).record
 
     def describe(self, key: str) -> Description:
         """Each field's dtype name and shape. An entry with ragged fields is read for it: the payload has its lengths.
 
         EntryMissingError, EntryDamagedError.
         """
+        return dict(self.rows([key])[0].description)
 
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         """The verified arrays of each entry; keys may repeat. EntryMissingError, EntryDamagedError.

@@ -22,32 +22,12 @@ Column = tuple[str, Sequence[np.ndarray]]
 _Spec = tuple[str, tuple[int, ...]]
 
 
-def read_batch(
-    store: Store,
-    keys: Sequence[str],
-    fields: Sequence[str] | None = None,
-    out: Mapping[str, torch.Tensor] | None = None,
-    padding: Mapping[str, Padding] | None = None,
-) -> dict[str, torch.Tensor]:
-    """One CPU tensor [n, *shape] per field (all fields by default), a row per key; keys may repeat.
+def read_batch(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+    """One new CPU tensor [n, *shape] per field, a row per key; keys may repeat. No keys give no tensors.
 
-    A ragged field is padded as `padding` says for it, and the batch has `<field>_lengths` [n] (int64). Without a rule
-    its lengths must be equal.
-
-    The rows are written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. New
-    tensors cannot be resized. No keys give no tensors. EntryMissingError, EntryDamagedError; StoreError if the entries'
-    fields, shapes or dtypes differ, if one is longer than its rule's length, and for padding that the field's dtype
-    cannot have. After an error nothing was written.
+    EntryMissingError, EntryDamagedError; StoreError if the entries' fields, shapes or dtypes differ.
     """
-    if not keys:
-        return {}
-    rules = padding or {}
-    columns = columns_of(keys, store.rows(keys), rules, fields)
-    for name in columns.keys() & rules.keys():
-        if f"{name}_lengths" in columns:
-            raise StoreError(f"field {name!r} cannot be padded: the entries have a field {name}_lengths too")
-    tensors, masks = stack_columns(keys, columns, rules, out)
-    return tensors | {f"{name}_lengths": mask.sum(1) for name, mask in masks.items()}
+    return stack(keys, store.rows(keys)) if keys else {}
 
 
 def stack(keys: Sequence[str], rows: Sequence[EntryArrays]) -> dict[str, torch.Tensor]:
@@ -55,13 +35,8 @@ def stack(keys: Sequence[str], rows: Sequence[EntryArrays]) -> dict[str, torch.T
     return stack_columns(keys, columns_of(keys, rows, {}), {})[0]
 
 
-def columns_of(
-    keys: Sequence[str],
-    rows: Sequence[EntryArrays],
-    padding: Mapping[str, Padding],
-    fields: Sequence[str] | None = None,
-) -> dict[str, Column]:
-    """The rows grouped by field (all fields by default). `keys` name the entries in errors.
+def columns_of(keys: Sequence[str], rows: Sequence[EntryArrays], padding: Mapping[str, Padding]) -> dict[str, Column]:
+    """The rows grouped by field. `keys` name the entries in errors.
 
     StoreError if entries lack a field, or differ in its dtype or shape; lengths of fields in `padding` may differ.
     """
@@ -69,31 +44,23 @@ def columns_of(
     for name in padding:
         if name in first and not first[name][1]:
             raise StoreError(f"field {name!r} is a scalar in each entry, and has no length that could be padded")
-    if fields is None and all([row.description is first for row in rows]):
-        arrays = zip(*[row.arrays for row in rows], strict=True)
-        return {name: (spec[0], column) for (name, spec), column in zip(first.items(), arrays, strict=True)}
-    found: dict[str, list[np.ndarray]] = {}
-    for name in first if fields is None else fields:
-        if name not in first:
-            raise StoreError(f"entry {keys[0]} has no field {name!r}; it has {', '.join(first)}")
-        found[name] = []
     for key, row in zip(keys, rows, strict=True):
-        if fields is None and row.description.keys() != first.keys():
+        if row.description is first:
+            continue
+        if row.description.keys() != first.keys():
             raise StoreError(
                 f"entries of one batch must have the same fields: {keys[0]} has {', '.join(first)}, "
-                f"{key} has {', '.join(row.description)}. Name the fields that both have."
+                f"{key} has {', '.join(row.description)}"
             )
-        named = dict(zip(row.description, row.arrays, strict=True))
-        for name, column in found.items():
-            here, there = first[name], row.description.get(name)
-            if there is None or not _is_alike(here, there, any_length=name in padding):
+        for name, there in row.description.items():
+            if not _is_alike(first[name], there, any_length=name in padding):
                 raise StoreError(
-                    f"entries of one batch must have equal shapes and dtypes: field {name!r} is {_shown(here)} in "
-                    f"{keys[0]} and {'missing' if there is None else _shown(there)} in {key}. "
+                    f"entries of one batch must have equal shapes and dtypes: field {name!r} is {_shown(first[name])} "
+                    f"in {keys[0]} and {_shown(there)} in {key}. "
                     "Batch one bucket at a time, and give a padding rule for fields of natural length."
                 )
-            column.append(named[name])
-    return {name: (first[name][0], column) for name, column in found.items()}
+    arrays = zip(*[row.arrays for row in rows], strict=True)
+    return {name: (spec[0], column) for (name, spec), column in zip(first.items(), arrays, strict=True)}
 
 
 def _is_alike(here: _Spec, there: _Spec, *, any_length: bool) -> bool:

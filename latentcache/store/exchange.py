@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,14 +20,7 @@ def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview],
     is sealed unless each payload has its digest and each key follows from its record's identity: PackError. An error of
     `chunks` leaves nothing either. ReadOnlyError; StoreBusyError while upkeep works on the cache.
     """
-    path = store.directory.new_pack_path(pack)
-
-    def fill(fd: int) -> PackRow:
-        for part in chunks:
-            write_all(fd, part)
-        return _checked_row(path, WholePack.in_open_file(path, fd))
-
-    return _take(store, path, num_bytes, fill)
+    return _take(store, pack, chunks, num_bytes, None)
 
 
 def take_checked(store: DiskStore, whole: WholePack) -> int:
@@ -35,24 +28,24 @@ def take_checked(store: DiskStore, whole: WholePack) -> int:
 
     Returns how many entries are new. Errors as for `take_pack`.
     """
-
-    def fill(fd: int) -> PackRow:
-        write_all(fd, whole.data.data)
-        return whole.row
-
-    return _take(store, store.directory.new_pack_path(whole.row.pack.id), whole.data.size, fill)
+    return _take(store, whole.row.pack.id, [whole.data.data], whole.data.size, whole.row)
 
 
-def _take(store: DiskStore, path: Path, num_bytes: int, fill: Callable[[int], PackRow]) -> int:
+def _take(
+    store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, row: PackRow | None
+) -> int:
+    path = store.directory.new_pack_path(pack)
     with ExitStack() as held:
         try:
             with sealed_file(path, num_bytes, is_new=True) as fd:
-                row = fill(fd)
+                for part in chunks:
+                    write_all(fd, part)
+                row = row or _checked_row(path, WholePack.in_open_file(path, fd))
                 # From here on upkeep must not see a pack that the index does not know.
                 held.enter_context(store.lock("taking a pack", shared=True))
         except FileExistsError:  # another one sent it meanwhile: what is there stays
             held.close()
-            return take_sealed(store, path.stem)
+            return take_sealed(store, pack)
         return store.catalog.seal(row)
 
 

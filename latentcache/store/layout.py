@@ -146,17 +146,6 @@ class Location(NamedTuple):
         """The pack's id and the row: two locations with one place are the same."""
         return self.pack.id, self.row
 
-    @property
-    def end(self) -> int:
-        """The first byte of the file that the entry does not need. Of a ragged field: of any entry of its group."""
-        group, end = self.group, 0
-        for column in group.columns:
-            num_rows = self.row - group.first + 1 if column.offsets_start is None else column.num_rows
-            end = max(end, column.start + num_rows * column.row_bytes)
-            if column.offsets_start is not None:
-                end = max(end, column.offsets_start + (group.num + 1) * OFFSET_BYTES)
-        return end
-
     def ranges(self) -> list[tuple[int, int]]:
         """Where each field lies: (offset, number of bytes), by field. Of a ragged field: where its offsets lie."""
         at, ranges = self.row - self.group.first, []

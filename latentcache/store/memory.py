@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from latentcache.store.base import EntryArrays, Store, StoreStats
 from latentcache.store.entry import OwnedEntry, as_array, check_key, dtype_name, record_of
 from latentcache.store.layout import description_of
 from latentcache.store.writer import Writer
-from latentcache.types import Entry, Record
+from latentcache.types import Entry
 from latentcache.utils.accelerator import current_accelerator
 
 
@@ -69,15 +69,6 @@ class MemoryStore(Store):
         entry, _ = self._stored(key)
         tensors = {name: tensor.clone() for name, tensor in entry.tensors.items()}
         return Entry(record_of(key, entry.kind, entry.record), tensors, entry.ragged)
-
-    @override
-    def record(self, key: str) -> Record:
-        entry, _ = self._stored(key)
-        return record_of(key, entry.kind, entry.record)
-
-    @override
-    def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return dict(self._stored(key)[1].description)
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,9 @@ _SAFETENSORS_DTYPES = {
 }
 _OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 
+_Tensors = Mapping[str, tuple[str, tuple[int, ...], int]]
+"""The tensors of a document by name: dtype, shape, and where its bytes start."""
+
 # Writing
 
 
@@ -107,9 +110,8 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     return row
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
-    """A tensor of a document: its name, dtype and shape, and where its bytes come from when it is written."""
+class _Tensor(NamedTuple):
+    """A tensor that is to be written: its name, dtype and shape, and where its bytes come from."""
 
     name: str
     dtype: str
@@ -118,54 +120,40 @@ class NamedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A safetensors document to be written: where each tensor starts, the bytes of all, and these, buffer by buffer.
+def _document(metadata: Mapping[str, str], tensors: Sequence[_Tensor]) -> tuple[_Tensors, int, list[Any]]:
+    """A safetensors document with these tensors, in this order, each on 64 bytes.
 
-    The buffers are views of the tensors: nothing is copied, and the tensors must not change meanwhile.
+    Returns where they lie, the bytes of the document, and the parts that these are made of.
     """
-
-    starts: Mapping[str, int]
-    num_bytes: int
-    buffers: Iterator[bytes | memoryview]
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, str], tensors: Sequence[NamedTensor]) -> Document:
-        """The document with these tensors, in this order. Each starts on 64 bytes."""
-        header: dict[str, object] = {"__metadata__": metadata}
-        padded: list[NamedTensor] = []
-        starts: dict[str, int] = {}
-        end = 0
-        for tensor in tensors:
-            gap = -end % ALIGNMENT
-            padding = [NamedTensor(f"{_PADDING}{len(padded)}", "uint8", (gap,), [bytes(gap)])] if gap else []
-            for each in (*padding, tensor):
-                header[each.name] = {
-                    "dtype": _SAFETENSORS_DTYPES[each.dtype],
-                    "shape": list(each.shape),
-                    "data_offsets": [end, end + each.num_bytes],
-                }
-                starts[each.name] = end
-                end += each.num_bytes
-                padded.append(each)
-        text = json.dumps(header, separators=(",", ":")).encode("ascii")
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        head = len(text).to_bytes(8, "little") + text
-        return cls({name: len(head) + start for name, start in starts.items()}, len(head) + end, _buffers(head, padded))
-
-
-def _buffers(head: bytes, tensors: Sequence[NamedTensor]) -> Iterator[bytes | memoryview]:
-    yield head
+    header: dict[str, Any] = {"__metadata__": metadata}
+    starts: dict[str, int] = {}
+    parts: list[Any] = []
+    end = 0
     for tensor in tensors:
-        for part in tensor.parts:
-            if isinstance(part, torch.Tensor):
-                yield flat_bytes(part).data
-            else:
-                yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+        if gap := -end % ALIGNMENT:
+            place = {"dtype": "U8", "shape": [gap], "data_offsets": [end, end + gap]}
+            header[f"{_PADDING}{len(header) - 1}"] = place
+            parts.append(bytes(gap))
+        starts[tensor.name], end = end + gap, end + gap + tensor.num_bytes
+        place = {"shape": list(tensor.shape), "data_offsets": [starts[tensor.name], end]}
+        header[tensor.name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype]} | place
+        parts += tensor.parts
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    first = 8 + len(text)
+    placed = {tensor.name: (tensor.dtype, tensor.shape, first + starts[tensor.name]) for tensor in tensors}
+    return placed, first + end, [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def _buffers(parts: Sequence[Any]) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            yield flat_bytes(part).data
+        else:
+            yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
 
 
 def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
@@ -183,7 +171,7 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
     offsets = np.fromiter(accumulate(map(len, records), initial=0), _INT64, len(records) + 1)
 
     listed: list[Any] = []
-    columns: list[NamedTensor] = []
+    columns: list[_Tensor] = []
     for number, ((kind, fields), members) in enumerate(groups.items()):
         names = [_columns_of(columns, number, field, members) for field in fields]
         listed.append([kind, len(members), names])
@@ -197,19 +185,18 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
         "records_digest": _records_digest(offsets, b"".join(records)),
     }
     index = [
-        NamedTensor(_KEYS, "uint8", keys.shape, [keys]),
-        NamedTensor(_DIGESTS, "uint8", digests.shape, [digests]),
-        NamedTensor(_OFFSETS, "int64", offsets.shape, [offsets]),
-        NamedTensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
+        _Tensor(_KEYS, "uint8", keys.shape, [keys]),
+        _Tensor(_DIGESTS, "uint8", digests.shape, [digests]),
+        _Tensor(_OFFSETS, "int64", offsets.shape, [offsets]),
+        _Tensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
     ]
-    document = Document.of(metadata, [*index, *columns])
-    tensors = {tensor.name: (tensor.dtype, tensor.shape, document.starts[tensor.name]) for tensor in columns}
-    pack = Pack(pack_id, document.num_bytes, _groups_of(listed, tensors))
-    return PackRow.new(pack, keys, digests), document.num_bytes, document.buffers
+    tensors, num_bytes, parts = _document(metadata, [*index, *columns])
+    pack = Pack(pack_id, num_bytes, _groups_of(listed, tensors))
+    return PackRow.new(pack, keys, digests), num_bytes, _buffers(parts)
 
 
 def _columns_of(
-    columns: list[NamedTensor],
+    columns: list[_Tensor],
     number: int,
     field: tuple[str, str, tuple[int, ...], bool],
     members: Sequence[OwnedEntry],
@@ -221,11 +208,11 @@ def _columns_of(
     taken = {tensor.name for tensor in columns}
     ending = f"/{number}" if title in taken else ""  # groups that differ elsewhere, or in the dtype
     if not is_ragged:
-        columns.append(NamedTensor(title + ending, dtype, (len(parts), *shape), parts))
+        columns.append(_Tensor(title + ending, dtype, (len(parts), *shape), parts))
         return [name, title + ending, None]
     offsets = np.fromiter(accumulate(map(len, parts), initial=0), _INT64, len(parts) + 1)
-    columns.append(NamedTensor(title + ending, dtype, (int(offsets[-1]), *shape), parts))
-    columns.append(NamedTensor(f"{name}/offsets{ending}", "int64", offsets.shape, [offsets]))
+    columns.append(_Tensor(title + ending, dtype, (int(offsets[-1]), *shape), parts))
+    columns.append(_Tensor(f"{name}/offsets{ending}", "int64", offsets.shape, [offsets]))
     return [name, title + ending, f"{name}/offsets{ending}"]
 
 
@@ -240,46 +227,11 @@ def _records_digest(offsets: np.ndarray, records: bytes | memoryview) -> str:
 # Reading
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackRecords:
-    """The records of a pack: the JSON of row i is `data[offsets[i]:offsets[i + 1]]`."""
-
-    row: PackRow
-    offsets: np.ndarray
-    data: bytes | memoryview
-
-    def is_at(self, key: str, location: Location) -> bool:
-        """Whether this key and digest are those of the location's row."""
-        own, at = self.row, location.row
-        if at >= len(own.keys) or own.key(at) != key or own.digests[at].tobytes() != location.digest:
-            return False
-        return own.pack.groups == location.pack.groups
-
-    def json(self, at: int) -> bytes:
-        """The JSON of a row's record."""
-        return bytes(self.data[self.offsets[at] : self.offsets[at + 1]])
-
-    def record(self, at: int) -> Record:
-        """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
-        return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
-
-
 class PackBytes:
-    """The bytes of a pack, wherever they are. `read(offset, number)` gives them; `path` names the pack in errors."""
+    """The bytes of a pack, wherever they are: `read(offset, number)` gives them. `path` names the pack in errors."""
 
     def __init__(self, path: Path | str, num_bytes: int, read: Callable[[int, int], bytes | memoryview]):
         self.path, self.num_bytes, self._read = path, num_bytes, read
-
-    @classmethod
-    def in_file(cls, path: Path, fd: int) -> PackBytes:
-        """The bytes of an open file."""
-        return cls(path, os.fstat(fd).st_size, lambda offset, number: os.pread(fd, number, offset))
-
-    @classmethod
-    def in_memory(cls, name: Path | str, data: bytes | memoryview) -> PackBytes:
-        """These bytes. Views of them are read."""
-        view = memoryview(data).cast("B")
-        return cls(name, len(view), lambda offset, number: view[offset : offset + number])
 
     def read(self, offset: int, num_bytes: int) -> bytes | memoryview:
         """So many bytes. PackError if the pack ends before; FileNotFoundError; StoreError: it cannot be read now."""
@@ -311,10 +263,6 @@ class RangedBytes(PackBytes):
         if offset + num_bytes > start:
             self._data += super().read(start, max(end, offset + num_bytes) - start)
         return memoryview(self._data)[offset : offset + num_bytes]
-
-
-_Tensors = Mapping[str, tuple[str, tuple[int, ...], int]]
-"""The tensors of a document by name: dtype, shape, and where its bytes start."""
 
 
 def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
@@ -371,8 +319,9 @@ def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
             columns.append(
                 Column(name, dtype, tuple(shape), start, num_rows, None if offsets is None else tensors[offsets][2])
             )
-        if len({column.field for column in columns}) != len(columns):
-            raise ValueError(f"a group lists a field twice: {fields!r:.100}")
+        names = [column.field for column in columns]
+        if names != sorted(set(names)):
+            raise ValueError(f"a group lists its fields twice, or not by name: {names!r:.100}")
         groups.append(RowGroup(kind, first, num, tuple(columns)))
         first, num_columns = first + num, num_columns + len(columns)
         if first > MAX_PACK_ENTRIES or num_columns > MAX_COLUMNS:
@@ -421,52 +370,28 @@ def read_row(path: Path) -> PackRow:
     """
     fd = open_to_read(path)
     try:
-        return row_in(path.stem, PackBytes.in_file(path, fd))[0]
+        source = PackBytes(path, os.fstat(fd).st_size, lambda offset, number: os.pread(fd, number, offset))
+        return row_in(path.stem, source)[0]
     finally:
         os.close(fd)
 
 
-def read_records(path: Path) -> PackRecords:
-    """Read a pack's row and the records of its entries, which are compared with their digest, not parsed."""
-    fd = open_to_read(path)
-    try:
-        return records_in(path.stem, PackBytes.in_file(path, fd))
-    finally:
-        os.close(fd)
-
-
-def records_in(pack: str, source: PackBytes) -> PackRecords:
-    """Read the row and the records of the pack with this id, wherever its bytes are: see `read_records`."""
-    row, starts, metadata = row_in(pack, source)
-    offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
-    sizes = np.diff(offsets)
-    if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > source.num_bytes - starts[_RECORDS]:
-        raise PackError(source.path, "the offsets of the records do not ascend, or lie outside of the file")
-    data = source.read(starts[_RECORDS], int(offsets[-1]))
-    if metadata.get("records_digest") != _records_digest(offsets, data):
-        raise PackError(source.path, "the records do not have the digest that was stored with them")
-    return PackRecords(row, offsets, data)
-
-
-def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
+def map_pack(path: Path, num_bytes: int) -> np.ndarray:
     """The first bytes of the file as a mapped, flat uint8 array, which must not be written to.
 
-    They are `min_bytes`, or as many as there are up to `max_bytes`: what follows a pack's own bytes may be endless.
-    PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
-    FileNotFoundError and StoreError as for `read_row`.
+    PackError if it is shorter: touching what is missing would kill the process (SIGBUS). FileNotFoundError and
+    StoreError as for `read_row`.
     """
     fd = open_to_read(path)
     try:
         file_bytes = os.fstat(fd).st_size
-        if file_bytes < min_bytes:
-            raise PackError(path, f"has {file_bytes:,} bytes, its entries need {min_bytes:,}")
+        if file_bytes < num_bytes:
+            raise PackError(path, f"has {file_bytes:,} bytes, and was written with {num_bytes:,}")
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
-        num_bytes = max(min_bytes, min(max_bytes, file_bytes))
         # By its descriptor where that has a name: meanwhile the file's own may be gone.
         source = f"/dev/fd/{fd}" if os.path.exists(f"/dev/fd/{fd}") else str(path)
-        mapped = torch.from_file(source, shared=False, size=num_bytes, dtype=torch.uint8, device="cpu")
-        return mapped.numpy()
+        return torch.from_file(source, shared=False, size=num_bytes, dtype=torch.uint8, device="cpu").numpy()
     except (RuntimeError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
     finally:
@@ -520,9 +445,14 @@ def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArra
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholePack:
-    """A pack with all of its bytes (`data`: uint8, flat), to check or copy many of its entries."""
+    """A pack with all of its bytes (`data`: uint8, flat), to read its records, and to check or copy its entries.
 
-    records: PackRecords
+    `row` is the pack's row, in which all entries are live. The JSON of row i is `records[offsets[i]:offsets[i + 1]]`.
+    """
+
+    row: PackRow
+    offsets: np.ndarray
+    records: memoryview
     data: np.ndarray
 
     @classmethod
@@ -537,25 +467,49 @@ class WholePack:
     @classmethod
     def in_open_file(cls, path: Path, fd: int) -> WholePack:
         """The pack in an open file that is to lie at `path`, and may have another name still."""
-        records = records_in(path.stem, PackBytes.in_file(path, fd))
+        if not os.fstat(fd).st_size:
+            raise PackError(path, "ends after 0 bytes, where 8 are needed")
         try:
-            return cls(records, np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8))
+            data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         except (ValueError, OSError, MemoryError) as error:
             raise unreadable(path, error) from error
+        return cls._read(path.stem, path, memoryview(data))
 
     @classmethod
     def in_memory(cls, pack: str, data: bytes | memoryview) -> WholePack:
         """The pack with this id, in views of its bytes. PackError."""
-        return cls(records_in(pack, PackBytes.in_memory(pack, data)), np.frombuffer(data, np.uint8))
+        return cls._read(pack, pack, memoryview(data).cast("B"))
 
-    @property
-    def row(self) -> PackRow:
-        """The pack's row: all of its entries are live."""
-        return self.records.row
+    @classmethod
+    def _read(cls, pack: str, path: Path | str, data: memoryview) -> WholePack:
+        row, starts, metadata = row_in(pack, PackBytes(path, len(data), lambda at, number: data[at : at + number]))
+        offsets = np.frombuffer(data, _INT64, len(row.keys) + 1, starts[_OFFSETS])
+        first, end = starts[_RECORDS], starts[_RECORDS] + int(offsets[-1])
+        if offsets[0] != 0 or (np.diff(offsets) < 0).any() or end > len(data):
+            raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
+        records = data[first:end]
+        if metadata.get("records_digest") != _records_digest(offsets, records):
+            raise PackError(path, "the records do not have the digest that was stored with them")
+        return cls(row, offsets, records, np.frombuffer(data, np.uint8))
+
+    def is_at(self, key: str, location: Location) -> bool:
+        """Whether this key and digest are those of the location's row."""
+        own, at = self.row, location.row
+        if at >= len(own.keys) or own.key(at) != key or own.digests[at].tobytes() != location.digest:
+            return False
+        return own.pack.groups == location.pack.groups
+
+    def json(self, at: int) -> bytes:
+        """The JSON of a row's record."""
+        return bytes(self.records[self.offsets[at] : self.offsets[at + 1]])
+
+    def record(self, at: int) -> Record:
+        """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
+        return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
 
     def verified(self, key: str, location: Location) -> EntryArrays | str:
         """The entry's arrays where the index says, or why they are not what was stored."""
-        return verified_arrays(self.data, key, location) if self.records.is_at(key, location) else DISAGREE
+        return verified_arrays(self.data, key, location) if self.is_at(key, location) else DISAGREE
 
     def problem(self, key: str, location: Location) -> str | None:
         """Why an entry is not what was stored, by its payload or its record. None: it is."""
@@ -563,7 +517,7 @@ class WholePack:
         if isinstance(found, str):
             return found
         try:
-            self.records.record(location.row)
+            self.record(location.row)
         except ValueError as error:
             return str(error)
         return None
@@ -589,7 +543,7 @@ class WholePack:
             np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
             tensors[name] = tensor
         group = location.group
-        return OwnedEntry(key, group.kind, self.records.json(location.row), tensors, group.ragged)
+        return OwnedEntry(key, group.kind, self.json(location.row), tensors, group.ragged)
 
     def part(self, keys: Collection[str]) -> tuple[PackRow, bytes]:
         """A new pack, in memory, of these entries. PackError if one is not what was stored."""

@@ -19,12 +19,12 @@ from latentcache.store.base import EntryArrays, Store, StoreStats
 from latentcache.store.batch import stack
 from latentcache.store.entry import Description
 from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import DISAGREE, arrays_in, map_pack, read_records, verified_arrays
+from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack, verified_arrays
 from latentcache.store.table import LocationTable
 from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import open_to_read, unreadable
 
-_MAX_RECORDS = 8  # a full pack's records are a few MiB
+_MAX_RECORDS = 8  # packs whose records are kept open
 
 
 class KeyIndex(Protocol):
@@ -56,7 +56,7 @@ class PackReader(Store):
 
     def __init__(self) -> None:
         self._maps: dict[str, _Mapping] = {}
-        self._read_records = lru_cache(_MAX_RECORDS)(read_records)
+        self._whole_pack = lru_cache(_MAX_RECORDS)(WholePack.in_file)
 
     def key_index(self) -> KeyIndex:
         """Where entries lie. StoreError when the store is closed."""
@@ -122,9 +122,9 @@ class PackReader(Store):
         while True:
             problem = DISAGREE
             try:
-                records = self._read_records(self.path_of(location.pack.id))
-                if records.is_at(key, location):
-                    return records.record(location.row)
+                whole = self._whole_pack(self.path_of(location.pack.id))
+                if whole.is_at(key, location):
+                    return whole.record(location.row)
             except FileNotFoundError as error:
                 problem = f"its pack is gone: {error}"
             except (PackError, ValueError) as error:
@@ -149,17 +149,19 @@ class PackReader(Store):
     def _verified(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
         while True:
-            mapping, problem = self._map(location.pack, location.end)
-            if mapping is not None:
+            try:
+                mapping = self._map(location.pack)
                 found = verified_arrays(mapping.data, key, location)
                 if not isinstance(found, str):
                     mapping.good[location.row] = True  # of these bytes: another thread may map others
                     return found
                 problem = found
+            except PackError as error:
+                problem = str(error)
             location = self.relocate(key, location, problem)
 
-    def _map(self, pack: Pack, end: int) -> tuple[_Mapping | None, str]:
-        """The mapped pack, if its file has its first `end` bytes now, or why not: it is gone, or not what was written.
+    def _map(self, pack: Pack) -> _Mapping:
+        """The mapped pack, as its file is now. PackError: it is gone, or shorter than it was written.
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
@@ -170,16 +172,14 @@ class PackReader(Store):
             file = status.st_ino, status.st_size
             if mapping is None or mapping.file != file:
                 # It may be another file now, or cut short: touching bytes that are gone would kill the process.
-                data = map_pack(path, end, pack.file_bytes)
+                data = map_pack(path, pack.file_bytes)
                 mapping = self._maps[pack.id] = _Mapping(path, file, data, np.zeros(pack.num_entries, bool))
-        except FileNotFoundError:
-            # A mapped file stays readable after its name is gone.
-            return (mapping if mapping is not None and mapping.data.size >= end else None), f"its pack is gone: {path}"
-        except PackError as error:
-            return None, str(error)
+        except FileNotFoundError as error:
+            if mapping is None:  # a mapped file stays readable after its name is gone
+                raise PackError(path, "its pack is gone") from error
         except OSError as error:
             raise unreadable(path, error) from error
-        return (mapping, "") if mapping.data.size >= end else (None, f"its pack was cut short: {path}")
+        return mapping
 
     def _advise(self, locations: Iterable[Location]) -> None:
         """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
@@ -189,11 +189,11 @@ class PackReader(Store):
         """
         if not hasattr(os, "posix_fadvise"):
             return
-        for pack, together in groupby(sorted(locations, key=attrgetter("pack.id", "row")), key=attrgetter("pack.id")):
+        for pack, together in groupby(sorted(locations, key=attrgetter("pack.id")), key=attrgetter("pack.id")):
             with suppress(OSError, StoreError):
                 fd = open_to_read(self.path_of(pack))
                 try:
-                    for offset, num_bytes in joined(chain.from_iterable([each.ranges() for each in together])):
+                    for offset, num_bytes in _joined(chain.from_iterable([each.ranges() for each in together])):
                         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(fd)
@@ -211,12 +211,12 @@ class PackReader(Store):
         """Release what is kept of these packs."""
         for pack in packs:
             self._maps.pop(pack, None)
-        self._read_records.cache_clear()
+        self._whole_pack.cache_clear()
 
     def release_all(self) -> None:
         """Release what is kept of all packs. Arrays that were returned keep their memory."""
         self._maps.clear()
-        self._read_records.cache_clear()
+        self._whole_pack.cache_clear()
 
     def _stats(self, sizes: Mapping[str, int], index_bytes: int) -> StoreStats:
         """Counts and sizes. `sizes`: bytes of each pack's file."""
@@ -232,15 +232,11 @@ class PackReader(Store):
         )
 
 
-def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges (offset, number of bytes), joined where one begins at the end of another: rows that follow each other."""
-    parts: list[list[int]] = []
-    by_end: dict[int, list[int]] = {}
-    for offset, num_bytes in ranges:
-        part = by_end.pop(offset, None)
-        if part is None:
-            part = [offset, 0]
-            parts.append(part)
-        part[1] += num_bytes
-        by_end[offset + num_bytes] = part
-    return [(offset, num_bytes) for offset, num_bytes in parts]
+    parts: list[tuple[int, int]] = []
+    for offset, num_bytes in sorted(ranges):
+        if parts and sum(parts[-1]) == offset:
+            offset, num_bytes = parts[-1][0], parts.pop()[1] + num_bytes
+        parts.append((offset, num_bytes))
+    return parts

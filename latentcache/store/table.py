@@ -73,13 +73,9 @@ class _Part:
         by_key = first_words.argsort()
         return cls(packs, starts, keys, digests, live, order[by_key].astype(np.int32), first_words[by_key])
 
-    def has_live(self) -> np.ndarray:
-        """For each pack whether any of its rows is live."""
-        return np.logical_or.reduceat(self.live, self.starts[:-1])
-
     def compacted(self) -> tuple[list[Pack], _Columns]:
         """The packs in which something is live, and their columns."""
-        kept = self.has_live()
+        kept = np.logical_or.reduceat(self.live, self.starts[:-1])
         rows = np.repeat(kept, np.diff(self.starts))
         packs = [pack for pack, is_kept in zip(self.packs, kept.tolist(), strict=True) if is_kept]
         return packs, (self.keys[rows], self.digests[rows], self.live[rows])
@@ -238,13 +234,7 @@ class LocationTable:
 
     def empty_packs(self) -> set[str]:
         """The packs in which no entry is live."""
-        live = {
-            pack.id
-            for part in self._parts
-            for pack, is_live in zip(part.packs, part.has_live().tolist(), strict=True)
-            if is_live
-        }
-        return self.packs.keys() - live
+        return self.packs.keys() - self.live_sizes().keys()
 
     def by_pack(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Location]]]:
         """The entries of each pack that has some, pack by pack, oldest first; of the `chosen` packs alone if given.

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from latentcache.store.layout import Location
 from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
 from latentcache.store.table import LocationTable
 from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
-from latentcache.utils.durable_files import system_errors, unreadable
+from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import locked, readers_since
 
 logger = logging.getLogger("latentcache")
@@ -124,33 +124,21 @@ def verify(
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
             disk.catalog.reload()
-        known = disk.catalog.table.damaged()
-        sizes, in_index = disk.directory.pack_sizes(), disk.catalog.table.packs.keys()
+        table, sizes = disk.catalog.table, disk.directory.pack_sizes()
+        known, live, in_index = table.damaged(), table.live_sizes(), set(table.packs)
         packs = packs_in_subset(sizes.keys() | in_index, subset)
-        live = disk.catalog.table.live_sizes()
-        found: dict[str, tuple[Location, str]] = {}
-        unreadable: dict[str, str] = {}
-        num_entries = bytes_read = 0
-        empty = {pack: dict[str, Location]() for pack in packs if pack not in live}
-        for number, (pack, entries) in enumerate(chain(empty.items(), disk.catalog.table.by_pack(set(packs))), 1):
-            problems, pack_problem = _verify_pack(disk.directory, pack, entries)
-            found |= {key: (entries[key], problem) for key, problem in problems.items()}
-            if pack_problem is not None:
-                unreadable[pack] = pack_problem
-            num_entries += len(entries)
-            bytes_read += sum(location.group.mean_bytes for location in entries.values())
-            if progress is not None:
-                progress(number, len(packs))
-        if found:
-            disk.mark_damaged(found)
+        empty = [(pack, dict[str, Location]()) for pack in packs if pack not in live]
+        entries = chain(empty, table.by_pack(set(packs)))
+        damaged, unreadable = _check(disk, entries, progress, len(packs))
+        read = [live[pack] for pack in packs if pack in live]
         return VerifyReport(
-            num_entries=num_entries,
+            num_entries=sum(num for num, _ in read),
             num_packs=len(packs),
-            bytes_read=bytes_read,
-            damaged={key: problem for key, (_, problem) in found.items()},
+            bytes_read=sum(num_bytes for _, num_bytes in read),
+            damaged=damaged,
             known_damaged=known,
             unreadable=unreadable,
-            orphans=tuple(pack for pack in packs if pack in sizes and pack not in disk.catalog.table.packs),
+            orphans=tuple(pack for pack in packs if pack in sizes and pack not in in_index),
         )
 
 
@@ -183,34 +171,48 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
                 places.setdefault(location.pack.id, {})[key] = location
             elif (reason := disk.catalog.table.reason(key)) is not None:
                 damaged[key] = reason
-        found: dict[str, tuple[Location, str]] = {}
-        for pack, entries in places.items():
-            problems, pack_problem = _verify_pack(disk.directory, pack, entries)
-            if pack_problem is not None and not problems:
-                raise StoreError(pack_problem)
-            found |= {key: (entries[key], problem) for key, problem in problems.items()}
-        if found:
-            disk.mark_damaged(found)
-        return damaged | {key: problem for key, (_, problem) in found.items()}
+        found, unreadable = _check(disk, places.items())
+        for pack, problem in unreadable.items():
+            if found.keys().isdisjoint(places[pack]):  # that says nothing about its entries
+                raise StoreError(problem)
+        return damaged | found
 
 
-def _verify_pack(
-    directory: CacheDirectory, pack: str, entries: Mapping[str, Location]
-) -> tuple[dict[str, str], str | None]:
-    path = directory.pack_path(pack)
-    try:
-        whole = WholePack.in_file(path)
-    except PackError as error:
-        advice = (
-            f"{error} `latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
-        )
-        return dict.fromkeys(entries, f"its pack cannot be read: {error}"), advice
-    except FileNotFoundError:
-        return dict.fromkeys(entries, f"its pack is gone: {path}"), f"{path}: is gone" if entries else None
-    except StoreError as error:
-        return {}, str(error)  # it cannot be read now: that says nothing about its entries
-    checked = ((key, whole.problem(key, location)) for key, location in entries.items())
-    return {key: problem for key, problem in checked if problem is not None}, None
+def _check(
+    disk: DiskStore,
+    packs: Iterable[tuple[str, Mapping[str, Location]]],
+    progress: Progress | None = None,
+    num_packs: int = 0,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Compare these entries with their digests and records, pack by pack, and mark those that are damaged.
+
+    Returns why entries are damaged, by key, and why packs cannot be read. `num_packs` is for `progress`.
+    """
+    found: dict[str, tuple[Location, str]] = {}
+    unreadable: dict[str, str] = {}
+    for number, (pack, entries) in enumerate(packs, 1):
+        path, problem = disk.directory.pack_path(pack), ""
+        try:
+            whole = WholePack.in_file(path)
+            problems = ((location, whole.problem(key, location)) for key, location in entries.items())
+            found |= {key: (at, why) for key, (at, why) in zip(entries, problems, strict=True) if why is not None}
+        except PackError as error:
+            steps = "`latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
+            unreadable[pack] = f"{error} {steps}"
+            problem = f"its pack cannot be read: {error}"
+        except FileNotFoundError:
+            problem = f"its pack is gone: {path}"
+            if entries:
+                unreadable[pack] = f"{path}: is gone"
+        except StoreError as error:
+            unreadable[pack] = str(error)  # it cannot be read now: that says nothing about its entries
+        if problem:
+            found |= {key: (location, problem) for key, location in entries.items()}
+        if progress is not None:
+            progress(number, num_packs)
+    if found:
+        disk.mark_damaged(found)
+    return {key: why for key, (_, why) in found.items()}, unreadable
 
 
 def rebuild(store: StoreOrPath) -> RebuildReport:
@@ -248,73 +250,61 @@ def prune(
         if not dry_run:
             _check_readers(disk.directory)
         sizes = disk.directory.pack_sizes()
-        bytes_left = sum(sizes.values())
-        removal = _Removal()
-        if max_bytes is None:
-            removal.remove(disk, set(disk.catalog.table.packs), kept, dry_run=dry_run)
-            bytes_left -= sum(sizes.get(pack, 0) for pack in removal.packs)
-            if not dry_run:
-                disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
-        else:
-            # More than once where entries of natural length were larger than their pack's average.
-            present = dict(sizes)
-            unreadable: dict[str, str] = {}
-            while bytes_left > max_bytes:
+        bytes_left, present = sum(sizes.values()), dict(sizes)
+        removed, gone, unreadable = list[int](), set[str](), dict[str, str]()
+        while max_bytes is None or bytes_left > max_bytes:
+            if max_bytes is None:
+                chosen = {pack: 0 for pack in disk.catalog.table.packs}
+            else:
                 chosen = _longest_unused(disk, present, kept, bytes_left - max_bytes)
-                if not chosen:
-                    break
-                removal.remove(disk, chosen.keys(), kept, dry_run=dry_run)
-                bytes_left -= sum(chosen.values())
-                if dry_run:
-                    break
-                rewrite(disk, chosen, {}, unreadable)
-                present = disk.directory.pack_sizes()
-                bytes_left = sum(present.values())
-                for pack in (unreadable.keys() | chosen.keys()) & present.keys():  # they stay as they are
-                    del present[pack]
+            sizes_removed, empty = _remove_others(disk, chosen.keys(), kept, dry_run=dry_run)
+            removed += sizes_removed
+            gone |= empty
+            bytes_left -= sum(sizes.get(pack, 0) for pack in empty) if max_bytes is None else sum(chosen.values())
+            if max_bytes is None or dry_run or not chosen:
+                break
+            rewrite(disk, chosen, {}, unreadable)
+            # Again where entries of natural length were larger than their pack's average; what could not go stays.
+            present = disk.directory.pack_sizes()
+            bytes_left = sum(present.values())
+            present = {pack: size for pack, size in present.items() if pack not in unreadable and pack not in chosen}
+        if max_bytes is None and not dry_run:
+            disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
         return PruneReport(
-            num_entries=removal.num_entries,
-            num_bytes=removal.num_bytes,
-            num_packs=len(removal.packs),
-            file_bytes=sum(sizes.get(pack, 0) for pack in removal.packs),
+            num_entries=len(removed),
+            num_bytes=sum(removed),
+            num_packs=len(gone),
+            file_bytes=sum(sizes.get(pack, 0) for pack in gone),
             file_bytes_left=bytes_left,
             dry_run=dry_run,
         )
 
 
-@dataclass(slots=True)
-class _Removal:
-    """What a `prune` has removed: entries, the bytes of their values, and packs in which nothing was left."""
+def _remove_others(
+    disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool
+) -> tuple[list[int], set[str]]:
+    """Remove from these packs what is not kept, and those in which nothing stays.
 
-    num_entries: int = 0
-    num_bytes: int = 0
-    packs: set[str] = field(default_factory=set)
-
-    def remove(self, disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool) -> None:
-        """Remove from these packs what is not kept, and those in which nothing stays."""
-        gone: list[str] = []
-        empty = set(packs)
-        for pack, entries in disk.catalog.table.by_pack(empty.copy()):
-            removed = {key: place for key, place in entries.items() if key not in kept}
-            gone += removed
-            self.num_bytes += sum(location.group.mean_bytes for location in removed.values())
-            if len(removed) < len(entries):
-                empty.remove(pack)
-        self.num_entries += len(gone)
-        if not dry_run:
-            disk.catalog.remove(gone)
-            empty = _drop_empty(disk, packs)
-        self.packs |= empty
+    Returns the bytes of each entry that goes, and the packs that go.
+    """
+    gone: dict[str, int] = {}
+    empty = set(packs)
+    for pack, entries in disk.catalog.table.by_pack(set(packs)):
+        others = {key: location.group.mean_bytes for key, location in entries.items() if key not in kept}
+        gone |= others
+        if len(others) < len(entries):
+            empty.remove(pack)
+    if not dry_run:
+        disk.catalog.remove(gone)
+        empty = _drop_empty(disk, packs)
+    return list(gone.values()), empty
 
 
 def _check_readers(directory: CacheDirectory) -> None:
-    since = readers_since(directory.readers)
-    if since is None:
+    if (since := readers_since(directory.readers)) is None:
         return
-    try:
+    with system_errors(directory.manifests):
         changed = directory.manifests.stat().st_mtime
-    except OSError as error:
-        raise unreadable(directory.manifests, error) from error
     if since <= changed:
         raise StoreBusyError(
             directory.path,

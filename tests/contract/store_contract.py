@@ -6,13 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
 from latentcache.store.batch import read_batch, stack
-from latentcache.types import Entry, Padding, Record
+from latentcache.types import Entry, Record
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -44,19 +42,6 @@ def make_text(number, length, dtype=torch.float32, more=()):
         **dict(more),
     }
     return dataclasses.replace(entry, tensors=tensors, ragged=frozenset({"hidden", "mask"}))
-
-
-def padded(tensors, length=None, value=0, side="right", num_last=0):
-    """What a batch of them must be, and their lengths."""
-    lengths = [len(tensor) for tensor in tensors]
-    length = length or max(lengths)
-    rows = []
-    for tensor in tensors:
-        rest = torch.full((length - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype)
-        first = len(tensor) - min(num_last, len(tensor)) if side == "right" else 0
-        rows.append(torch.cat([bits(part) for part in (tensor[:first], rest, tensor[first:])]))
-    shape = (len(tensors), length, *tensors[0].shape[1:])
-    return torch.stack(rows).reshape(-1).view(tensors[0].dtype).reshape(shape), torch.tensor(lengths)
 
 
 def bits(tensor):
@@ -180,31 +165,6 @@ class StoreContract:
             again = read_batch(store, [entries[number].record.key for number in numbers])["moments"]
             assert same(batch, again * 2)
 
-    def test_fields_and_out(self, store):
-        entries = [make_entry(number, kind="text") for number in range(3)]
-        store.add(entries)
-        keys = [entry.record.key for entry in entries]
-        out = torch.empty((3, 7), dtype=torch.float16)
-        batch = read_batch(store, keys, fields=["pooled"], out={"pooled": out})
-        assert list(batch) == ["pooled"] and batch["pooled"] is out
-        assert same(out, torch.stack([entry.tensors["pooled"] for entry in entries]))
-
-    @pytest.mark.parametrize(
-        "out",
-        [
-            torch.empty((2, 7), dtype=torch.float16),
-            torch.empty((3, 7), dtype=torch.bfloat16),
-            torch.empty((7, 3), dtype=torch.float16).t(),
-            torch.empty((3, 7), dtype=torch.float16, device="meta"),
-        ],
-        ids=["rows", "dtype", "strides", "device"],
-    )
-    def test_an_output_that_does_not_fit_is_refused(self, store, out):
-        entries = [make_entry(number, kind="text") for number in range(3)]
-        store.add(entries)
-        with pytest.raises(StoreError, match=r"out\['pooled'\]"):
-            read_batch(store, [entry.record.key for entry in entries], fields=["pooled"], out={"pooled": out})
-
     def test_unequal_entries_are_not_a_batch(self, store):
         first, wide, other = make_entry(1), make_entry(2, shape=(4, 3, 6)), make_entry(3, dtype=torch.bfloat16)
         text = make_entry(4, kind="text")
@@ -215,9 +175,6 @@ class StoreContract:
             assert first.record.key in str(caught.value)
         with pytest.raises(StoreError, match="same fields"):
             read_batch(store, [first.record.key, text.record.key])
-        with pytest.raises(StoreError, match="no field 'latents'"):
-            read_batch(store, [first.record.key], fields=["latents"])
-        assert read_batch(store, [first.record.key, text.record.key], fields=["moments"])["moments"].shape[0] == 2
 
     def test_prefetching_changes_nothing(self, store):
         entries = [make_entry(number) for number in range(3)]
@@ -307,91 +264,15 @@ class StoreContract:
             assert same(stack([""], [row])["hidden"][0], entry.tensors["hidden"])
         assert store.stats().payload_bytes == sum(entry.num_bytes for entry in [*entries, plain])
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_ragged_fields_of_every_dtype_are_padded(self, store, dtype):
-        entries = [make_text(number, length, dtype=dtype) for number, length in enumerate([2, 1, 4])]
-        store.add(entries)
-        rules = {"hidden": Padding(value=1), "mask": Padding(length=5)}
-        batch = read_batch(store, [entry.record.key for entry in entries], padding=rules)
-        values, lengths = padded([entry.tensors["hidden"] for entry in entries], value=1)
-        assert same(batch["hidden"], values) and batch["hidden_lengths"].tolist() == lengths.tolist() == [2, 1, 4]
-        assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], length=5)[0])
-        assert same(batch["pooled"], torch.stack([entry.tensors["pooled"] for entry in entries]))
-
-    @given(
-        lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-        spare=st.none() | st.integers(0, 3),
-        value=st.sampled_from([0, 7, -1.5]),
-        place=st.sampled_from([("left", 0), ("right", 0), ("right", 1), ("right", 5)]),
-        order=st.randoms(use_true_random=False),
-        with_out=st.booleans(),
-    )
-    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    def test_any_lengths_are_padded(self, store, lengths, spare, value, place, order, with_out):
-        entries = [make_text(100 + 10 * number + length, length) for number, length in enumerate(lengths)] * 2
-        order.shuffle(entries)
-        store.add(entries)
-        keys = [entry.record.key for entry in entries]
-        length = None if spare is None else max(lengths) + spare
-        expected, found_lengths = padded([entry.tensors["hidden"] for entry in entries], length, value, *place)
-        out = {"hidden": torch.full_like(expected, 3), "pooled": torch.empty(len(keys), 7)} if with_out else None
-        rules = {"hidden": Padding(length, value, *place), "mask": Padding(side=place[0]), "other": Padding()}
-        batch = read_batch(store, keys, out=out, padding=rules)
-        assert batch.keys() == {"hidden", "hidden_lengths", "mask", "mask_lengths", "pooled", "pooled_2"}
-        assert same(batch["hidden"], expected) and same(batch["hidden_lengths"], found_lengths)
-        assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], side=place[0])[0])
-        assert same(batch["pooled"], torch.stack([entry.tensors["pooled"] for entry in entries]))
-        if out:
-            assert batch["hidden"] is out["hidden"] and batch["pooled"] is out["pooled"]
-        only = read_batch(store, keys, fields=["hidden"], padding=rules)
-        assert only.keys() == {"hidden", "hidden_lengths"} and same(only["hidden"], expected)
-
-    def test_without_a_rule_lengths_must_be_equal(self, store):
+    def test_ragged_fields_of_equal_length_are_a_batch_and_others_need_a_rule(self, store):
         entries = [make_text(1, 3), make_text(2, 3), make_text(3, 4)]
         store.add(entries)
         keys = [entry.record.key for entry in entries]
         batch = read_batch(store, keys[:2])
         assert same(batch["hidden"], torch.stack([entry.tensors["hidden"] for entry in entries[:2]]))
-        assert "hidden_lengths" not in batch
-        for rules in (None, {}, {"mask": Padding()}):
-            with pytest.raises(StoreError, match=r"'hidden' is float32 \[3, 3\] in .*padding") as caught:
-                read_batch(store, keys, padding=rules)
-            assert keys[0] in str(caught.value) and keys[2] in str(caught.value)
-        assert read_batch(store, keys, fields=["pooled"])["pooled"].shape == (3, 7)
-        assert read_batch(store, [], padding={"hidden": Padding()}) == {}
-
-    def test_a_padding_that_does_not_fit_is_refused_and_nothing_is_written(self, store):
-        entries = [make_text(1, 3), make_text(2, 5)]
-        wide = dataclasses.replace(make_text(3, 3), tensors=make_text(3, 3).tensors | {"hidden": torch.ones(3, 4)})
-        other = make_text(4, 3, more={"more": torch.ones(1)})
-        taken = make_text(5, 3, more={"hidden_lengths": torch.ones(1)})
-        scalar = make_text(6, 3, more={"scalar": torch.tensor(1.0)})
-        store.add([*entries, wide, other, taken, scalar])
-        both = {"hidden": Padding(), "mask": Padding()}
-
-        def refused(match, chosen, rules, **more):
-            out = {"pooled": torch.zeros(len(chosen), 7)} | more
-            with pytest.raises(StoreError, match=match):
-                read_batch(store, [entry.record.key for entry in chosen], out=out, padding=rules)
-            assert not any(tensor.any() for tensor in out.values())
-
-        longest = entries[1].record.key
-        refused(f"{longest}: field hidden has length 5, .* padded to 4", entries, both | {"hidden": Padding(4)})
-        refused("equal shapes", [entries[0], wide], both)
-        refused("same fields", [entries[0], other], both)
-        refused("same fields", [other, entries[0]], both)
-        refused("hidden_lengths too", [taken], both)
-        refused("'scalar' is a scalar", [scalar], both | {"scalar": Padding()})
-        refused(r"out\['hidden'\]", entries, both, hidden=torch.zeros(2, 4, 3))
-        refused(r"out\['pooled_2'\]", entries, both, hidden=torch.zeros(2, 5, 3), pooled_2=torch.zeros(2, 3))
-        refused("mask: 0.5 cannot be padded with", entries, both | {"mask": Padding(value=0.5)})
-        refused("mask: inf cannot be padded with", entries, both | {"mask": Padding(value=float("inf"))})
-        with pytest.raises(ValueError, match="give 1 or more"):
-            Padding(length=0)
-        with pytest.raises(ValueError, match="give left or right"):
-            Padding(side="both")
-        with pytest.raises(ValueError, match="give 0 or more, and side right"):
-            Padding(side="left", num_last=1)
+        with pytest.raises(StoreError, match=r"'hidden' is float32 \[3, 3\] in .*padding") as caught:
+            read_batch(store, keys)
+        assert keys[0] in str(caught.value) and keys[2] in str(caught.value)
 
     def test_a_closed_store_says_so(self, store):
         store.add([make_entry(1)])

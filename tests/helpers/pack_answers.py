@@ -14,5 +14,5 @@ def entries_in(body: bytes) -> dict[str, Entry]:
         assert (problem := whole.problem(key, location)) is None, problem
         copy = whole.copy(key, location)
         assert not isinstance(copy, str)
-        found[key] = Entry(whole.records.record(at), copy.tensors, copy.ragged)
+        found[key] = Entry(whole.record(at), copy.tensors, copy.ragged)
     return found

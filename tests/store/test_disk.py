@@ -10,7 +10,6 @@ import signal
 import time
 
 import pytest
-import torch
 from helpers.other_users import open_to_others
 from store_samples import CLEAN, flip, fork, key, listing, packs, run, same, sample, samples, spawn, where
 
@@ -379,10 +378,9 @@ def test_a_damaged_entry_is_an_error_once_and_then_a_miss(root, read_only):
         store.add(samples(0, 1))
         flip(store, 0)
     with DiskStore(root, read_only=read_only) as store:
-        out = torch.zeros((2, 4, 8, 8), dtype=torch.float16)
         with pytest.raises(EntryDamagedError, match="digest") as caught:
-            read_batch(store, [key(1), key(0)], out={"moments": out})
-        assert caught.value.key == key(0) and not out.any()
+            read_batch(store, [key(1), key(0)])
+        assert caught.value.key == key(0)
         assert store.find([key(0), key(1)]) == {key(1)}
         assert list(store.damaged()) == [key(0)] and set(store.keys()) == {key(1)}
         with pytest.raises(EntryDamagedError):

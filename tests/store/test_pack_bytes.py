@@ -13,7 +13,6 @@ from latentcache.store.entry import own_entry
 from latentcache.store.pack import (
     WholePack,
     pack_buffers,
-    read_records,
 )
 
 ENTRIES = [own_entry(entry) for entry in [*samples(0, 1, 2), sample(3, shape=(4, 8, 16), extra=torch.ones(3))]]
@@ -42,8 +41,8 @@ def test_entries_come_back_from_memory(kind):
 
 def verdict(read):
     try:
-        records = read()
-        return records.row.names(), records.data, records.row.digests.tobytes()
+        whole = read()
+        return whole.row.names(), bytes(whole.records), whole.row.digests.tobytes()
     except PackError as error:
         return str(error).partition(": ")[2]
 
@@ -56,7 +55,7 @@ def test_memory_and_file_get_the_same_verdict(tmp_path_factory, at, value, end, 
     data = PACKED[:end] if cut else PACKED[:at] + bytes([value]) + PACKED[at + 1 :]
     path = tmp_path_factory.getbasetemp() / f"{'4' * 32}.safetensors"
     path.write_bytes(data)
-    in_memory = verdict(lambda: WholePack.in_memory("a pack", data).records)
-    on_disk = verdict(lambda: read_records(path))
+    in_memory = verdict(lambda: WholePack.in_memory("a pack", data))
+    on_disk = verdict(lambda: WholePack.in_file(path))
     assert in_memory == on_disk
     assert data == PACKED or not cut or isinstance(in_memory, str)

@@ -1,7 +1,5 @@
-"""What was read once is not compared again, and what a caller remembers goes when it is not true any more.
+"""What was read once is not compared again, and what is not true any more is not returned."""
 
-A caller may remember rows as long as the store's generation is equal (`Store.generation`), as the loader does.
-"""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.items import Item
 from latentcache.phases.process_state import RandomStreams
 from latentcache.store.base import Store
-from latentcache.store.batch import read_batch
 from latentcache.store.entry import is_field
 from latentcache.store.writer import Writer
 from latentcache.types import Entry
@@ -235,7 +234,8 @@ class PlainValues:
     def _read(self, key: str) -> dict[str, Any]:
         if PLAIN_FIELD not in self._store.describe(key):
             return {}
-        data = read_batch(self._store, [key], [PLAIN_FIELD])[PLAIN_FIELD][0].numpy().tobytes().rstrip()
+        [row] = self._store.rows([key])
+        data = dict(zip(row.description, row.arrays, strict=True))[PLAIN_FIELD].tobytes().rstrip()
         self._memo[_MEMO_NAME + key] = f"{digest(data)} {data.decode()}"
         return _plain_values(data)
 

@@ -1,0 +1,112 @@
+"""Rows of any lengths are padded as their rules say, and a rule that does not fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_samples import bits, sample
+
+from latentcache.errors import StoreError
+from latentcache.store import MemoryStore
+from latentcache.store.batch import columns_of, stack_columns
+from latentcache.store.entry import DTYPES
+from latentcache.types import Padding
+
+
+def text(number, length, dtype=torch.float32, **more):
+    """An entry with two ragged fields of one length, and a field that has the same shape in all."""
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randint(0, 256, (length, 3, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    values = values[..., 0] > 127 if dtype == torch.bool else values.view(dtype)[..., 0].clone()
+    mask = torch.randint(0, 99, (length,), generator=generator)
+    entry = sample(number, shape=(7,), hidden=values, mask=mask, **more)
+    return dataclasses.replace(entry, ragged=frozenset({"hidden", "mask"}))
+
+
+def batch_of(entries, rules, out=None):
+    """Their batch, and which of its rows are their own."""
+    keys = [entry.record.key for entry in entries]
+    with MemoryStore() as store:
+        store.add(entries)
+        rows = store.rows(keys)
+    return stack_columns(keys, columns_of(keys, rows, rules), rules, out)
+
+
+def same(left, right):
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
+
+
+def padded(tensors, rule):
+    """What a batch of them must be, and which of its rows are their own."""
+    length = rule.length or max(map(len, tensors))
+    rows, own = [], []
+    for tensor in tensors:
+        rest = torch.full((length - len(tensor), *tensor.shape[1:]), rule.value, dtype=tensor.dtype)
+        first = len(tensor) - min(rule.num_last, len(tensor)) if rule.side == "right" else 0
+        rows.append(torch.cat([bits(part) for part in (tensor[:first], rest, tensor[first:])]))
+        own.append([True] * first + [False] * len(rest) + [True] * (len(tensor) - first))
+    shape = (len(tensors), length, *tensors[0].shape[1:])
+    return torch.stack(rows).reshape(-1).view(tensors[0].dtype).reshape(shape), torch.tensor(own)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    spare=st.none() | st.integers(0, 3),
+    value=st.sampled_from([0, 1]),
+    place=st.sampled_from([("left", 0), ("right", 0), ("right", 1), ("right", 5)]),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    with_out=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_lengths_are_padded(lengths, spare, value, place, dtype, with_out):
+    entries = [text(number, length, DTYPES[dtype]) for number, length in enumerate(lengths)] * 2
+    rules = {"hidden": Padding(None if spare is None else max(lengths) + spare, value, *place), "mask": Padding()}
+    expected, own = padded([entry.tensors["hidden"] for entry in entries], rules["hidden"])
+    out = {"hidden": torch.full_like(expected, 1), "moments": torch.empty(len(entries), 7).half()} if with_out else {}
+    batch, masks = batch_of(entries, rules, out)
+    assert batch.keys() == {"hidden", "mask", "moments"} and masks.keys() == {"hidden", "mask"}
+    assert same(batch["hidden"], expected) and same(masks["hidden"], own)
+    assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], Padding())[0])
+    assert same(batch["moments"], torch.stack([entry.tensors["moments"] for entry in entries]))
+    assert all(batch[name] is tensor for name, tensor in out.items())
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_written():
+    entries = [text(1, 3), text(2, 5)]
+    wide = dataclasses.replace(text(3, 3), tensors=text(3, 3).tensors | {"hidden": torch.ones(3, 4)})
+    other, scalar = text(4, 3, more=torch.ones(1)), text(6, 3, scalar=torch.tensor(1.0))
+    both = {"hidden": Padding(), "mask": Padding()}
+
+    def refused(match, chosen, rules, **more):
+        out = {"moments": torch.zeros((len(chosen), 7), dtype=torch.float16)} | more
+        with pytest.raises(StoreError, match=match):
+            batch_of(chosen, rules, out)
+        assert not any(tensor.any() for tensor in out.values() if tensor.device.type == "cpu")
+
+    longest = entries[1].record.key
+    refused(f"{longest}: field hidden has length 5, .* padded to 4", entries, both | {"hidden": Padding(4)})
+    refused("equal shapes", [entries[0], wide], both)
+    refused("same fields", [entries[0], other], both)
+    refused("same fields", [other, entries[0]], both)
+    refused("'scalar' is a scalar", [scalar], both | {"scalar": Padding()})
+    refused("mask: 0.5 cannot be padded with", entries, both | {"mask": Padding(value=0.5)})
+    refused("mask: inf cannot be padded with", entries, both | {"mask": Padding(value=float("inf"))})
+    refused(r"out\['hidden'\]", entries, both, hidden=torch.zeros(2, 4, 3))
+    for out in (
+        torch.zeros((1, 7), dtype=torch.float16),
+        torch.zeros((2, 7), dtype=torch.bfloat16),
+        torch.zeros((7, 2), dtype=torch.float16).t(),
+        torch.zeros((2, 7), dtype=torch.float16, device="meta"),
+    ):
+        refused(r"out\['moments'\]", entries, both, moments=out)
+    for message, wrong in (
+        ("give 1 or more", {"length": 0}),
+        ("give left or right", {"side": "both"}),
+        ("give 0 or more, and side right", {"side": "left", "num_last": 1}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Padding(**wrong)
