@@ -17,7 +17,7 @@ from latentcache.errors import (
 )
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entry import is_pack_id
-from latentcache.store.index import Index, Position, Reading, Transaction, process_lock
+from latentcache.store.index import Index, Position, Rows, Transaction, process_lock
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.pack import read_row
 from latentcache.store.table import LocationTable
@@ -97,7 +97,7 @@ class Catalog:
             with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
                 self.directory.sweep()
                 for error in self.reconcile().values():
-                    advice = "; `latentcache compact` puts it aside" if is_damage(error) else ""
+                    advice = "; `latentcache compact` puts it aside" if isinstance(error, PackError) else ""
                     logger.warning("%s Its entries are missing%s.", error, advice)
         except StoreBusyError as error:
             logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
@@ -118,7 +118,7 @@ class Catalog:
         sizes = self.directory.pack_sizes()
         found, refused = read_rows(self.directory, sizes if anew else sizes.keys() - known.keys())
         gone = {pack for pack, num_bytes in known.items() if sizes.get(pack) != num_bytes}
-        gone |= {pack for pack, error in refused.items() if is_damage(error)} & known.keys()
+        gone |= {pack for pack, error in refused.items() if isinstance(error, PackError)} & known.keys()
         if not gone and not found:
             return refused
         lost = gone - found.keys()
@@ -155,13 +155,14 @@ class Catalog:
         """Bring memory to where the index is now."""
         if self.index is not None:
             with self._lock, self.index.reading() as rows:
-                self._apply(rows.since(self._position))
+                self._catch_up(rows)
 
-    def _apply(self, reading: Reading) -> None:
+    def _catch_up(self, rows: Rows) -> None:
+        position, is_whole, found = rows.since(self._position)
         # All rows are a table of their own first: other threads look at this one without the lock.
-        table = LocationTable() if reading.is_whole else self.table
-        table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
-        self.table, self._position = table, reading.position
+        table = LocationTable() if is_whole else self.table
+        table.add(parsed_row(name, value, self.directory) for name, value in found)
+        self.table, self._position = table, position
 
     @contextmanager
     def current(self) -> Iterator[LocationTable]:
@@ -204,9 +205,9 @@ class Catalog:
             raise ReadOnlyError(self.directory.path)
         with self._lock:
             with self.index.transaction() as rows:
-                self._apply(rows.since(self._position))
+                self._catch_up(rows)
                 yield rows
-                position = rows.since(self._position).position
+                position = rows.since(self._position)[0]
             # After the commit: what was rolled back must not be in memory.
             self.table.drop_packs([name.removeprefix(PACK_PREFIX) for name in rows.changed])
             left = [(name, value) for name, value in rows.changed.items() if value is not None]
@@ -308,14 +309,10 @@ def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
         raise IndexDamagedError(directory.index, f"row {name!r:.80}: {error}") from error
 
 
-def is_damage(error: StoreError) -> bool:
-    """Whether a pack that could not be read is damaged. Otherwise the system refused to read it, which may pass."""
-    return isinstance(error, PackError)
-
-
 def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:
     """The rows of packs, and the errors of those that cannot be read, by pack. A key is live in the first that has it.
 
+    PackError: the pack is damaged. Otherwise the system refused to read it, which may pass.
     That entry may be the damaged one of two copies: its digest decides when it is read.
     """
     rows: dict[str, PackRow] = {}

@@ -66,11 +66,8 @@ class CacheDirectory:
             # Its packs say which format they have, and those of another one are not read.
             logger.warning("%s is written again: %s", MARK, error)
             write_sealed(mark, mark_bytes())
-        if not read_only:
-            if not os.access(self.path, os.W_OK):
-                raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
-            with typed_errors(self.packs, 0):
-                make_folder(self.packs)
+        if not read_only and not os.access(self.path, os.W_OK):
+            raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
 
     def _make(self, *, create: bool, repair: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -99,6 +96,7 @@ class CacheDirectory:
         """Where a pack lies, in a folder that is made if need be."""
         path = self.pack_path(pack)
         with typed_errors(path, 0):
+            make_folder(self.packs)
             path.parent.mkdir(exist_ok=True)
             # Each time: the process that made the folder may have ended before this.
             sync_folder(self.packs)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import diskcache
 from diskcache.core import DBNAME, MODE_RAW
@@ -96,19 +96,8 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
         pass
 
 
-class Position(NamedTuple):
-    """How far a reader has read. As long as `generation` is the same, what it read counts, and later rows follow."""
-
-    generation: bytes | None
-    last_row: int
-
-
-class Reading(NamedTuple):
-    """Names and values of rows, oldest first, and where they bring their reader. `is_whole`: these are all rows."""
-
-    position: Position
-    is_whole: bool
-    rows: Iterator[tuple[str, bytes]]
+Position = tuple[bytes | None, int]
+"""How far a reader has read: generation and last row. While the generation is the same, later rows are all it lacks."""
 
 
 class Rows:
@@ -121,15 +110,18 @@ class Rows:
         """The row's value, or None."""
         return dict(self._select("WHERE key = ?", name)).get(name)
 
-    def since(self, position: Position | None = None) -> Reading:
-        """The rows that came after `position`; all rows where some were removed or replaced since then."""
+    def since(self, position: Position | None = None) -> tuple[Position, bool, Iterator[tuple[str, bytes]]]:
+        """Read the rows that came after `position`; all rows where some were removed or replaced since then.
+
+        Returns:
+            Where they bring their reader, whether these are all rows, and their names and values, oldest first.
+        """
         generation = self.get(GENERATION)
-        if position is None or position.generation != generation:
-            position = Position(None, _BEFORE_ALL)
+        is_whole = position is None or position[0] != generation
+        first = _BEFORE_ALL if position is None or is_whole else position[1]
         [last] = self._execute("SELECT max(rowid) FROM Cache", ()).fetchone()
-        rows = self._select("WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", position.last_row, GENERATION)
-        is_whole = position.last_row == _BEFORE_ALL
-        return Reading(Position(generation, _BEFORE_ALL if last is None else last), is_whole, rows)
+        rows = self._select("WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", first, GENERATION)
+        return (generation, _BEFORE_ALL if last is None else last), is_whole, rows
 
     def _select(self, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
         for name, value, is_ours in self._execute(_SELECT + where, values):
@@ -204,7 +196,7 @@ class Index:
     def items(self) -> dict[str, bytes]:
         """All rows, oldest first."""
         with self.reading() as rows:
-            return dict(rows.since().rows)
+            return dict(rows.since()[2])
 
     def replace_many(self, rows: Mapping[str, bytes]) -> None:
         """Add or replace rows in one transaction."""

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from latentcache.errors import PackError, StoreBusyError, StoreError
 from latentcache.store.base import StoreReport
-from latentcache.store.catalog import is_damage, read_rows
+from latentcache.store.catalog import read_rows
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
 from latentcache.store.entry import OwnedEntry, check_key
@@ -346,7 +346,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
         unreadable: dict[str, str] = {}
         # Entries of theirs that are needed were encoded again, or will be: the index does not know these packs.
         _, refused = read_rows(disk.directory, before.keys() - disk.catalog.table.packs.keys())
-        put_aside = {pack: str(error) for pack, error in refused.items() if is_damage(error)}
+        put_aside = {pack: str(error) for pack, error in refused.items() if isinstance(error, PackError)}
         if dry_run:
             num_copied, payload_bytes = (sum(each) for each in zip((0, 0), *chosen.values(), strict=True))
             num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))

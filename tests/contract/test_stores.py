@@ -2,16 +2,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text, same
+from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
@@ -111,81 +105,3 @@ class TestMemoryStore(RemovingStoreContract):
     def store(self):
         with MemoryStore() as store:
             yield store
-
-
-class StoreMachine(RuleBasedStateMachine):
-    """Any order of calls gives what a dict gives. Entries 0-7 have one shape, 8-11 have lengths of their own."""
-
-    numbers = st.lists(st.integers(0, 11), max_size=4)
-
-    def __init__(self):
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.store = self.open()
-        self.model = {}
-
-    def open(self):
-        return MemoryStore()
-
-    @staticmethod
-    def entry(number):
-        return make_entry(number, shape=(3, 5)) if number < 8 else make_text(number, number - 7)
-
-    @rule(numbers=numbers)
-    def add(self, numbers):
-        new = {number for number in numbers if number not in self.model}
-        assert self.store.add([self.entry(number) for number in numbers]) == len(new)
-        self.model |= {number: self.entry(number) for number in new}
-
-    @rule(numbers=numbers)
-    def remove(self, numbers):
-        gone = {number for number in numbers if number in self.model}
-        assert self.store.remove([self.entry(number).record.key for number in numbers]) == len(gone)
-        for number in gone:
-            del self.model[number]
-
-    @rule(order=st.randoms(use_true_random=False))
-    def read(self, order):
-        numbers = [number for number in self.model if number < 8] * 2
-        order.shuffle(numbers)
-        batch = read_batch(self.store, [self.model[number].record.key for number in numbers])
-        if numbers:
-            assert same(batch["moments"], torch.stack([self.model[n].tensors["moments"] for n in numbers]))
-
-    @rule(number=st.integers(0, 11))
-    def get(self, number):
-        if number in self.model:
-            assert_holds(self.store, self.model[number])
-
-    @invariant()
-    def holds_the_same_keys(self):
-        keys = {entry.record.key for entry in self.model.values()}
-        assert set(self.store.keys()) == keys
-        assert self.store.find([self.entry(number).record.key for number in range(12)]) == keys
-
-    def teardown(self):
-        self.store.close()
-        self.folder.cleanup()
-
-
-class DiskStoreMachine(StoreMachine):
-    def open(self):
-        return DiskStore(Path(self.folder.name) / "cache")
-
-    @rule()
-    def reopen(self):
-        self.store.close()
-        self.store = self.open()
-
-    @rule()
-    def compact(self):
-        assert compact(self.store).damaged == {} and verify(self.store).num_entries == len(self.model)
-
-
-quick = settings(
-    max_examples=15, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-TestMemoryMachine = StoreMachine.TestCase
-TestMemoryMachine.settings = quick
-TestDiskMachine = DiskStoreMachine.TestCase
-TestDiskMachine.settings = settings(quick, max_examples=8)

@@ -3,13 +3,11 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import shutil
 import sqlite3
-import time
 from contextlib import closing
 
 import pytest
-from store_samples import fork, run, spawn
+from store_samples import fork, spawn
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError
 from latentcache.store import Index
@@ -106,81 +104,6 @@ def test_damage_is_a_typed_error_and_never_a_wrong_row(index):
             # SQLite has no checksums: a flip inside a value goes through. Rows have checksums of their own.
             assert all(type(key) is str and type(value) is bytes for key, value in found.items())
     assert num_refused > 20
-
-
-def read(index, since=None):
-    """The rows that came after `since`, where they bring the reader, and whether they are all rows."""
-    with index.reading() as rows:
-        position, is_whole, found = rows.since(since)
-        return list(found), position, is_whole
-
-
-def test_what_was_added_later_is_read_alone(index):
-    rows, empty, _ = read(index)
-    assert rows == [] and empty.generation is not None
-    assert read(index, empty) == ([], empty, False)
-    add(index, {"a": b"1"})
-    assert read(index, empty)[::2] == ([("a", b"1")], False)
-    _, position, _ = read(index)
-    assert read(index, position) == ([], position, False)
-    add(index, {"a": b"9", "b": b"2"})
-    rows, later, is_whole = read(index, position)
-    assert rows == [("b", b"2")] and not is_whole
-    assert read(index, later) == ([], later, False)
-    assert index.remove_many(["zzz"]) == 0
-    assert read(index, later) == ([], later, False)
-
-
-CHANGES = {
-    "remove": lambda index: index.remove_many(["b"]),
-    "replace": lambda index: index.replace_many({"a": b"1"}),
-    "add and remove": lambda index: (add(index, {"c": b"3"}), index.remove_many(["a"])),
-    "remove and add": lambda index: (index.remove_many(["b"]), add(index, {"b": b"2"})),
-}
-
-
-@pytest.mark.parametrize("by", ["this process", "another process"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_after_a_removal_or_a_replacement_all_is_read(index, change, by):
-    add(index, {"a": b"1", "b": b"2"})
-    _, position, _ = read(index)
-    if by == "this process":
-        change(index)
-    else:
-        assert run(change, index) == 0
-    rows, later, is_whole = read(index, position)
-    assert is_whole and dict(rows) == index.items() and later.generation != position.generation
-    assert read(index, later) == ([], later, False)
-
-
-def test_another_index_in_its_place_is_noticed(index):
-    """As after a rebuild: it has the same rows in the same order, with other values, and never had any others."""
-    add(index, {"a": b"1", "b": b"2"})
-    _, position, _ = read(index)
-    shutil.rmtree(index.path)
-    add(Index(index.path), {"a": b"3", "b": b"4"})
-    assert read(index, position)[::2] == ([("a", b"3"), ("b", b"4")], True)
-
-
-def test_nothing_changes_while_rows_are_read(index):
-    rows = {str(number): b"1" for number in range(200)}
-    index.replace_many(rows)
-    begun = fork.Event()
-
-    def change():
-        begun.wait(60)
-        add(index, {"later": b"1"})
-
-    process = fork.Process(target=change)
-    process.start()
-    with index.reading() as reading:
-        begun.set()
-        time.sleep(0.3)
-        position, _, found = reading.since()
-        assert dict(found) == rows
-    process.join(60)
-    assert process.exitcode == 0
-    assert read(index, position)[::2] == ([("later", b"1")], False)
 
 
 class Bomb:

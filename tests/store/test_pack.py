@@ -119,13 +119,6 @@ def test_the_header_stays_small(path, num):
     assert last == entries[-1].record
 
 
-@pytest.mark.parametrize("name", sorted(DTYPES))
-def test_every_dtype(path, name):
-    entries = [sample(number, shape=(3,), dtype=DTYPES[name]) for number in range(3)]
-    write(path, entries)
-    assert_reads(path, entries)
-
-
 def test_every_tensor_starts_on_64_bytes_and_padding_is_rare(path):
     entries = [sample(n, odd=torch.ones(n % 3 + 1), even=torch.ones(16), scalar=torch.tensor(n)) for n in range(7)]
     entries += [text(7, 3), text(8, 1)]

@@ -8,7 +8,7 @@ import os
 import pytest
 from store_samples import key, mark, same, sample, samples
 
-from latentcache.errors import StorageFullError, StoreError
+from latentcache.errors import StoreError
 from latentcache.store import DiskStore, catalog, pack
 from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
@@ -141,20 +141,3 @@ def test_an_opening_sweeps_the_manifests_too(root):
     (root / "manifests" / "train.safetensors").write_text("whole")
     DiskStore(root).close()
     assert os.listdir(root / "manifests") == ["train.safetensors"]
-
-
-def test_a_disk_that_is_too_full_for_the_index_can_be_opened_and_read(root, monkeypatch):
-    with DiskStore(root) as store:
-        store.add(samples(0))
-        leave_an_unknown_pack(store, 1)
-
-    def refuse(*_):
-        raise StorageFullError(root, 4096)
-
-    monkeypatch.setattr(catalog.Index, "transaction", refuse)
-    with DiskStore(root) as store:
-        assert_holds(store, 0)
-    monkeypatch.undo()
-    with DiskStore(root) as store:
-        assert_holds(store, 0, 1)
-        assert verify(store).orphans == ()

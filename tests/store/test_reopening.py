@@ -91,22 +91,6 @@ def test_every_change_is_known_to_stores_that_were_open(root, what):
             assert_reads(each, range(8))
 
 
-def test_a_store_that_meets_a_rebuilt_index_reads_all_of_it(root):
-    """The new index has rows of the same names in the same order, so their number says nothing."""
-    with DiskStore(root) as store, DiskStore(root) as other, DiskStore(root, read_only=True) as reader:
-        store.add(samples(0, 1))
-        store.remove([key(0)])
-        assert rebuild(store).num_entries == 2
-        for each in (store, other, reader):
-            assert_knows(each, [0, 1])
-        store.remove([key(0)])
-        for each in (store, other, reader):
-            assert_knows(each, [1])
-        assert rebuild(other).num_entries == 2
-        for each in (store, other, reader):
-            assert_knows(each, [0, 1])
-
-
 # In any order --------------------------------------------------------------------------------------------------------
 
 

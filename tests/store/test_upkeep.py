@@ -39,6 +39,15 @@ def add_packs(store, *groups):
         store.add(samples(*group))
 
 
+def broken_pack(store, number):
+    """The pack of a sample, after a flip in its header."""
+    path = pack_of(store, number)
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    return path
+
+
 # verify ------------------------------------------------------------------------------------------------------------
 
 
@@ -67,11 +76,8 @@ def test_verify_marks_what_is_damaged(store, root):
 
 def test_verify_reports_packs_that_are_gone_unreadable_or_unknown(store, root):
     add_packs(store, [0], [1], [2])
-    gone, broken = pack_of(store, 0), pack_of(store, 1)
+    gone, broken = pack_of(store, 0), broken_pack(store, 1)
     gone.unlink()
-    header = bytearray(broken.read_bytes())
-    header[20] ^= 1
-    broken.write_bytes(header)
     with DiskStore(root.parent / "other") as other:
         other.add(samples(7))
         (orphan,) = packs(other)
@@ -254,22 +260,10 @@ def test_a_pack_that_cannot_be_removed_now_goes_with_a_later_compaction(store, r
 
 def test_compact_leaves_a_pack_that_it_cannot_read(store):
     add_packs(store, [0], [1], [2])
-    path = pack_of(store, 0)
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
+    path = broken_pack(store, 0)
     report = compact(store)
     assert report.unreadable.keys() == {path.stem} and path.exists() and report.num_packs_after == 2
     assert_holds(store, 1, 2)
-
-
-def broken_pack(store, number):
-    """The pack of a sample, after a flip in its header."""
-    path = pack_of(store, number)
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-    return path
 
 
 @pytest.mark.parametrize("rebuilds", [False, True], ids=["known", "unknown"])
