@@ -126,12 +126,14 @@ class Catalog:
         with self._changing() as rows:
             for pack in lost:
                 rows.remove(PACK_PREFIX + pack)
+            if not anew:  # another process may have added some meanwhile
+                found = {pack: row for pack, row in found.items() if pack not in self.table.packs}
             stay = self.table.packs.keys() - lost - found.keys()
-            for row in found.values():
-                if anew or row.pack.id not in self.table.packs:  # else another process added it meanwhile
+            for pack, row in found.items():
+                if stay:
                     places = self.table.look_up(row.names())
                     row.live &= [place is None or place.pack.id not in stay for place in places]
-                    rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+                rows.put(PACK_PREFIX + pack, row.to_bytes())
         if lost:
             message = "%s: %d packs are gone or have another size; %d entries are lost"
             logger.warning(message, self.directory.path, len(lost), num_lost)

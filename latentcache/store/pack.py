@@ -452,7 +452,7 @@ class WholePack:
 
     row: PackRow
     offsets: np.ndarray
-    records: memoryview
+    records: bytes | memoryview
     data: np.ndarray
 
     @classmethod
@@ -482,12 +482,13 @@ class WholePack:
 
     @classmethod
     def _read(cls, pack: str, path: Path | str, data: memoryview) -> WholePack:
-        row, starts, metadata = row_in(pack, PackBytes(path, len(data), lambda at, number: data[at : at + number]))
-        offsets = np.frombuffer(data, _INT64, len(row.keys) + 1, starts[_OFFSETS])
-        first, end = starts[_RECORDS], starts[_RECORDS] + int(offsets[-1])
-        if offsets[0] != 0 or (np.diff(offsets) < 0).any() or end > len(data):
+        # Copies, but for the values: a file that is cut short later must not take what is kept of its records.
+        source = PackBytes(path, len(data), lambda at, number: bytes(data[at : at + number]))
+        row, starts, metadata = row_in(pack, source)
+        offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
+        if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(data) - starts[_RECORDS]:
             raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
-        records = data[first:end]
+        records = source.read(starts[_RECORDS], int(offsets[-1]))
         if metadata.get("records_digest") != _records_digest(offsets, records):
             raise PackError(path, "the records do not have the digest that was stored with them")
         return cls(row, offsets, records, np.frombuffer(data, np.uint8))
