@@ -48,23 +48,39 @@ class Catalog:
         # Memory and the index change together, and a fork waits for it.
         self._lock = process_lock
         try:
-            self._load()
+            self._open()
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             if read_only:
                 self._read_packs(error)
             elif isinstance(error, IndexDamagedError):
                 self._replace(error)
+                self._open()
             else:
                 raise
-        if not read_only:
-            self._open_packs()
 
     # Opening
 
+    def _open(self) -> None:
+        self.index = Index(self.directory.index, read_only=self.read_only)
+        if self.read_only:
+            self.reload()
+            return
+        try:
+            with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
+                self.directory.sweep()
+                for error in self.reconcile().values():
+                    advice = "; `latentcache compact` puts it aside" if isinstance(error, PackError) else ""
+                    logger.warning("%s Its entries are missing%s.", error, advice)
+        except StoreBusyError as error:
+            logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
+            self.reload()
+        except StorageFullError as error:
+            logger.warning("%s", error)  # what is there can be read all the same, and removed
+
     def _load(self) -> None:
         self.table, self._position = LocationTable(), None
-        self.index = Index(self.directory.index, read_only=self.read_only)
+        self.index = Index(self.directory.index)
         self.reload()
 
     def _read_packs(self, error: StoreError) -> None:
@@ -91,18 +107,6 @@ class Catalog:
         """Begin a new, empty index. After a death before all packs are in it the next opening adds what is lacking."""
         remove_whole(self.directory.index)
         self._load()
-
-    def _open_packs(self) -> None:
-        try:
-            with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
-                self.directory.sweep()
-                for error in self.reconcile().values():
-                    advice = "; `latentcache compact` puts it aside" if isinstance(error, PackError) else ""
-                    logger.warning("%s Its entries are missing%s.", error, advice)
-        except StoreBusyError as error:
-            logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
-        except StorageFullError as error:
-            logger.warning("%s", error)  # what is there can be read all the same, and removed
 
     def reconcile(self, *, anew: bool = False) -> dict[str, StoreError]:
         """Forget the packs that are gone, and add those that the index lacks, or `anew` all that can be read.
