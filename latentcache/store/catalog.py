@@ -192,15 +192,16 @@ class Catalog:
                 found = table.find(keys)
         return found
 
-    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
-        """Where the entries lie, None for those that are not there. StoreError for what is no key."""
-        found = self.table.look_up(keys)
-        return self.relocate(keys) if None in found else found
+    def look_up(self, keys: Sequence[str], *, again: bool = False) -> list[Location | None]:
+        """Where the entries lie, None for those that are not there. StoreError for what is no key.
 
-    def relocate(self, keys: Sequence[str]) -> list[Location | None]:
-        """Look keys up as the index says now: a compaction may have moved the entries."""
-        with self.current() as table:
-            return table.look_up(keys)
+        `again`: look at the index in any case, because a compaction may have moved the entries.
+        """
+        found: list[Location | None] = [None] if again else self.table.look_up(keys)
+        if None in found:
+            with self.current() as table:
+                found = table.look_up(keys)
+        return found
 
     # Changing
 

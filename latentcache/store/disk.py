@@ -135,7 +135,7 @@ class DiskStore(PackReader):
     def relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
         self.invalidate([location])
-        moved = self.catalog.relocate([key])[0]
+        moved = self.catalog.look_up([key], again=True)[0]
         if moved is None:
             [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
         if moved.place != location.place:

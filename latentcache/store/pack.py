@@ -473,15 +473,12 @@ class WholePack:
             data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         except (ValueError, OSError, MemoryError) as error:
             raise unreadable(path, error) from error
-        return cls._read(path.stem, path, memoryview(data))
+        return cls.in_memory(path.stem, memoryview(data), path)
 
     @classmethod
-    def in_memory(cls, pack: str, data: bytes | memoryview) -> WholePack:
-        """The pack with this id, in views of its bytes. PackError."""
-        return cls._read(pack, pack, memoryview(data).cast("B"))
-
-    @classmethod
-    def _read(cls, pack: str, path: Path | str, data: memoryview) -> WholePack:
+    def in_memory(cls, pack: str, data: bytes | memoryview, path: Path | str = "") -> WholePack:
+        """The pack with this id; its values are views of its bytes. PackError, which names the pack or its `path`."""
+        data, path = memoryview(data).cast("B"), path or pack
         # Copies, but for the values: a file that is cut short later must not take what is kept of its records.
         source = PackBytes(path, len(data), lambda at, number: bytes(data[at : at + number]))
         row, starts, metadata = row_in(pack, source)
