@@ -227,8 +227,9 @@ class Catalog:
         with self._changing() as rows:
             if (value := rows.get(name)) is not None:  # another process took it in
                 return int(parsed_row(name, value, self.directory).live.sum())
-            known = self.table.find(row.names())
-            row.live &= [key not in known for key in row.names()]
+            keys = row.names()
+            known = self.table.find(keys)
+            row.live &= [key not in known for key in keys]
             rows.put(name, row.to_bytes())
             return int(row.live.sum())
 
@@ -319,8 +320,8 @@ def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
 def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:
     """The rows of packs, and the errors of those that cannot be read, by pack. A key is live in the first that has it.
 
-    PackError: the pack is damaged. Otherwise the system refused to read it, which may pass.
-    That entry may be the damaged one of two copies: its digest decides when it is read.
+    That entry may be the damaged one of two copies: its digest decides when it is read. An error that is no PackError
+    says nothing about the pack: the system refused to read it, which may pass.
     """
     rows: dict[str, PackRow] = {}
     refused: dict[str, StoreError] = {}

@@ -175,7 +175,7 @@ class CacheDirectory:
             sweep_temporaries(folder)
 
     def _pack_folders(self) -> list[Path]:
-        if not self.packs.exists():
+        if not os.path.lexists(self.packs):
             return []
         with system_errors(self.packs), os.scandir(self.packs) as entries:
             return [self.packs / entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir()]

@@ -239,7 +239,6 @@ class Index:
 
     def _connect(self) -> sqlite3.Connection:
         """A connection in a transaction that reads: nothing changes under it any more."""
-        self._check_exists()
         # mode=rw: only so can what a dead writer left half done be rolled back.
         uri = f"{self._database.as_uri()}?mode={'ro' if self.read_only else 'rw'}"
         until = time.monotonic() + _PASSING_S
@@ -254,6 +253,7 @@ class Index:
                 # A live writer's journal can look like a dead one's for a moment, which a reader may not roll back.
                 passes = self.read_only and _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
                 if not passes or time.monotonic() >= until:
+                    self._check_exists()
                     raise
             time.sleep(_POLL_S)
 
