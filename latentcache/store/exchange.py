@@ -13,27 +13,21 @@ from latentcache.store.pack import WholePack
 from latentcache.utils.durable_files import sealed_file, write_all
 
 
-def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> int:
+def take_pack(
+    store: DiskStore,
+    pack: str,
+    chunks: Iterable[bytes | memoryview],
+    num_bytes: int,
+    *,
+    row: PackRow | None = None,
+) -> int:
     """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
 
     `chunks` are its bytes, and `num_bytes` says how many there should be, for the message of StorageFullError. Nothing
-    is sealed unless each payload has its digest and each key follows from its record's identity: PackError. An error of
-    `chunks` leaves nothing either. ReadOnlyError; StoreBusyError while upkeep works on the cache.
+    is sealed unless each payload has its digest and each key follows from its record's identity: PackError. `row` is
+    that of a pack that was checked. An error of `chunks` leaves nothing either. ReadOnlyError; StoreBusyError while
+    upkeep works on the cache.
     """
-    return _take(store, pack, chunks, num_bytes, None)
-
-
-def take_checked(store: DiskStore, whole: WholePack) -> int:
-    """Write a pack that is in memory, and in which `WholePack.problems` found nothing, and seal it.
-
-    Returns how many entries are new. Errors as for `take_pack`.
-    """
-    return _take(store, whole.row.pack.id, [whole.data.data], whole.data.size, whole.row)
-
-
-def _take(
-    store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, row: PackRow | None
-) -> int:
     path = store.directory.new_pack_path(pack)
     with ExitStack() as held:
         try:
@@ -47,6 +41,14 @@ def _take(
             held.close()
             return take_sealed(store, pack)
         return store.catalog.seal(row)
+
+
+def take_checked(store: DiskStore, whole: WholePack) -> int:
+    """Write a pack that is in memory, and in which `WholePack.problems` found nothing, and seal it.
+
+    Returns how many entries are new. Errors as for `take_pack`.
+    """
+    return take_pack(store, whole.row.pack.id, [whole.data.data], whole.data.size, row=whole.row)
 
 
 def take_sealed(store: DiskStore, pack: str) -> int:
