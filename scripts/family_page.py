@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,9 +59,9 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     shared = [other.name for other in families if other is not family and shares_vae(family, other, parts)]
     names_shared = ", ".join(f"`{each}`" for each in shared)
     yield f"| latents shared with | {f'{names_shared}, where the weights of the VAE are equal' if shared else 'none'} |"
-    for function, name in (("read", "imported from"), ("export", "exported to")):
-        others = others_of(family, function) if function == "read" or not family.text_reads_control else ["none"]
-        yield f"| {name} | {', '.join(others)} |"
+    for action, name in (("import", "imported from"), ("export", "exported to")):
+        others = [] if action == "export" and family.text_reads_control else others_of(family, action)
+        yield f"| {name} | {', '.join(others) or 'none'} |"
     recipe = ", ".join(f"`{name}: {value}`" for name, value in family.text_recipe().items())
     yield f"| recipe of a text, in its key | {recipe} |"
     yield f"| tokens at most | {'any number' if family.text_reads_control else family.max_length} |"
@@ -70,20 +69,20 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     yield f"| control images in training and validation | {'read' if family.reads_controls else 'refused'} |"
 
 
-def others_of(family: Family, function: str) -> list[str]:
-    """The foreign formats with this function (`read`, `export`) for the family, by their names at the command line."""
-    from latentcache.cli.interop_commands import FORMATS
+def others_of(family: Family, action: str) -> list[str]:
+    """The foreign formats that the command line can `import` or `export` for the family, by their names there."""
+    from latentcache.families import FAMILIES
+    from latentcache.interop.formats import kohya, musubi, simpletuner
 
-    found = []
-    for name, module_name in FORMATS.items():
-        module = importlib.import_module(f"latentcache.interop.formats.{module_name}")
-        by_name = getattr(module, "ARCHITECTURES", {}).values()
-        families = {getattr(each, "family", each) for each in by_name}
-        # A format of one family says so by its class. Shards may hold any, as their declaration says.
-        families |= {each.family for each in vars(module).values() if isinstance(getattr(each, "family", None), str)}
-        if hasattr(module, function) and (not families or family.name in families):
-            found.append(f"`{name}`")
-    return found
+    formats: dict[str, dict[str, Collection[str]]] = {
+        "import": {"kohya": kohya.ARCHITECTURES.values(), "simpletuner": simpletuner.ARCHITECTURES.values()},
+        "export": {
+            "kohya": kohya.ARCHITECTURES.values(),
+            "musubi": [each.family for each in musubi.ARCHITECTURES.values()],
+            "webdataset": FAMILIES,
+        },
+    }
+    return [f"`{name}`" for name, families in formats[action].items() if family.name in families]
 
 
 def latent_shape(family: Family) -> tuple[int, ...]:

@@ -42,22 +42,35 @@ def cli_page() -> Iterator[str]:
     yield from ("With `--json` a command prints one JSON document on stdout, and everything else on stderr.", "")
     yield "A command about a cache takes the cache's directory, a config that names it, or `--cache.path DIR`."
     yield ""
-    for name in sorted(name for name in app if not name.startswith("-")):
-        command = app[name]
-        described = inspect.getdoc(command.default_command) or ""
-        yield from (f"## latentcache {name}", "", plain(described.partition("\nArgs:")[0]), "")
-        yield from ("| argument or option | meaning |", "|---|---|")
-        has_settings = False
-        for argument in command.assemble_argument_collection(parse_docstring=True):
-            groups: Any = argument.parameter.group  # cyclopts has made a tuple of it
-            if any(group.name == "Settings" for group in groups):
-                has_settings = True
-            elif argument.show:
-                names = ", ".join(f"`{each}`" for each in argument.names)
-                yield f"| {names} | {plain(argument.parameter.help or '')} |"
-        if has_settings:
-            yield "| `--SECTION.SETTING` | Any scalar [setting](config.md). A dataset goes by its name or number. |"
-        yield ""
+    for name in names_in(app):
+        yield from command_section(app[name], f"latentcache {name}", "##")
+
+
+def names_in(command: Any) -> list[str]:
+    """The commands of an app, or those of a command, sorted."""
+    return sorted(name for name in command if not name.startswith("-"))
+
+
+def command_section(command: Any, name: str, heading: str) -> Iterator[str]:
+    """A command with its arguments and options, or with the commands that it has."""
+    described = inspect.getdoc(command.default_command) if command.default_command is not None else command.help
+    yield from (f"{heading} {name}", "", plain((described or "").partition("\nArgs:")[0]), "")
+    for each in names_in(command):
+        yield from command_section(command[each], f"{name} {each}", f"{heading}#")
+    if command.default_command is None:
+        return
+    yield from ("| argument or option | meaning |", "|---|---|")
+    has_settings = False
+    for argument in command.assemble_argument_collection(parse_docstring=True):
+        groups: Any = argument.parameter.group  # cyclopts has made a tuple of it
+        if any(group.name == "Settings" for group in groups):
+            has_settings = True
+        elif argument.show:
+            names = ", ".join(f"`{each}`" for each in argument.names)
+            yield f"| {names} | {plain(argument.parameter.help or '')} |"
+    if has_settings:
+        yield "| `--SECTION.SETTING` | Any scalar [setting](config.md). A dataset goes by its name or number. |"
+    yield ""
 
 
 def config_page() -> Iterator[str]:

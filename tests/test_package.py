@@ -45,12 +45,9 @@ MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 
 OWNERS = {
     "diskcache": ("store/index.py",),
-    # diffusion-pipe's cache and Energon's index are SQLite databases, ai-toolkit's cache is safetensors files.
-    "sqlite3": (
-        "store/index.py",
-        *("interop/formats/diffusion_pipe.py", "interop/formats/energon.py"),
-    ),
-    "safetensors": ("checkpoints/folder.py", "interop/foreign_safetensors.py", "models/lora.py"),
+    "sqlite3": ("store/index.py",),
+    # musubi-tuner's cache is safetensors files.
+    "safetensors": ("checkpoints/folder.py", "interop/formats/musubi.py", "models/lora.py"),
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",
@@ -61,7 +58,7 @@ OWNERS = {
     ),
     "av": ("dataset/video_files.py",),
     "psutil": ("doctor/environment.py",),
-    "pyarrow": ("dataset/tables.py", "interop/formats/parquet.py"),
+    "pyarrow": ("dataset/tables.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("families/", "models/"),
     "matplotlib": ("validation/",),
@@ -131,7 +128,7 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> 
             if called == "torch.load":
                 # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
                 restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                readers = {"checkpoints/checkpoint.py", "interop/foreign_files.py"}
+                readers = {"checkpoints/checkpoint.py", "interop/files.py"}
                 assert str(module) in readers, f"{module}:{node.lineno}: {called}"
                 assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
 

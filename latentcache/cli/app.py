@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError
 
 import latentcache
 from latentcache.cli import commands
-from latentcache.cli.interop_commands import export_foreign, import_foreign
+from latentcache.cli.interop_commands import export_app, import_app
 from latentcache.cli.output import DONE, fail
 from latentcache.cli.remote_commands import REMOTE_COMMANDS
 from latentcache.cli.service_commands import SERVICE_COMMANDS
@@ -33,8 +33,8 @@ app = App(
 )
 for command in (*commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
     app.command(command)
-app.command(import_foreign, name="import")
-app.command(export_foreign, name="export")
+app.command(import_app)
+app.command(export_app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
-from latentcache.config import RULES, BucketsConfig, settings_of
-from latentcache.config_file import parse_buckets
-from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
-from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import ImageRef, PartRef, PartRole, Row
-from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import digest
-from latentcache.interop.foreign_family import check_family
-from latentcache.interop.imported_facts import knows_caption
+from latentcache.interop.readers import check_family
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Entry, Geometry, Refusal
-from latentcache.utils.durable_files import typed_errors, write_sealed
+from latentcache.utils.durable_files import make_folder, sealed_file, typed_errors, write_all
 from latentcache.utils.progress import Progress
 
-A_CLIP = "unsupported-format", "it is a clip: images alone are exported"
-"""Reason and detail, where a format has no place for clips."""
-NOTE_UNKNOWN = "a text was imported without its caption, by which its file is found: it was not exported"
+NOTE_FIRST_CAPTION = "several captions: only the first was exported"
+
+
+class ExportOptions(TypedDict, total=False):
+    """How every format is written."""
+
+    seed: int | None
+    """Moments give one draw for each entry, which the seed and the entry determine. None, the default: their mean."""
+    overwrite: bool
+    """Replace files that exist. By default they are left alone, and listed."""
+    progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,60 +86,42 @@ class _Latents(NamedTuple):
 class Export:
     """One export of the manifest `name` to the files of a format: gives the samples, writes files, and reports.
 
-    Moments give their mean, or with `seed` one draw for each entry, which the seed and the entry determine. Files that
-    exist are left alone, and listed, unless `overwrite`. `buckets` are those of the training that is to read the files;
-    by default those of the cache, if it was made with the trainer's rule, else the trainer's own defaults for that
-    area. `families` are those that the format can hold; None is all. Raises StoreError if there is no such manifest,
-    or it holds prompts, and ConfigError for another family, and for buckets of another rule.
+    `families` are those that the format can hold; None is all. `takes` are the roles of further parts that it has a
+    place for. Raises StoreError if there is no such manifest, or it holds prompts, and ConfigError for another family.
     """
 
-    takes_clips = False
-    """Whether the format has a place for clips."""
-
-    def __init__(  # noqa: PLR0913 - what an export has, by keyword
+    def __init__(
         self,
         format_name: str,
         cache: LatentCache,
         name: str,
         folder: str | Path,
+        options: ExportOptions,
         *,
-        seed: int | None = None,
-        overwrite: bool = False,
-        buckets: BucketsConfig | None = None,
-        families: Collection[str] | None = (DEFAULT,),
-        progress: Progress | None = None,
+        families: Collection[str] | None = None,
+        takes: Collection[PartRole] = (),
     ):
-        if buckets is not None and buckets.rule != format_name:
-            raise ConfigError(f"the buckets are of rule {buckets.rule}, the files for {format_name}", key="buckets")
-        self._buckets = buckets
-        self._rule: BucketRule | None = None
         self.report = ExportReport(format_name, name, path=str(folder))
-        self._cache, self._seed, self._overwrite = cache, seed, overwrite
-        self._progress = progress or Progress()
+        self._cache, self._takes = cache, takes
+        self._seed, self._overwrite = options.get("seed"), options.get("overwrite", False)
+        self._progress = options.get("progress") or Progress()
         self._written: set[Path] = set()
-        self.takes: tuple[PartRole, ...] = ()
-        """The roles of further parts that the format has a place for: set it before `samples`."""
         self.manifest = cache.manifest(name)
         self.scaling = cache.scaling(self.manifest)
         family = str(self.manifest.common.get("family", DEFAULT))
         self.family = family_named(family if families is None else check_family(family, families, format_name))
 
-    def __contains__(self, path: Path) -> bool:
-        """Whether this file was written."""
-        return path in self._written
-
-    def skip(self, sample_id: str, path: str | Path, reason: str, detail: str) -> None:
-        """Report what is not exported."""
-        self.report.skipped.append(Refusal(sample_id, str(path), reason, detail))
+    def skip(self, sample: ExportSample | Row, reason: str, detail: str, path: Path | None = None) -> None:
+        """Report a sample that is not exported, or one file of it, by `path`."""
+        self.report.skipped.append(Refusal(sample.sample_id, str(path or sample.path), reason, detail))
 
     def samples(self) -> Iterator[ExportSample]:
         """The samples, one in memory at a time; what cannot be exported is listed in the report.
 
         Raises SampleError, before the first sample, if one was imported and is unverified, unless the cache was opened
-        with `unverified`, and ConfigError if the trainer's buckets cannot be derived from the cache's.
+        with `unverified`.
         """
         cache, manifest = self._cache, self.manifest
-        self._rule = self._rule_of(manifest)
         cache.samples(manifest.name).check(manifest.rows.usable())
         self.report.skipped += manifest.rows.refusals.values()
         self._progress.start(f"export {manifest.name}", len(manifest.rows))
@@ -151,34 +136,26 @@ class Export:
     def _sample(self, row: Row) -> ExportSample | None:
         """The sample of a row; None, and reported, if it cannot be exported."""
         if (what := _not_text(row)) is not None:
-            self.skip(row.sample_id, row.path, "unreadable", f"{what} is not UTF-8")
+            self.skip(row, "unreadable", f"{what} is not UTF-8")
             return None
         stem = PurePosixPath(row.sample_id)
         if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
-            self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
+            self.skip(row, "unreadable", "its sample_id leads out of the folder")
             return None
-        if names := ", ".join(dict.fromkeys(name for name, ref in row.named_parts() if ref.role not in self.takes)):
-            self.skip(row.sample_id, row.path, "has-parts", f"it has {names}, for which the format has no place")
+        if names := ", ".join(dict.fromkeys(name for name, ref in row.named_parts() if ref.role not in self._takes)):
+            self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
             return None
-        if stem.suffix.lower() in IMAGE_SUFFIXES:
-            stem = stem.with_suffix("")
         try:
             images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
-            captions = []
-            for caption in row.captions:
-                captions.append(_caption_of(caption.text, self._cache.get(caption.key)))
+            captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in row.captions]
         except (EntryMissingError, EntryDamagedError) as error:
-            reason = "missing" if isinstance(error, EntryMissingError) else "corrupt"
-            self.skip(row.sample_id, row.path, reason, str(error))
+            self._skip_unread(row, error)
             return None
         geometry, latents = images[False]
-        if geometry.num_frames is not None and not self.takes_clips:
-            self.skip(row.sample_id, row.path, *A_CLIP)
-            return None
         flipped_geometry, flipped = images.get(True, (None, None))
         return ExportSample(
             sample_id=row.sample_id,
-            stem=stem,
+            stem=stem.with_suffix("") if stem.suffix.lower() in IMAGE_SUFFIXES else stem,
             path=row.path,
             geometry=geometry,
             latents=latents.values,
@@ -199,37 +176,11 @@ class Export:
                 for ref in refs
             ]
         except (EntryMissingError, EntryDamagedError) as error:
-            self.skip(sample.sample_id, sample.path, "missing", str(error))
+            self._skip_unread(sample, error)
             return None
 
-    def other_bucket(self, sample: ExportSample, *, exact: bool = False) -> str | None:
-        """How the bucket differs from what the trainer would make of this image, for messages; None if it does not.
-
-        With `exact`, resize and crop count too. The report counts those that differ. What was imported from the same
-        trainer has its buckets.
-        """
-        if self._rule is None:
-            return None
-        geometry, usual = sample.geometry, self._rule.geometry(sample.geometry.original_size)
-        if usual == geometry or (not exact and usual is not None and usual.target_size == geometry.target_size):
-            return None
-        self.report.num_other_buckets += 1
-        would = "none" if usual is None else f"{usual.target_size}, cut from {usual.resized_size}"
-        return (
-            f"its bucket is {geometry.target_size}, cut from {geometry.resized_size}; that of {self._rule} is {would}"
-        )
-
-    def _rule_of(self, manifest: Manifest) -> BucketRule | None:
-        """What the trainer would do. None for what was imported from it, and for a format without a rule."""
-        rule, chosen = self.report.format, self._buckets
-        if chosen is None:
-            if manifest.imported_from == rule or rule not in RULES:
-                return None
-            source = f"manifest {manifest.name}"
-            made = parse_buckets(manifest.common.get("buckets") or {}, source=source)
-            chosen = made if made.rule == rule else parse_buckets(_likely(made, rule), source=source)
-        self.report.buckets = {name: getattr(chosen, name) for name in sorted({"rule", *settings_of(rule)})}
-        return BucketRule(chosen)
+    def _skip_unread(self, sample: ExportSample | Row, error: StoreError) -> None:
+        self.skip(sample, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
 
     def _latents(self, ref: ImageRef | PartRef) -> _Latents:
         entry = self._cache.get(ref.key)
@@ -253,22 +204,31 @@ class Export:
         """
         if path in self._written or (os.path.exists(path) and not self._overwrite):
             detail = "another sample has this file" if path in self._written else "it exists already: give --overwrite"
-            self.skip(sample.sample_id, path, "duplicate", detail)
+            self.skip(sample, "duplicate", detail, path)
             return False
         try:
-            with typed_errors(path, len(data)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(path, data)
+            with self.sealed(path, len(data)) as fd:
+                write_all(fd, data)
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
                 raise
-            detail = f"its name is too long for a file here: {len(path.name)} characters"
-            self.skip(sample.sample_id, path, "unreadable", detail)
+            self.skip(sample, "unreadable", f"its name is too long for a file here: {len(path.name)} characters", path)
             return False
         self._written.add(path)
-        self.report.num_files += 1
-        self.report.bytes_written += len(data)
         return True
+
+    @contextmanager
+    def sealed(self, path: Path, num_bytes: int) -> Iterator[int]:
+        """Yield the descriptor of a file of the export, which is there when the block is done, or never.
+
+        `num_bytes` is its size, for messages. Raises what `write` does.
+        """
+        with typed_errors(path.parent, num_bytes):
+            make_folder(path.parent)
+        with sealed_file(path, num_bytes) as fd:
+            yield fd
+            self.report.bytes_written += os.fstat(fd).st_size
+        self.report.num_files += 1
 
 
 def _not_text(row: Row) -> str | None:
@@ -285,19 +245,9 @@ def _not_text(row: Row) -> str | None:
 
 
 def _caption_of(text: str, entry: Entry) -> ExportCaption:
-    """A caption as formats need it. Of an imported one that is not known the manifest has the empty text."""
-    known = text if knows_caption(entry.record) else None
+    """A caption as formats need it."""
+    # An import that did not find a caption has no source: the manifest has the empty text of it.
+    known = text if entry.record.identity.get("source", "") is not None else None
     tensors = dict(entry.tensors)
     embeds, pooled = tensors.pop("prompt_embeds"), tensors.pop("pooled_prompt_embeds", None)
     return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"), tuple(tensors))
-
-
-def _likely(made: BucketsConfig, rule: str) -> dict[str, Any]:
-    """The settings of a training with `rule` that a cache with other buckets was most likely made for."""
-    side = math.isqrt(made.area) if made.rule == "latentcache" else made.resolution
-    likely = {"rule": rule, "resolution": side}
-    if rule == "kohya" and side > 1024:
-        likely["max_side"] = side
-    if rule == "kohya" and side < 256:
-        likely["min_side"] = made.step
-    return likely if rule == "ai-toolkit" else {**likely, "step": made.step}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -15,24 +16,32 @@ from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import check_geometry
-from latentcache.errors import ConfigError, ForeignFileRefused, StoreError
+from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
-from latentcache.interop.foreign_files import corrupt
-from latentcache.interop.imported_facts import common_of, declared_by, recipe_of, scaling_of
-from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, check_frames, refusal_of
+from latentcache.interop.files import corrupt, flaw_of
+from latentcache.interop.readers import (
+    ForeignCache,
+    ForeignImage,
+    ForeignItem,
+    ForeignText,
+    bucket_of,
+    keeps_padding,
+    refusal_of,
+)
 from latentcache.interop.reports import ImportReport
-from latentcache.interop.scale_check import ScaleCheck
-from latentcache.interop.verification import Verification, Verifier
-from latentcache.models.vae import problems
-from latentcache.precache.prompts import last_manifest
+from latentcache.interop.scaling import ScaleCheck, published_scaling
 from latentcache.precache.workspace import Workspace
-from latentcache.provenance import provenance_json
+from latentcache.provenance import now, provenance_json
 from latentcache.store.entry import dtype_name, flat_bytes
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
 
+if TYPE_CHECKING:
+    from latentcache.interop.verification import Verification, Verifier
+
+logger = logging.getLogger("latentcache")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -76,18 +85,21 @@ def import_cache(
     _check_name(name)
     if verification is not None and store_dtype is not None:
         raise ConfigError("what is verified is stored in the dtypes of the config: give no --dtype with --verify")
-    previous = last_manifest(workspace.manifests, name)
+    try:
+        previous = workspace.manifests.read(name)
+    except DatasetError as error:
+        logger.warning("%s. It is taken as absent.", error)
+        previous = None
     if previous is not None and previous.imported_from is None:
         raise StoreError(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
     report = ImportReport(foreign.format, name)
-    report.declared = {} if foreign.declaration is None else foreign.declaration.statement()
     # What a verification lacks is found now, not when all has been read.
-    verifier = None if verification is None else Verifier(verification, name, workspace, report)
+    verifier = None if verification is None else _verifier(verification, name, workspace, report)
     dtypes: Mapping[str, torch.dtype | None]  # None: that of the file
     dtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
-    run = _Import(foreign, workspace, dtypes, scale_check, report)
+    run = _Import(foreign, workspace, dtypes, ScaleCheck(foreign.family, is_wanted=scale_check), report)
     progress = progress or Progress()
     with workspace.in_use():
         try:
@@ -97,17 +109,22 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, use.role, use.repeats, common_of(foreign, rows), rows))
+            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common_of(foreign, rows), rows))
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
             raise StoreError(f"nothing was imported: {detail}")
-    trusts = [ref.trust for row in rows.values() for ref in row.images]
-    trusts += [ref.trust for row in rows.values() for ref in row.captions]
-    trusts += [ref.trust for row in rows.values() for ref in row.parts]
+    trusts = [ref.trust for row in rows.values() for refs in (row.images, row.captions, row.parts) for ref in refs]
     report.num_verified, report.num_unverified = trusts.count("verified"), trusts.count("unverified")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _verifier(verification: Verification, name: str, workspace: Workspace, report: ImportReport) -> Verifier:
+    # It imports diffusers, which takes seconds, and which other imports need not have.
+    from latentcache.interop.verification import Verifier
+
+    return Verifier(verification, name, workspace, report)
 
 
 def _check_name(name: str) -> None:
@@ -121,6 +138,30 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
+def _common_of(foreign: ForeignCache, rows: Mapping[str, Row]) -> dict[str, Any]:
+    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known."""
+    scaling, family = published_scaling(foreign.family), family_named(foreign.family)
+    masks = {"name": "mask", "downscale": family.latent.downscale}
+    return {
+        "schema": SCHEMA,
+        "salt": "",
+        "imported": {"format": foreign.format, "time": now()},
+        "policy": {},
+        "image_encoding": {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor},
+        "text_encoding": _recipe_of(foreign.family),
+        **({} if family.name == DEFAULT else {"family": family.name}),
+        **({"scaling": scaling.to_json()} if scaling.mean else {}),
+        **({"parts": [masks]} if any(row.parts for row in rows.values()) else {}),
+    }
+
+
+def _recipe_of(family: str) -> dict[str, Any]:
+    """How texts are padded in a batch, which is all that is known; nothing of the first family, as it was before."""
+    if family == DEFAULT:
+        return {}
+    return {"family": family, "max_length": family_named(family).max_length, "keeps_padding": keeps_padding(family)}
+
+
 class _Import:
     """The state of one import."""
 
@@ -129,31 +170,31 @@ class _Import:
         foreign: ForeignCache,
         workspace: Workspace,
         dtypes: Mapping[str, torch.dtype | None],
-        scale_check: bool,
+        scale_check: ScaleCheck,
         report: ImportReport,
     ):
         self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
-        self._family, self._scaling, self._report = family_named(foreign.family), scaling_of(foreign), report
-        self._scale_check = ScaleCheck(
-            foreign.family, self._scaling, is_declared=foreign.declaration is not None, is_wanted=scale_check
-        )
+        self._family, self._scale_check, self._report = family_named(foreign.family), scale_check, report
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._last_digest: tuple[Path, str] | None = None
-        self._refused_at: str | None = None
-        """Where the last latent lay that was refused. A text there is left out: another latent may have its sample."""
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. What an error leaves is in no manifest, and goes with a prune."""
         progress.start(f"import {self._report.format}", None)
-        store = self._workspace.store
         path = ""
-        with store.writer() as writer:
+        with self._workspace.store.writer() as writer:
             for item in self._foreign.items():
                 path = item.path
-                refusal = item if isinstance(item, Refusal) else self._keep(item, writer)
-                if refusal is not None:
-                    self._report.refused.append(refusal)
+                try:
+                    if isinstance(item, Refusal):
+                        self._report.refused.append(item)
+                    elif isinstance(item, ForeignImage):
+                        self._keep_image(item, writer)
+                    else:
+                        self._keep_text(item, writer)
+                except ForeignFileRefused as error:
+                    self._report.refused.append(refusal_of(_sample_id_of(item), error))
                 progress.advance()
             writer.seal()
         self._scale_check.check(path)
@@ -161,158 +202,47 @@ class _Import:
         self._report.scale = self._scale_check.to_json()
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
 
-    def _keep(self, item: ForeignImage | ForeignText, writer: Writer) -> Refusal | None:
-        """Store one item, and note it in the rows of its samples; why it cannot be stored, if so."""
-        sample_ids = (item.sample_id,) if isinstance(item, ForeignImage) else item.sample_ids
-        if not sample_ids and item.note is not None:
-            self._report.note(item.note)
-            return None
-        if isinstance(item, ForeignText) and item.path == self._refused_at:
-            return None
-        try:
-            entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
-        except ForeignFileRefused as error:
-            if isinstance(item, ForeignImage) and not item.geometry.flip:
-                self._refused_at = item.path
-            return refusal_of(sample_ids[0] if sample_ids else "", error)
-        key = entry.record.key
+    # Images
+
+    def _keep_image(self, item: ForeignImage, writer: Writer) -> None:
+        """Store a latent and its mask, and note them in the row of its sample. Raises ForeignFileRefused."""
+        row = self._rows.get(item.sample_id) or Row(item.sample_id, item.path, None, (), ())
+        if any(ref.geometry.flip == item.geometry.flip for ref in row.images):
+            twin = "flipped " if item.geometry.flip else ""
+            detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
+            raise ForeignFileRefused(item.path, "duplicate", detail)
+        stored = self._stored("image", {"latents": self._unscaled(item)}, (item.latents.shape[0],), item.path)
+        self._scale_check.add(item.latents, item.is_scaled, item.path)
+        source = self._digest_of(item.image_path)
+        entry = self._entry(item, "image", stored, source)
         writer.add(entry)
+        parts = row.parts
+        if item.mask is not None:
+            mask = self._entry(item, "mask", {"mask": item.mask}, source)
+            writer.add(mask)
+            made_of = source or mask.record.identity["imported"]["digest"]
+            parts = (*parts, PartRef("mask", mask.record.key, item.geometry, made_of, "unverified"))
+        images = (*row.images, ImageRef(entry.record.key, item.geometry, "unverified"))
+        path = str(item.image_path or item.path)
+        self._rows[item.sample_id] = replace(row, path=path, source=source, images=images, parts=parts)
+        self._report.num_images += 1
+        self._report.num_flipped += item.geometry.flip
         self._report.note(item.note)
-        for sample_id in sample_ids:
-            row = self._rows.get(sample_id, Row(sample_id, item.path, None, (), ()))
-            if isinstance(item, ForeignImage):
-                images = (*row.images, ImageRef(key, item.geometry, "unverified"))
-                path, source = str(item.image_path or item.path), entry.record.identity["source"]
-                parts = row.parts if item.mask is None else (*row.parts, self._mask_of(item, item.mask, source, writer))
-                row = replace(row, path=path, source=source, images=images, parts=parts)
-            elif all(ref.key != key for ref in row.captions):
-                row = replace(row, captions=(*row.captions, CaptionRef(item.caption or "", key, "unverified")))
-            self._rows[sample_id] = row
-        return None
 
-    def _mask_of(self, item: ForeignImage, mask: torch.Tensor, source: str | None, writer: Writer) -> PartRef:
-        """The mask of an image, stored. What it was made of is the file's."""
-        entry = self._entry(item, {"mask": mask}, source)
-        digest_of_file: str = entry.record.identity["imported"]["digest"]
-        writer.add(entry)
-        return PartRef("mask", entry.record.key, item.geometry, source or digest_of_file, "unverified")
-
-    def _image_entry(self, item: ForeignImage) -> Entry:
-        """The entry of a latent. Raises ForeignFileRefused."""
-        latents, target = item.latents, item.geometry.target_size
-        unscaled = self._unscaled(item)
-        if unscaled is None or bucket_of(unscaled, self._family.name) != target:
-            shape = list(latents.shape)
-            detail = f"its latents have the shape {shape}, which does not fit a bucket of {target}"
-            raise corrupt(item.path, f"{detail} of {self._family.name}")
+    def _unscaled(self, item: ForeignImage) -> torch.Tensor:
+        """What the VAE's encoder gave: in float32 where it was scaled. Raises ForeignFileRefused for another shape."""
+        latents, family, target = item.latents, self._family, item.geometry.target_size
+        is_image = latents.ndim == 4 and latents.shape[1] == 1 if family.latent.is_video else latents.ndim == 3
+        # What names no family is taken as of the first one, and may be of any.
+        has_channels = family.name == DEFAULT or latents.shape[:1] == (family.latent.channels,)
+        if not is_image or not has_channels or bucket_of(latents, family.name) != target:
+            detail = f"its latents have the shape {list(latents.shape)}, which does not fit a bucket of {target}"
+            raise corrupt(item.path, f"{detail} of {family.name}")
         try:
             check_geometry(item.geometry)
         except ValueError as error:
             raise corrupt(item.path, str(error)) from error
-        row = self._rows.get(item.sample_id)
-        if row is not None and any(ref.geometry.flip == item.geometry.flip for ref in row.images):
-            twin = "flipped " if item.geometry.flip else ""
-            detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
-            raise ForeignFileRefused(item.path, "duplicate", detail)
-        check_frames(item, self._family)
-        self._check("image", {"latents": latents}, (latents.shape[0],), item.path)
-        self._scale_check.add(latents, item.is_scaled, item.path)
-        self._report.num_images += 1
-        self._report.num_flipped += item.geometry.flip
-        stored = unscaled.to(self._dtypes["image"] or unscaled.dtype)
-        return self._entry(item, {"latents": stored}, self._digest_of(item.image_path))
-
-    def _unscaled(self, item: ForeignImage) -> torch.Tensor | None:
-        """What the VAE's encoder gave: in float32 where it was scaled. None for latents of another shape."""
-        latents, is_scaled = item.latents, item.is_scaled
-        if latents.ndim != (4 if self._family.latent.is_video else 3):
-            return None
-        num_channels = len(self._scaling.mean) or self._family.latent.channels
-        if self._scaling.rule == "batch_norm" and not is_scaled:
-            num_channels //= 4  # of which scaling makes patches of 2x2
-        # What names no family is taken as of the first one, and may be of any.
-        if latents.shape[0] != num_channels and (self._scaling.mean or self._family.name != DEFAULT):
-            return None
-        return self._scaling.undo(latents.float()) if is_scaled and latents.numel() else latents
-
-    def _text_entry(self, item: ForeignText) -> Entry:
-        """The entry of a caption. Raises ForeignFileRefused."""
-        embeds, pooled = item.prompt_embeds, item.pooled_prompt_embeds
-        if not item.sample_ids:
-            detail = "it is the caption of no sample here: no manifest would refer to it"
-            raise ForeignFileRefused(item.path, "missing", detail)
-        tensors = {"prompt_embeds": embeds, **({} if pooled is None else {"pooled_prompt_embeds": pooled})}
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        if embeds.ndim not in (2, 3) or (pooled is not None and pooled.ndim != 1):
-            raise corrupt(item.path, f"its embeddings have the shapes {' and '.join(map(str, shapes.values()))}")
-        if tensors.keys() != self._family.fields.keys():
-            wanted = " and ".join(self._family.fields)
-            raise corrupt(item.path, f"it has {' and '.join(tensors)}; texts of {self._family.name} have {wanted}")
-        ragged = self._ragged()
-        form = tuple(side for name, sides in shapes.items() for side in sides[name in ragged :])
-        self._check("text", tensors, form, item.path)
-        self._report.num_texts += 1
-        self._report.num_unknown_captions += item.caption is None
-        dtype = self._dtypes["text"] or embeds.dtype
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        source = None if item.caption is None else caption_digest(item.caption)
-        return self._entry(item, tensors, source, ragged)
-
-    def _ragged(self) -> frozenset[str]:
-        """The fields that are stored without padding."""
-        if self._foreign.keeps_padding:
-            return frozenset()
-        recipe = recipe_of(self._foreign)
-        return frozenset(name for name in self._family.fields if self._family.padding(name, recipe) is not None)
-
-    def _entry(
-        self,
-        item: ForeignImage | ForeignText,
-        tensors: Mapping[str, torch.Tensor],
-        source: str | None,
-        ragged: frozenset[str] = frozenset(),
-    ) -> Entry:
-        """An entry whose identity says that it was imported: an encoded entry never has its key.
-
-        `source` is the digest of the image's bytes or of the caption, if they are known.
-        """
-        tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
-        described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
-        parts = [canonical_json(described), *(flat_bytes(tensor).tobytes() for tensor in tensors.values())]
-        if isinstance(item, ForeignImage):
-            kind: Kind = "mask" if "mask" in tensors else "image"
-            sample_id, output, geometry = (
-                item.sample_id,
-                item.output if kind == "image" else None,
-                item.geometry.to_json(),
-            )
-            values = tensors.get("mask", item.latents)
-        else:
-            kind, sample_id, values, output, geometry = "text", item.sample_ids[0], item.prompt_embeds, None, None
-        identity = {
-            "kind": kind,
-            "schema": SCHEMA,
-            "imported": {
-                "format": self._foreign.format,
-                "digest": digest(b"".join(parts)),
-                "output": output,
-                "dtype": described[0][1],
-                **declared_by(self._foreign),
-                **(recipe_of(self._foreign) if kind == "text" else {}),
-            },
-            "source": source,
-            "geometry": geometry,
-            "trust": "unverified",
-        }
-        provenance = provenance_json(
-            sample_id=sample_id,
-            source_path=item.path,
-            imported_from=self._foreign.format,
-            # The values are rounded to it, also if another dtype is stored.
-            file_dtype=dtype_name(values),
-            note=item.note,
-        )
-        return Entry(Record(key_of(identity), kind, identity, provenance), tensors, ragged)
+        return published_scaling(family.name).undo(latents.float()) if item.is_scaled else latents
 
     def _digest_of(self, path: Path | None) -> str | None:
         if path is None:
@@ -325,18 +255,104 @@ class _Import:
                 return None
         return self._last_digest[1]
 
-    def _check(self, kind: Kind, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], path: str) -> None:
-        """Refuse bad values, and another form or dtype than the first item of this kind has: a batch has one."""
-        store_dtype = self._dtypes[kind]
-        for name, tensor in tensors.items():
+    # Texts
+
+    def _keep_text(self, item: ForeignText, writer: Writer) -> None:
+        """Store a caption's embeddings, and note them in the rows of its samples. Raises ForeignFileRefused."""
+        if not item.sample_ids:
+            detail = "it is the caption of no sample here: no manifest would refer to it"
+            raise ForeignFileRefused(item.path, "missing", detail)
+        embeds, pooled = item.prompt_embeds, item.pooled_prompt_embeds
+        tensors = {"prompt_embeds": embeds, **({} if pooled is None else {"pooled_prompt_embeds": pooled})}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if embeds.ndim not in (2, 3) or (pooled is not None and pooled.ndim != 1):
+            raise corrupt(item.path, f"its embeddings have the shapes {' and '.join(map(str, shapes.values()))}")
+        if tensors.keys() != self._family.fields.keys():
+            wanted = " and ".join(self._family.fields)
+            raise corrupt(item.path, f"it has {' and '.join(tensors)}; texts of {self._family.name} have {wanted}")
+        ragged = self._ragged()
+        form = tuple(side for name, sides in shapes.items() for side in sides[name in ragged :])
+        stored = self._stored("text", tensors, form, item.path)
+        source = None if item.caption is None else caption_digest(item.caption)
+        entry = self._entry(item, "text", stored, source, ragged)
+        key = entry.record.key
+        writer.add(entry)
+        for sample_id in item.sample_ids:
+            row = self._rows.get(sample_id) or Row(sample_id, item.path, None, (), ())
+            if all(ref.key != key for ref in row.captions):
+                row = replace(row, captions=(*row.captions, CaptionRef(item.caption or "", key, "unverified")))
+            self._rows[sample_id] = row
+        self._report.num_texts += 1
+        self._report.num_unknown_captions += item.caption is None
+        self._report.note(item.note)
+
+    def _ragged(self) -> frozenset[str]:
+        """The fields that are stored without padding."""
+        if keeps_padding(self._family.name):
+            return frozenset()
+        recipe = _recipe_of(self._family.name)
+        return frozenset(name for name in self._family.fields if self._family.padding(name, recipe) is not None)
+
+    # Both
+
+    def _entry(
+        self,
+        item: ForeignImage | ForeignText,
+        kind: Kind,
+        tensors: Mapping[str, torch.Tensor],
+        source: str | None,
+        ragged: frozenset[str] = frozenset(),
+    ) -> Entry:
+        """An entry whose identity says that it was imported: an encoded entry never has its key.
+
+        `source` is the digest of the image's bytes or of the caption, if they are known.
+        """
+        tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+        described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
+        parts = [canonical_json(described), *(flat_bytes(tensor).tobytes() for tensor in tensors.values())]
+        values = item.latents if isinstance(item, ForeignImage) else item.prompt_embeds
+        identity = {
+            "kind": kind,
+            "schema": SCHEMA,
+            "imported": {
+                "format": self._foreign.format,
+                "digest": digest(b"".join(parts)),
+                "output": item.output if isinstance(item, ForeignImage) and kind == "image" else None,
+                "dtype": described[0][1],
+                **(_recipe_of(self._family.name) if kind == "text" else {}),
+            },
+            "source": source,
+            "geometry": item.geometry.to_json() if isinstance(item, ForeignImage) else None,
+            "trust": "unverified",
+        }
+        provenance = provenance_json(
+            sample_id=_sample_id_of(item),
+            source_path=item.path,
+            imported_from=self._foreign.format,
+            # The values are rounded to it, also if another dtype is stored.
+            file_dtype=dtype_name(tensors.get("mask", values)),
+            note=item.note,
+        )
+        return Entry(Record(key_of(identity), kind, identity, provenance), tensors, ragged)
+
+    def _stored(
+        self, kind: Kind, found: Mapping[str, torch.Tensor], form: tuple[int, ...], path: str
+    ) -> dict[str, torch.Tensor]:
+        """These tensors in the dtype that is stored.
+
+        Raises ForeignFileRefused for bad values, and for another form or dtype than the first item of this kind has.
+        """
+        for name, tensor in found.items():
             if tensor.dtype not in DTYPES or tensor.numel() == 0:
                 raise corrupt(path, f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16")
-            if problem := problems(tensor[None])[0]:
+        dtype = self._dtypes[kind] or next(iter(found.values())).dtype
+        stored = {name: tensor.to(dtype) for name, tensor in found.items()}
+        for name, tensor in found.items():
+            if problem := flaw_of(tensor):
                 raise ForeignFileRefused(path, "bad-output", f"{name} holds {problem}")
-            if store_dtype is not None and (problem := problems(tensor.to(store_dtype)[None])[0]):
-                detail = f"{name} holds {problem} in {store_dtype}, which is to be stored"
+            if problem := flaw_of(stored[name]):
+                detail = f"{name} holds {problem} in {dtype}, which is to be stored"
                 raise ForeignFileRefused(path, "bad-output", detail)
-        dtype = store_dtype or next(iter(tensors.values())).dtype
         first = self._forms.setdefault(kind, (form, dtype))
         if first != (form, dtype):
             what = "latents" if kind == "image" else "embeddings"
@@ -345,6 +361,7 @@ class _Import:
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
                 "and a batch holds one form; for dtypes alone give --dtype",
             )
+        return stored
 
     def _finished(self, row: Row) -> Row:
         """The row for the manifest: the flipped latent last, and refused if the image or all texts are lacking."""
@@ -359,3 +376,8 @@ class _Import:
             refusal = Refusal(row.sample_id, row.path, "missing", detail)
             self._report.incomplete.append(refusal)
         return replace(row, images=images, refusal=refusal)
+
+
+def _sample_id_of(item: ForeignItem) -> str:
+    """The item's sample; of a text the first, and the empty text where there is none."""
+    return next(iter(item.sample_ids), "") if isinstance(item, ForeignText) else item.sample_id

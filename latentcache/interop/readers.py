@@ -1,9 +1,10 @@
-"""What the readers of other trainers' caches give, for every format, and what they share."""
+"""What a reader of another trainer's cache gives, and what the readers share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Literal, Protocol
@@ -14,14 +15,11 @@ from latentcache.config import ImagesConfig, SourceConfig
 from latentcache.dataset.images import probe
 from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
-from latentcache.errors import DatasetError
-from latentcache.families import DEFAULT, family_named
-from latentcache.families.base import Family
-from latentcache.interop.declaration import Declaration
-from latentcache.interop.foreign_files import corrupt
+from latentcache.errors import ConfigError, DatasetError
+from latentcache.families import family_named
 from latentcache.types import Geometry, Refusal, Size
 
-MAX_SIDE = 1 << 20
+_MAX_SIDE = 1 << 20
 """A side of an image in pixels is at most this: a larger number is damage."""
 
 _SIZE_POLICY = ImagesConfig(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
@@ -39,9 +37,9 @@ class ForeignImage:
     image_path: Path | None
     """The image that it was made from; None where it is not known or not there."""
     latents: torch.Tensor
-    """[C, h, w], with frames [C, F, h, w], floating point, on the CPU, as the file holds them."""
+    """[C, h, w], with frames [C, 1, h, w], floating point, on the CPU, as the file holds them."""
     is_scaled: bool
-    """Whether they are scaled as the denoiser expects them: by the family's published scaling, or the declared one."""
+    """Whether they are scaled as the denoiser expects them: by the family's published scaling."""
     output: Literal["mean", "sample"]
     """Whether the file holds the posterior's mean, or one draw."""
     geometry: Geometry
@@ -56,7 +54,7 @@ class ForeignText:
     """One caption's embeddings in another trainer's cache; `path` and `note` as in a ForeignImage."""
 
     sample_ids: tuple[str, ...]
-    """The samples that it is the caption of; () where the format does not say. With a note it is left out then."""
+    """The samples that it is the caption of; () where there is none."""
     path: str
     caption: str | None
     """None: the format does not carry it, and none was found."""
@@ -74,15 +72,9 @@ class ForeignCache(Protocol):
     """A cache of another trainer, for reading."""
 
     format: str
-    """`kohya`, `musubi`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`, `webdataset`, `mds`."""
+    """`kohya` or `simpletuner`."""
     family: str
     """The name of the model family that it is of."""
-    keeps_padding: bool
-    """Whether its texts have their padding."""
-
-    @property
-    def declaration(self) -> Declaration | None:
-        """What the user states of it; None where the format says enough."""
 
     def items(self) -> Iterator[ForeignItem]:
         """All items, one at a time, in the same order each time.
@@ -99,7 +91,7 @@ def refusal_of(sample_id: str, error: DatasetError) -> Refusal:
 
 
 def refusing(sample_id: str, items: Iterable[ForeignItem]) -> Iterator[ForeignItem]:
-    """These items. A DatasetError while they are read becomes a refusal, which is the last."""
+    """Yield these items. A DatasetError while they are read becomes a refusal, which is the last."""
     try:
         yield from items
     except DatasetError as error:
@@ -118,40 +110,61 @@ def walked(root: str, read: Callable[[str, list[str]], Iterable[ForeignItem]]) -
             yield from refusing(found[0], read(*found))
 
 
-def is_pixels(value: object, least: int) -> bool:
-    """Whether this is a number of pixels: an integer from `least` to MAX_SIDE."""
-    return type(value) is int and least <= value <= MAX_SIDE
-
-
 def pixel_pair(value: object, least: int) -> tuple[int, int] | None:
-    """A list or tuple of two numbers of pixels; None for anything else."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(is_pixels(side, least) for side in value):
+    """A list or tuple of two numbers of pixels, each at least `least`; None for anything else."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
         return None
-    return value[0], value[1]
+    return (value[0], value[1]) if all(type(side) is int and least <= side <= _MAX_SIDE for side in value) else None
 
 
-def bucket_of(latents: torch.Tensor, family: str = DEFAULT) -> Size:
+def bucket_of(latents: torch.Tensor, family: str) -> Size:
     """The bucket, in pixels, of unscaled latents [C, (F,) h, w]."""
     downscale = family_named(family).latent.downscale
     return Size(latents.shape[-2] * downscale, latents.shape[-1] * downscale)
 
 
-def check_frames(image: ForeignImage, family: Family) -> None:
-    """ForeignFileRefused where the geometry is of another number of frames than the latents: batches go by it."""
-    num_frames = image.geometry.num_frames
-    if num_frames is not None and not family.has_clips:
-        detail = f"its geometry has num_frames {num_frames}, but models of {family.name} take no clips"
-        raise corrupt(image.path, detail)
-    found, needed = image.latents.shape[-3], ((num_frames or 1) - 1) // family.latent.frames_factor + 1
-    if family.latent.is_video and found != needed:
-        stated = "no num_frames" if num_frames is None else f"num_frames {num_frames}"
-        raise corrupt(image.path, f"it has {found} latent frames, but its geometry has {stated}, which makes {needed}")
+# Families
 
 
-def crop_fits(geometry: Geometry) -> bool:
-    """Whether the crop lies inside the resized image."""
-    sides = zip(geometry.crop_top_left, geometry.target_size, geometry.resized_size, strict=True)
-    return all(start + side <= whole for start, side, whole in sides)
+def keeps_padding(family: str) -> bool:
+    """Whether texts of the family are stored with their padding."""
+    return all(field.padding is None for field in family_named(family).fields.values())
+
+
+def chosen_family(
+    asked: str | None, roots: Iterable[str], names: re.Pattern[str], known: Mapping[str, str], format_name: str
+) -> str:
+    """The family of a format's files: `asked`, else the only one that the names of files in and below `roots` say.
+
+    The group `arch` of `names` is an architecture, and `known` maps those that can be read to families. Without any
+    the first known one is taken. ConfigError for a family that the format does not have, and where files of several
+    lie side by side. DatasetError for a root that cannot be read.
+    """
+    if asked is not None:
+        return check_family(asked, known.values(), format_name)
+    walks = (found for root in roots for found in walk(root) if not isinstance(found, Refusal))
+    matches = (names.fullmatch(name) for _, files in walks for name in files)
+    families = {known.get(match["arch"]) for match in matches if match is not None}
+    named = [family for family in known.values() if family in families]
+    if len(named) > 1:
+        raise ConfigError(
+            f"the files of {format_name} are of {', '.join(named)}, and a manifest holds one family: give --family",
+            key="family",
+        )
+    return named[0] if named else next(iter(known.values()))
+
+
+def check_family(family: str, allowed: Collection[str], format_name: str) -> str:
+    """The family. ConfigError where the layout of the format's files of this family is not known."""
+    if family not in allowed:
+        raise ConfigError(
+            f"how {format_name} lays out files of the family {family} is not known; it is for {', '.join(allowed)}",
+            key="family",
+        )
+    return family
+
+
+# Images
 
 
 class SourceImages:
@@ -172,7 +185,7 @@ class SourceImages:
         recorded_root: str | None = None,
     ) -> None:
         roots = (None if folder is None else os.path.abspath(folder), recorded_root)
-        self._roots = [path_parts(root) for root in roots if root is not None]
+        self._roots = [_path_parts(root) for root in roots if root is not None]
         self._samples: dict[str, Sample] = {}
         self._by_stem: dict[str, list[str]] = {}
         self.refusals: list[Refusal] = []
@@ -216,12 +229,6 @@ class SourceImages:
         sample = self._samples[sample_id]
         return probe(self._source.read(sample), sample.path, _SIZE_POLICY)
 
-    def image(self, sample_id: str | None) -> tuple[Path | None, Size | None]:
-        """File and size of a sample's image; None and None without a sample. Raises ImageRefused."""
-        if sample_id is None or sample_id not in self._samples:
-            return None, None
-        return self.path(sample_id), self.size(sample_id)
-
     def find(self, recorded: str) -> str | None:
         """The sample that a foreign cache names by a path: relative, below the folder, or below `recorded_root`.
 
@@ -229,30 +236,14 @@ class SourceImages:
         """
         if recorded in self._samples:
             return recorded
-        parts = path_parts(recorded)
+        parts = _path_parts(recorded)
         for root in self._roots:
             if parts[: len(root)] == root and (sample_id := "/".join(parts[len(root) :])) in self._samples:
                 return sample_id
         return None
 
 
-def path_parts(recorded: str) -> tuple[str, ...]:
+def _path_parts(recorded: str) -> tuple[str, ...]:
     """The names in a path that some machine recorded, without its root or drive."""
     pure = PureWindowsPath(recorded) if "\\" in recorded else PurePosixPath(recorded)
     return pure.parts[1:] if pure.anchor else pure.parts
-
-
-def sample_id_of(recorded: str, path: str | Path) -> str:
-    """A sample_id for a recorded path that fits no sample: the path without its root.
-
-    Raises ForeignFileRefused (with `path`, the file that names it) if it names nothing, or leads upwards.
-    """
-    parts = path_parts(recorded)
-    try:
-        os.fsencode(recorded)  # a pickle may hold half a surrogate pair, and no file system can
-        is_path = bool(parts) and ".." not in parts and "\0" not in recorded
-    except UnicodeEncodeError:
-        is_path = False
-    if not is_path:
-        raise corrupt(path, f"it names the image {recorded!r:.200}, which is no path of a file")
-    return "/".join(parts)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from latentcache.types import Refusal
+
+_SHOWN = 5
+"""Refusals of one reason in a text; JSON has all."""
 
 
 @dataclass(slots=True)
@@ -79,13 +83,8 @@ class ImportReport(InteropReport):
     """Files that were not imported."""
     unequal: list[Refusal] = field(default_factory=list)
     """Entries that are not equal to encoded ones, or could not be encoded: they stay unverified."""
-    untold: list[Refusal] = field(default_factory=list)
-    """Entries that are not equal to encoded ones, of images that the trainer resized in a way of its own: whether the
-    model is the same is not known. They stay unverified."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """Kind -> differences from encoded entries; empty without verification."""
-    declared: dict[str, Any] = field(default_factory=dict)
-    """What the user states of the files, where these say nothing of themselves. Nobody has proved it."""
     scale: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     cache: str | None = None
@@ -107,11 +106,9 @@ class ImportReport(InteropReport):
             f"images    {self.num_images}, of which {self.num_flipped} flipped",
             f"texts     {self.num_texts}, of which {self.num_unknown_captions} with an unknown caption",
             f"trust     {self.num_verified} verified, {self.num_unverified} unverified",
-            *(f"declared  {name}: {value}" for name, value in self.declared.items()),
             *(found.to_text(kind) for kind, found in self.differences.items()),
             *self._note_lines(),
             *_refusal_lines("unequal", self.unequal),
-            *(_refusal_lines("untold", self.untold) if self.untold else ()),
             *_refusal_lines("lacking", self.incomplete),
             *_refusal_lines("refused", self.refused),
             f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s",
@@ -144,27 +141,27 @@ class ExportReport(InteropReport):
 
     def to_text(self) -> str:
         """The report for people."""
+        settings = ", ".join(f"{name} {value}" for name, value in self.buckets.items())
+        buckets = f"buckets   {self.num_other_buckets} samples have another than the trainer's ({settings})"
         lines = [
             f"exported  {self.name} to {self.format}",
             f"images    {self.num_images}",
             f"texts     {self.num_texts}",
             f"written   {self.num_files} files, {self.bytes_written:,} bytes",
-            *self._bucket_lines(),
+            *([buckets] if self.buckets else ()),
             *_refusal_lines("skipped", self.skipped),
             *self._note_lines(),
             f"folder    {self.path}",
         ]
         return "\n".join(lines)
 
-    def _bucket_lines(self) -> list[str]:
-        if not self.buckets:
-            return []
-        settings = ", ".join(f"{name} {value}" for name, value in self.buckets.items())
-        return [f"buckets   {self.num_other_buckets} samples have another than the trainer's ({settings})"]
-
 
 def _refusal_lines(title: str, refusals: Sequence[Refusal]) -> list[str]:
-    return [
-        f"{title:<9} {len(refusals)}",
-        *(f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in refusals),
-    ]
+    """How many there are, and the first of each reason."""
+    lines = [f"{title:<9} {len(refusals)}"]
+    for reason, count in Counter(refusal.reason for refusal in refusals).items():
+        shown = [refusal for refusal in refusals if refusal.reason == reason][:_SHOWN]
+        lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in shown]
+        if count > len(shown):
+            lines.append(f"          and {count - len(shown)} more of {reason}: --json lists all")
+    return lines

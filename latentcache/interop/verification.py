@@ -14,14 +14,13 @@ import torch
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import filter_of_trainer
-from latentcache.dataset.clips import probe_clip
+from latentcache.dataset.images import probe
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.scaling import latents_from_moments, posterior_std
 from latentcache.identity import ImageEncoding, TextEncoding, key_of
-from latentcache.interop.imported_facts import knows_caption
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, for_images, load_models
@@ -51,8 +50,7 @@ devices and batch sizes sum in another order, which costs far more than a roundi
 class Verification:
     """How many entries of each kind are encoded again, with which config's models.
 
-    The entries are drawn with `seed`. `models` None loads those of the config. `tolerance` is the largest absolute
-    difference, finite and not negative; None goes by dtype (`RELATIVE`). The image policy is that of the config's
+    The entries are drawn with `seed`. `models` None loads those of the config. The image policy is that of the config's
     dataset of the import's name, or of its only dataset. `encode.image_output` of the config must be `mean`.
     """
 
@@ -60,7 +58,6 @@ class Verification:
     models: Models | None = None
     num_entries: int | Literal["all"] = 8
     seed: int = 0
-    tolerance: float | None = None
 
     def dataset(self, name: str) -> DatasetConfig:
         """The dataset whose image policy counts. ConfigError if an import of this name cannot be verified."""
@@ -71,8 +68,6 @@ class Verification:
                 "`image_output: mean`",
                 key="encode.image_output",
             )
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise ConfigError(f"the tolerance is {self.tolerance}; give a finite number, 0 or more")
         named = [dataset for dataset in self.config.datasets if dataset.name == name] or list(self.config.datasets)
         if len(named) > 1:
             names = ", ".join(dataset.name for dataset in named)
@@ -97,13 +92,11 @@ class Comparison(NamedTuple):
     """Of what is allowed, at the place where it is worst: at most 1 is equal."""
 
 
-def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float, tolerance: float | None) -> Comparison:
-    """Compare two tensors of one shape in float32. `tolerance` is absolute; without it, see `RELATIVE`."""
+def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float) -> Comparison:
+    """Compare two tensors of one shape in float32. `relative`: see `RELATIVE`."""
     imported, encoded = imported.float(), encoded.float()
     difference = (imported - encoded).abs()
     allowed = encoded.abs().add(encoded.square().mean().sqrt()).mul(relative)
-    if tolerance is not None:
-        allowed = torch.full_like(encoded, tolerance)
     # Where nothing is allowed, nothing may differ.
     share = torch.where(difference == 0, 0.0, difference / allowed)
     return Comparison(difference.max().item(), share.max().item())
@@ -119,10 +112,27 @@ class _Finding(NamedTuple):
     """Why the two cannot be compared."""
 
 
+@dataclass(slots=True)
+class _Subject:
+    """An imported entry that is encoded again, and what came of it."""
+
+    row: Row
+    ref: ImageRef | CaptionRef
+    finding: _Finding | None = None
+    failure: Refusal | None = None
+    """Why it could not be encoded."""
+    verified: str | None = None
+    """The key under which it is verified."""
+
+    def refusal(self, reason: str, detail: str) -> Refusal:
+        """An entry of the report."""
+        return Refusal(self.row.sample_id, self.row.path, reason, detail)
+
+
 class Verifier:
     """Encodes imported entries again. Each that is equal is stored once more under its real identity, verified.
 
-    Images are prepared as the config's dataset does, and, where that differs, with the resize filter of the trainer.
+    Images are prepared as the config's dataset does, but with the resize filter of the trainer.
 
     Raises ConfigError if an import of this name cannot be verified, ModelError or DeviceError.
     """
@@ -141,19 +151,14 @@ class Verifier:
             message = f"text_store_dtype is {met}, which is too coarse to verify texts; set it to auto"
             raise ConfigError(message, key="encode.text_store_dtype")
         self._compute_dtypes = {kind: DTYPES[encoding.compute_dtype] for kind, encoding in encodings.items()}
-        self._salt = verification.config.cache.salt
-        self._preparations = Preparations(self._dataset, self._encodings, self._salt)
-        self._texts = TextKeys(self._models.family, self._models.tokenizers, self._encodings.text, self._salt)
+        salt = verification.config.cache.salt
+        self._preparations = Preparations(self._dataset, self._encodings, salt)
+        self._texts = TextKeys(self._models.family, self._models.tokenizers, self._encodings.text, salt)
         self._random = random.Random(verification.seed)
-        self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
+        self._subjects: dict[str, _Subject] = {}
+        """By the key of the imported entry."""
+        self._expected: dict[str, list[_Subject]] = {}
         """Key of an encoded entry -> the imported ones that should equal it."""
-        self._own: set[str] = set()
-        """Keys that precache gives images with this config: those of other filters are of no use to it."""
-        self._found: dict[str, tuple[Row, ImageRef | CaptionRef, list[_Finding]]] = {}
-        self._failed: dict[str, Refusal] = {}
-        """Key of an imported entry -> why it could not be encoded."""
-        self._verified: dict[str, str] = {}
-        """Key of an imported entry -> the key under which it is verified."""
 
     def verify(self, rows: Mapping[str, Row], progress: Progress) -> dict[str, Row]:
         """Encode some entries of these rows again, and return the rows with the keys of those that are verified.
@@ -173,16 +178,14 @@ class Verifier:
                 TextStage(context).run(texts)
                 self._models.release()
             writer.seal()
-        self._conclude()
+        for subject in self._subjects.values():
+            self._conclude(subject)
         self._report.bytes_written += writer.bytes_written
+        keys = {key: subject.verified for key, subject in self._subjects.items() if subject.verified is not None}
         return {
-            sample_id: replace(row, images=self._updated(row.images), captions=self._updated(row.captions))
+            sample_id: replace(row, images=_updated(row.images, keys), captions=_updated(row.captions, keys))
             for sample_id, row in rows.items()
         }
-
-    def _updated(self, refs: Sequence[Ref]) -> tuple[Ref, ...]:
-        found = self._verified
-        return tuple(replace(ref, key=found[ref.key], trust="verified") if ref.key in found else ref for ref in refs)
 
     def _context(self, writer: Writer, progress: Progress) -> RunContext:
         """Precache's stages, which give what is compared: moments and embeddings in float32."""
@@ -198,47 +201,46 @@ class Verifier:
             compared=replace(self._encodings.image, output="moments", store_dtype="float32"),
         )
 
+    # What is encoded
+
     def _image_batches(self, refs: Sequence[tuple[Row, ImageRef]]) -> list[list[ImageTask]]:
         batches: Batches[ImageTask] = Batches(Shard())
         for row, ref in self._drawn(refs):
+            subject = self._subjects[ref.key] = _Subject(row, ref)
             if row.source is None:
-                self._note(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
+                detail = "the image is not there, so it cannot be encoded again: give --images"
+                subject.failure = subject.refusal("missing", detail)
                 continue
             sample, geometry = Sample.of(row.sample_id, row.path, (), None, row.path), ref.geometry
             try:
-                size, num_frames = probe_clip(_FILES.read(sample), row.path, self._dataset.images, self._dataset.frames)
+                size = probe(_FILES.read(sample), row.path, self._dataset.images)
             except ImageRefused as refused:
-                self._note(row, refused.reason, refused.detail)
+                subject.failure = subject.refusal(refused.reason, refused.detail)
                 continue
             if size != geometry.original_size:
                 detail = f"the image is {size} now (upright), but one of {geometry.original_size} was cached"
-                self._note(row, "unequal", detail)
+                subject.failure = subject.refusal("unequal", detail)
                 continue
-            if (num_frames is None) != (geometry.num_frames is None):
-                detail = "one of the file and what was cached of it is a clip, and the other is a still image"
-                self._note(row, "unequal", detail)
-                continue
-            usual = self._preparations.identity(row.source, geometry)
-            own = usual.preparation.resample
-            for name in dict.fromkeys((own, filter_of_trainer(self._report.format, geometry) or own)):
-                identity = replace(usual, preparation=replace(usual.preparation, resample=name))
-                key = key_of(identity.to_json())
-                self._own |= {key} if name == own else set()
-                if self._expect(key, row, ref):
-                    group_size = self._encodings.image_group_size if num_frames is None else 1
-                    task = ImageTask(key, identity, sample, _FILES, self._dataset.images)
-                    batches.add(geometry.extent, group_size, task)
+            identity = self._preparations.identity(row.source, geometry)
+            resample = filter_of_trainer(self._report.format, geometry) or identity.preparation.resample
+            identity = replace(identity, preparation=replace(identity.preparation, resample=resample))
+            key = key_of(identity.to_json())
+            if self._expect(key, subject):
+                task = ImageTask(key, identity, sample, _FILES, self._dataset.images)
+                batches.add(geometry.extent, self._encodings.image_group_size, task)
         return batches.finish()
 
     def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]]) -> list[list[TextTask]]:
         batches: Batches[TextTask] = Batches(Shard())
         for row, ref in self._drawn(refs):
-            if not knows_caption(self._store.record(ref.key)):
-                self._note(row, "missing", "its caption is not known, so it cannot be encoded again")
+            subject = self._subjects[ref.key] = _Subject(row, ref)
+            if self._store.record(ref.key).identity["source"] is None:
+                detail = "its caption is not known, so it cannot be encoded again"
+                subject.failure = subject.refusal("missing", detail)
                 continue
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
-            if self._expect(key, row, ref):
+            if self._expect(key, subject):
                 batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, ref.text, row.sample_id, row.path))
         return batches.finish()
 
@@ -249,38 +251,34 @@ class Verifier:
         num_entries = self._verification.num_entries
         return pool if num_entries == "all" or num_entries >= len(pool) else self._random.sample(pool, num_entries)
 
-    def _expect(self, key: str, row: Row, ref: ImageRef | CaptionRef) -> bool:
-        """Compare the entry of `ref` with what is encoded under `key`. False if that is to be encoded already."""
+    def _expect(self, key: str, subject: _Subject) -> bool:
+        """Compare the subject with what is encoded under `key`. False if that is to be encoded already."""
         expected = self._expected.setdefault(key, [])
-        expected.append((row, ref))
+        expected.append(subject)
         return len(expected) == 1
 
-    def _note(self, row: Row, reason: str, detail: str) -> None:
-        """Report an entry that stays unverified."""
-        self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))
+    # What came of it
 
     def _note_failure(self, key: str, failure: Failure) -> None:
-        """Report the entries that could not be encoded."""
-        for row, ref in self._expected[key]:
+        """Note that these entries could not be encoded."""
+        for subject in self._expected[key]:
             detail = failure.detail
             if failure.reason == "bad-output":
                 detail = f"there is nothing to compare with: {detail}"
-                if isinstance(ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
+                if isinstance(subject.ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
                     detail += "; use `encode.text_dtype: float32`"
-            self._failed[ref.key] = Refusal(row.sample_id, row.path, failure.reason, detail)
+            subject.failure = subject.refusal(failure.reason, detail)
 
     def _compare(self, writer: Writer, encoded: Entry) -> None:
         """Compare one encoded entry with the imported ones that should equal it, and store those that do."""
-        kind = encoded.record.kind
-        for row, ref in self._expected[encoded.record.key]:
-            entry = self._store.get(ref.key)
-            finding = self._finding(encoded, entry)
-            self._found.setdefault(ref.key, (row, ref, []))[2].append(finding)
-            result = finding.result
+        key, kind = encoded.record.key, encoded.record.kind
+        for subject in self._expected[key]:
+            entry = self._store.get(subject.ref.key)
+            subject.finding = self._finding(encoded, entry)
+            result = subject.finding.result
             if result.share > 1:
                 continue
-            if ref.key not in self._verified or encoded.record.key in self._own:
-                self._verified[ref.key] = encoded.record.key
+            subject.verified = key
             # Under the identity of the encoded entry. If precache made that, it stays.
             shown = {"trust": "verified", "largest_difference": result.largest, "share_of_allowed": result.share}
             record = replace(encoded.record, provenance={**entry.record.provenance, "verification": shown})
@@ -304,52 +302,46 @@ class Verifier:
         rounding = result.largest / result.share if result.share else 0.0
         return _Finding(result, distance / std, distance <= _FARTHEST_DRAW * math.hypot(std, rounding))
 
-    def _conclude(self) -> None:
-        """One verdict for each entry, by the preparation that comes nearest."""
-        for key, (row, ref, findings) in self._found.items():
-            kind: Kind = "image" if isinstance(ref, ImageRef) else "text"
-            found = self._report.differences.setdefault(kind, Difference())
-            found.num_compared += 1
-            best = min(findings, key=lambda finding: finding.result.share)
-            if best.detail is not None:
-                self._note(row, "unequal", best.detail)
-                continue
-            found.largest = max(found.largest, best.result.largest)
-            found.largest_share = max(found.largest_share, best.result.share)
-            if best.deviations is not None:
-                found.largest_deviations = max(found.largest_deviations or 0.0, best.deviations)
-            found.num_equal += key in self._verified
-            found.num_draws += key not in self._verified and best.is_draw
-            if key not in self._verified and not best.is_draw:
-                self._note_unequal(row, ref, best)
-        for key, refusal in self._failed.items():
-            if key not in self._found:
-                self._report.unequal.append(refusal)
-
-    def _note_unequal(self, row: Row, ref: ImageRef | CaptionRef, best: _Finding) -> None:
-        values = "latents" if isinstance(ref, ImageRef) else "embeddings"
-        detail = f"encoding gives other {values}: largest difference {best.result.largest:.3g}, "
-        detail += f"{best.result.share:.3g} times what is allowed"
-        if best.deviations is not None:
-            detail += f"; a draw of the posterior is 1 deviation from its mean, this is {best.deviations:.3g}"
-        if isinstance(ref, ImageRef) and filter_of_trainer(self._report.format, ref.geometry) is None:
-            detail += f"; {self._report.format} resizes images in a way that cannot be repeated here, so whether the "
-            detail += "model is the same is not known"
-            self._report.untold.append(Refusal(row.sample_id, row.path, "untold", detail))
-        else:
-            self._note(row, "unequal", detail)
-
     def _compared(self, entry: Entry, encoded: Mapping[str, torch.Tensor]) -> Comparison:
         """The worst field's comparison."""
         kind = entry.record.kind
         file_dtype = DTYPES[entry.record.provenance["file_dtype"]]
         dtypes = {file_dtype, self._compute_dtypes[kind], self.store_dtypes[kind]}
         relative = max(RELATIVE[dtype] for dtype in dtypes | {tensor.dtype for tensor in entry.tensors.values()})
-        fields = [
-            compare(tensor, encoded[name], relative=relative, tolerance=self._verification.tolerance)
-            for name, tensor in entry.tensors.items()
-        ]
+        fields = [compare(tensor, encoded[name], relative=relative) for name, tensor in entry.tensors.items()]
         return Comparison(max(field.largest for field in fields), max(field.share for field in fields))
+
+    def _conclude(self, subject: _Subject) -> None:
+        """Report one verdict for an entry."""
+        finding = subject.finding
+        if finding is None:
+            self._report.unequal += [] if subject.failure is None else [subject.failure]
+            return
+        kind: Kind = "image" if isinstance(subject.ref, ImageRef) else "text"
+        found, result = self._report.differences.setdefault(kind, Difference()), finding.result
+        found.num_compared += 1
+        if finding.detail is not None:
+            self._report.unequal.append(subject.refusal("unequal", finding.detail))
+            return
+        found.largest = max(found.largest, result.largest)
+        found.largest_share = max(found.largest_share, result.share)
+        if finding.deviations is not None:
+            found.largest_deviations = max(found.largest_deviations or 0.0, finding.deviations)
+        if subject.verified is not None:
+            found.num_equal += 1
+        elif finding.is_draw:
+            found.num_draws += 1
+        else:
+            detail = f"encoding gives other {'latents' if kind == 'image' else 'embeddings'}: largest difference "
+            detail += f"{result.largest:.3g}, {result.share:.3g} times what is allowed"
+            if finding.deviations is not None:
+                detail += f"; a draw of the posterior is 1 deviation from its mean, this is {finding.deviations:.3g}"
+            self._report.unequal.append(subject.refusal("unequal", detail))
+
+
+def _updated(refs: Sequence[Ref], keys: Mapping[str, str]) -> tuple[Ref, ...]:
+    """These references, those that are verified with their keys as such."""
+    return tuple(replace(ref, key=keys[ref.key], trust="verified") if ref.key in keys else ref for ref in refs)
 
 
 def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:

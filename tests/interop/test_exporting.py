@@ -1,107 +1,203 @@
-"""What no format can write is listed, and the other samples are exported."""
+"""What all exports share: which samples are left out, which values are written, and that files are whole."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from foreign_samples import Foreign, image, pairs, text
+from helpers.foreign_samples import Foreign, image, imported, of_family, pairs, text
+from safetensors.torch import load_file
 
-from latentcache.dataset.buckets import fit
-from latentcache.errors import ConfigError
-from latentcache.interop.exporting import A_CLIP, NOTE_UNKNOWN
-from latentcache.interop.formats import ai_toolkit, kohya, musubi, simpletuner
-from latentcache.interop.importing import import_cache
-from latentcache.interop.readers import ForeignImage, ForeignText
+from latentcache.config import Config
+from latentcache.dataset.manifest_row import PartRef
+from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
+from latentcache.interop.formats import kohya, musubi, webdataset
 from latentcache.loading.cache import LatentCache
-from latentcache.precache.workspace import Workspace
-from latentcache.types import Size
+from latentcache.precache.run import run_precache
+
+FILES = pytest.mark.parametrize("module", [kohya, musubi], ids=["kohya", "musubi"])
+ALL = pytest.mark.parametrize("module", [kohya, musubi, webdataset], ids=["kohya", "musubi", "webdataset"])
 
 
-@pytest.mark.parametrize(
-    ("module", "sample_id", "detail"),
-    [
-        (kohya, "x" * 250 + ".png", "its name is too long for a file here"),
-        (ai_toolkit, "x" * 250 + ".png", "its name is too long for a file here"),
-        (ai_toolkit, "caf\udce9.png", "its name is not UTF-8"),
-        (kohya, "half \ud83d.png", "its name is not UTF-8"),
-        (simpletuner, "half \ud83d.png", "its name is not UTF-8"),
-    ],
-    ids=["kohya-long", "ai-toolkit-long", "ai-toolkit-latin-1", "kohya-half", "simpletuner-half"],
-)
-def test_names_that_the_format_cannot_have_are_listed(
-    tmp_path: Path, module: ModuleType, sample_id: str, detail: str
-) -> None:
-    workspace = Workspace()
-    format_name = {kohya: "kohya", simpletuner: "simpletuner", ai_toolkit: "ai-toolkit"}[module]
-    items = [image(sample_id), text(sample_id, caption="a cat"), *pairs("b.png")]
-    import_cache(Foreign(items, format_name), workspace, name="foreign")
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+def cache_for(module: Any, *sample_ids: str) -> LatentCache:
+    """Samples of a family that the format can hold."""
+    if module is musubi:
+        return imported(Foreign(of_family("z-image", *sample_ids), family="z-image"))[0]
+    return imported(Foreign(pairs(*sample_ids), "kohya"))[0]
+
+
+def latents_in(module: Any, folder: Path) -> list[torch.Tensor]:
+    """The latents in the files of an export, as they are there, by name."""
+    if module is webdataset:
+        found = []
+        for path in sorted(folder.glob("*.tar")):
+            with tarfile.open(path) as tar:
+                members = [member for member in tar if member.name.endswith(".latents.npy")]
+                data = [tar.extractfile(member).read() for member in members]  # type: ignore[union-attr]
+                found += [torch.from_numpy(np.load(io.BytesIO(each))) for each in data]
+        return found
+    if module is musubi:
+        files = [load_file(path) for path in sorted(folder.rglob("*.safetensors")) if "_te." not in path.name]
+    else:
+        files = [dict(np.load(path)) for path in sorted(folder.rglob("*.npz")) if "_te_" not in path.name]
+    return [torch.as_tensor(file[name]) for file in files for name in file if name.startswith("latents")]
+
+
+@ALL
+def test_samples_whose_names_or_captions_are_no_text_are_listed(tmp_path: Path, module: Any) -> None:
+    cache = cache_for(module, "half \ud83d.png", "b.png")
+    report = module.export(cache, "foreign", tmp_path / "out")
+    assert [(each.sample_id, each.reason) for each in report.skipped] == [("half \ud83d.png", "unreadable")]
+    assert "its name is not UTF-8" in report.skipped[0].detail and report.num_images == 1
+    items = [*pairs("a.png"), image("b.png"), text("b.png", caption="half \ud83d a pair")]
+    report = webdataset.export(imported(Foreign(items))[0], "foreign", tmp_path / "captions")
+    assert [(each.sample_id, each.detail) for each in report.skipped] == [("b.png", "a caption is not UTF-8")]
+
+
+@FILES
+def test_a_name_that_is_too_long_is_listed(tmp_path: Path, module: Any) -> None:
+    cache = cache_for(module, "x" * 250 + ".png", "b.png")
     report = module.export(cache, "foreign", tmp_path)
-    assert {(refusal.sample_id, refusal.reason) for refusal in report.skipped} == {(sample_id, "unreadable")}
-    assert detail in report.skipped[0].detail
-    assert report.num_images == 1
+    assert {(each.sample_id, each.reason) for each in report.skipped} == {("x" * 250 + ".png", "unreadable")}
+    assert "its name is too long for a file here" in report.skipped[0].detail and report.num_images == 1
 
 
-def cache_of_wan() -> LatentCache:
-    """One sample of a family with frames and texts of natural length."""
-    latents = torch.randn(16, 1, 8, 16, generator=torch.Generator().manual_seed(1))
-    items = [
-        ForeignImage("a.png", "a.bin", None, latents, True, "mean", fit(Size(80, 160), Size(64, 128))),
-        ForeignText(("a.png",), "a.text", "a cat", torch.ones(5, 8), None),
-    ]
-    workspace = Workspace()
-    import_cache(Foreign(items, family="wan", keeps_padding=False), workspace, name="foreign")
-    return LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+@pytest.mark.parametrize("sample_id", ["../up.png", "/abs.png", "a/../../up.png"])
+def test_no_file_is_written_outside_the_folder(tmp_path: Path, sample_id: str) -> None:
+    report = kohya.export(cache_for(kohya, sample_id, "b.png"), "foreign", tmp_path / "in" / "out")
+    assert [(each.sample_id, each.reason) for each in report.skipped] == [(sample_id, "unreadable")]
+    assert {path.parent for path in tmp_path.rglob("*.npz")} == {tmp_path / "in" / "out"}
 
 
-def test_a_family_whose_layout_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lays out files of the family wan is not known; it is for sdxl"):
-        kohya.export(cache_of_wan(), "foreign", tmp_path / "out")
+@ALL
+def test_what_is_lost_or_damaged_is_listed_and_the_rest_exported(tmp_path: Path, module: Any) -> None:
+    cache = cache_for(module, "a.png", "b.png", "c.png")
+    rows = cache.manifest("foreign").rows
+    cache.store.remove(cache.store.find([rows["a.png"].images[0].key]))
+    cache.store.remove(cache.store.find([rows["b.png"].captions[0].key]))
+    report = module.export(cache, "foreign", tmp_path / "out")
+    assert [(each.sample_id, each.reason) for each in report.skipped] == [("a.png", "missing"), ("b.png", "missing")]
+    assert report.has_faults and (report.num_images, report.num_texts) == (1, 1)
+
+
+@ALL
+def test_what_may_not_be_exported_is_refused_before_a_file_is_written(tmp_path: Path, module: Any) -> None:
+    cache = cache_for(module, "a.png")
+    with pytest.raises(StoreError, match="no manifest 'nonsense'"):
+        module.export(cache, "nonsense", tmp_path / "out")
+    strict = LatentCache(store=cache.store, manifests=cache.manifests)
+    with pytest.raises(SampleError, match="unverified"):
+        module.export(strict, "foreign", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_sdxl_is_refused_by_a_format_without_it(tmp_path: Path) -> None:
-    workspace = Workspace()
-    import_cache(Foreign(pairs("a.png")), workspace, name="foreign")
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+def test_prompts_are_no_dataset(config: Config, tmp_path: Path) -> None:
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        prompts = next(name for name in cache.manifests.names() if name != "photos")
+        with pytest.raises(StoreError, match="holds prompts, not images"):
+            kohya.export(cache, prompts, tmp_path / "out")
+
+
+def test_a_family_whose_layout_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    wan = imported(Foreign(of_family("wan", "a.png"), family="wan"))[0]
+    with pytest.raises(ConfigError, match="lays out files of the family wan is not known; it is for sdxl"):
+        kohya.export(wan, "foreign", tmp_path / "out")
     with pytest.raises(ConfigError, match="how musubi lays out files of the family sdxl is not known"):
-        musubi.export(cache, "foreign", tmp_path / "out")
+        musubi.export(cache_for(kohya, "a.png"), "foreign", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("module", "family"), [(simpletuner, "sdxl"), (ai_toolkit, "sdxl"), (musubi, "z-image")])
-def test_a_text_without_its_caption_is_not_exported_as_the_empty_one(
-    tmp_path: Path, module: ModuleType, family: str
+@ALL
+def test_the_mean_is_written_or_a_draw_that_the_seed_determines(
+    make_config: Callable[..., Config], tmp_path: Path, module: Any
 ) -> None:
-    """The trainers would take it for what they train with where a caption is dropped."""
-    items = [image("a.png"), text("a.png", caption=None)]
-    if family != "sdxl":
-        latents = torch.randn(16, 8, 16, generator=torch.Generator().manual_seed(1))
-        items = [replace(items[0], latents=latents), ForeignText(("a.png",), "text", None, torch.ones(5, 8), None)]
-    workspace = Workspace()
-    foreign = Foreign(items, family=family, keeps_padding=family == "sdxl")
-    imported = import_cache(foreign, workspace, name="foreign", scale_check=False)
-    assert not imported.refused
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
-    report = module.export(cache, "foreign", tmp_path / "files")
-    assert (report.num_images, report.num_texts, report.notes[NOTE_UNKNOWN]) == (1, 0, 1)
-    assert len([path for path in (tmp_path / "files").rglob("*") if path.is_file()]) == 1
+    family = {"model.family": "z-image"} if module is musubi else {}
+    config = make_config(**family, **{"validation.prompts": []})
+    run_precache(config)
+    drawn = []
+    with LatentCache(config.cache.path) as cache:
+        moments = [cache.get(row.images[0].key).tensors["moments"] for row in cache.manifest("photos").rows.values()]
+        means = [each[: len(each) // 2].float() for each in moments]
+        for number, seed in enumerate((None, 1, 1, 2)):
+            module.export(cache, "photos", tmp_path / str(number), seed=seed)
+            drawn.append(latents_in(module, tmp_path / str(number)))
+    assert len(drawn[0]) == len(means) == 5
+    assert all(any(torch.equal(latents, mean) for mean in means) for latents in drawn[0])
+    for one, same, other, mean in zip(drawn[1], drawn[2], drawn[3], drawn[0], strict=True):
+        assert torch.equal(one, same) and not torch.equal(one, other) and not torch.equal(one, mean)
 
 
-@pytest.mark.parametrize("module", [simpletuner, ai_toolkit, musubi])
-def test_clips_are_listed_where_only_images_are_read_again(tmp_path: Path, module: ModuleType) -> None:
-    latents = torch.randn(16, 3, 8, 16, generator=torch.Generator().manual_seed(1))
-    clip, still = image("a.gif", latents=latents), image("b.png", latents=latents[:, :1].clone())
-    clip = replace(clip, geometry=replace(clip.geometry, num_frames=9))
-    texts = [ForeignText((each.sample_id,), "text", "a cat", torch.ones(5, 8), None) for each in (clip, still)]
-    workspace = Workspace()
-    foreign = Foreign([clip, still, *texts], family="wan", keeps_padding=False)
-    imported = import_cache(foreign, workspace, name="foreign", scale_check=False)
-    assert not imported.refused and imported.num_samples == 2
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
-    report = module.export(cache, "foreign", tmp_path)
-    assert [(each.sample_id, each.reason, each.detail) for each in report.skipped] == [("a.gif", *A_CLIP)]
+@FILES
+def test_files_that_are_there_stay_unless_asked_for(tmp_path: Path, module: Any) -> None:
+    cache = cache_for(module, "a.png")
+    module.export(cache, "foreign", tmp_path)
+    files = sorted(path for path in tmp_path.iterdir())
+    files[0].write_bytes(b"mine")
+    again = module.export(cache, "foreign", tmp_path)
+    assert files[0].read_bytes() == b"mine" and again.num_files == 0
+    assert {each.reason for each in again.skipped} == {"duplicate"} and "give --overwrite" in again.to_text()
+    assert {each.path for each in again.skipped} == set(map(str, files))
+    assert module.export(cache, "foreign", tmp_path, overwrite=True).skipped == []
+    assert files[0].read_bytes() != b"mine"
+
+
+@FILES
+def test_samples_that_share_a_file_are_listed(tmp_path: Path, module: Any) -> None:
+    report = module.export(cache_for(module, "a.jpg", "a.png"), "foreign", tmp_path)
+    assert {(each.sample_id, each.reason) for each in report.skipped} == {("a.png", "duplicate")}
     assert report.num_images == 1
+
+
+@ALL
+def test_a_full_disk_ends_the_export_and_leaves_no_half_file(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_for(module, "a.png", "b.png")
+    get, calls = cache.get, iter(range(2))
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        if next(calls, None) is None:
+            raise ReadOnlyError(tmp_path)
+        return get(*arguments, **options)
+
+    monkeypatch.setattr(cache, "get", fails)
+    with pytest.raises(ReadOnlyError):
+        module.export(cache, "foreign", tmp_path / "out")
+    left = {path.name for path in (tmp_path / "out").rglob("*")}
+    assert not {name for name in left if name.endswith(".tmp")} and "latentcache.json" not in left
+
+
+@FILES
+def test_a_folder_that_may_not_be_written_is_named(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ReadOnlyError, match="out"):
+        module.export(cache_for(module, "a.png"), "foreign", tmp_path / "out")
+
+
+@ALL
+def test_samples_with_parts_that_the_format_has_no_place_for_are_listed(tmp_path: Path, module: Any) -> None:
+    role = "mask" if module is musubi else "control"
+    cache = cache_for(module, "a.png", "b.png")
+    manifest = cache.manifest("foreign")
+    row = manifest.rows["a.png"]
+    part = PartRef(role, row.images[0].key, row.images[0].geometry, "0" * 64, "unverified")
+    cache.manifests.write(replace(manifest, rows={**manifest.rows, "a.png": replace(row, parts=(part,))}))
+    cache.refresh()
+    report = module.export(cache, "foreign", tmp_path / "out")
+    assert [(each.sample_id, each.reason) for each in report.skipped] == [("a.png", "has-parts")]
+    assert "for which the format has no place" in report.skipped[0].detail and report.num_images == 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_samples import FACTOR, STD, Foreign, image, pairs, text
+from helpers.foreign_samples import FACTOR, STD, Foreign, image, pairs, text
 from helpers.photo_files import write_photo
 
 from latentcache.config import Config
@@ -29,7 +29,7 @@ from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Refusal
 
 
-def imported(workspace: Workspace, *items: Any, **options: Any) -> ImportReport:
+def into(workspace: Workspace, *items: Any, **options: Any) -> ImportReport:
     return import_cache(Foreign(items), workspace, name="foreign", **options)
 
 
@@ -51,7 +51,7 @@ def test_an_unscaled_import_keeps_every_bit_and_says_what_it_is(tmp_path: Path) 
     plain, twin = image("a.png", image_path=photo), image("a.png", flip=True, image_path=photo)
     words = text("a.png", caption="a photo", dtype=torch.float16)
     workspace = Workspace()
-    report = imported(workspace, twin, plain, words)
+    report = into(workspace, twin, plain, words)
     assert (report.num_samples, report.num_images, report.num_flipped, report.num_texts) == (1, 2, 1, 1)
     assert (report.num_verified, report.num_unverified, report.num_unknown_captions) == (0, 3, 0)
     row = rows_of(workspace)["a.png"]
@@ -79,7 +79,7 @@ def test_an_unscaled_import_keeps_every_bit_and_says_what_it_is(tmp_path: Path) 
 def test_scaled_latents_are_divided_in_float32() -> None:
     workspace = Workspace()
     latents = (torch.randn(4, 8, 16) * 1.0).to(torch.bfloat16)
-    imported(workspace, image("a", latents=latents, is_scaled=True), text("a"))
+    into(workspace, image("a", latents=latents, is_scaled=True), text("a"))
     stored = workspace.store.get(rows_of(workspace)["a"].images[0].key).tensors["latents"]
     assert stored.dtype is torch.float32 and torch.equal(stored, latents.float() / FACTOR)
     # Multiplied again and rounded, they equal those of the file; and so a UNet gets them.
@@ -91,7 +91,7 @@ def test_scaled_latents_are_divided_in_float32() -> None:
 def test_a_dtype_can_be_asked_for() -> None:
     workspace = Workspace()
     item = image("a")
-    imported(workspace, item, text("a"), store_dtype=torch.float16)
+    into(workspace, item, text("a"), store_dtype=torch.float16)
     row = rows_of(workspace)["a"]
     assert torch.equal(workspace.store.get(row.images[0].key).tensors["latents"], item.latents.half())
     assert workspace.store.get(row.captions[0].key).tensors["pooled_prompt_embeds"].dtype is torch.float16
@@ -99,17 +99,39 @@ def test_a_dtype_can_be_asked_for() -> None:
 
 def test_what_overflows_the_dtype_that_was_asked_for_is_not_imported() -> None:
     workspace = Workspace()
-    large = text("a", caption="of a")
+    large, loud = text("a", caption="of a"), image("b", is_scaled=True, std=1.0)
     large.prompt_embeds[3, 5] = 1e6
-    report = imported(workspace, image("a"), large, store_dtype=torch.float16)
+    loud.latents[0, 0, 0] = 60_000  # which float16 has, but not divided by SDXL's factor
+    report = into(workspace, image("a", is_scaled=True, std=1.0), large, loud, store_dtype=torch.float16)
     assert [(refusal.reason, refusal.detail) for refusal in report.refused] == [
-        ("bad-output", "prompt_embeds holds inf in torch.float16, which is to be stored")
+        ("bad-output", "prompt_embeds holds inf in torch.float16, which is to be stored"),
+        ("bad-output", "latents holds inf in torch.float16, which is to be stored"),
     ]
+
+
+def test_scaled_latents_of_two_dtypes_are_stored_in_one() -> None:
+    workspace = Workspace()
+    latents = torch.randn(4, 8, 16)
+    items = [image("a", latents=latents, is_scaled=True), image("b", latents=latents.bfloat16(), is_scaled=True)]
+    report = into(workspace, *items, text("a", "b"))
+    assert report.refused == [] and report.num_samples == 2
+    batch = cache_of(workspace, unverified=True).batch(["a", "b"], device="cpu")
+    assert batch["latents"].dtype is torch.float32
+
+
+def test_the_frames_and_the_channels_are_those_of_the_family() -> None:
+    geometry = image("a").geometry
+    still, clip = (torch.randn(16, frames, 8, 16) for frames in (1, 3))
+    for family, good, bad in (("wan", still, clip), ("wan", still, still[:, 0]), ("flux", still[:, 0], still[:4, 0])):
+        items = [image(name, latents=each, is_scaled=True) for name, each in (("a", bad), ("b", good))]
+        report = import_cache(Foreign(items, family=family), Workspace(), name="foreign")
+        assert [refusal.sample_id for refusal in report.refused] == ["a"] and report.num_images == 1
+        assert f"does not fit a bucket of {geometry.target_size} of {family}" in report.refused[0].detail
 
 
 def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
     workspace = Workspace()
-    report = imported(
+    report = into(
         workspace, image("a"), image("b"), text("a", "b", caption=None), text("b", caption="x"), text("b", caption="x")
     )
     assert report.num_unknown_captions == 1 and report.num_samples == 2
@@ -120,7 +142,7 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
 
 
 def test_notes_are_counted() -> None:
-    report = imported(Workspace(), *(image(each, note="derived") for each in "abc"))
+    report = into(Workspace(), *(image(each, note="derived") for each in "abc"))
     assert report.notes == {"derived": 3} and "3 derived" in report.to_text()
 
 
@@ -149,7 +171,7 @@ def test_notes_are_counted() -> None:
 )
 def test_bad_items_are_listed_and_the_others_imported(item: Any, reason: str, detail: str) -> None:
     workspace = Workspace()
-    report = imported(workspace, *pairs("a"), item, *pairs("b"))
+    report = into(workspace, *pairs("a"), item, *pairs("b"))
     assert report.num_samples == 2 and report.has_faults
     assert [(refusal.reason, detail in refusal.detail) for refusal in report.refused] == [(reason, True)]
     assert set(rows_of(workspace)) == {"a", "b"}
@@ -158,7 +180,7 @@ def test_bad_items_are_listed_and_the_others_imported(item: Any, reason: str, de
 
 def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
     workspace = Workspace()
-    report = imported(workspace, *pairs("a"), image("b"), text("c"), image("d", flip=True), text("d"))
+    report = into(workspace, *pairs("a"), image("b"), text("c"), image("d", flip=True), text("d"))
     assert [(item.sample_id, item.detail.split()[1]) for item in report.incomplete] == [
         ("b", "text"),
         ("c", "image"),
@@ -201,7 +223,7 @@ def test_latents_that_are_not_scaled_as_claimed_are_refused(
 def test_latents_that_are_scaled_as_claimed_pass_also_with_odd_ones_among_them() -> None:
     scaled = [image(f"{number}", is_scaled=True, std=1.0) for number in range(70)]
     odd = [image(f"odd {number}", is_scaled=True, std=20.0) for number in range(30)]
-    report = imported(Workspace(), *odd, *scaled)
+    report = into(Workspace(), *odd, *scaled)
     assert report.num_images == 100 and report.scale["median_std_scaled"] == pytest.approx(1.1, abs=0.3)
 
 
@@ -220,7 +242,7 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
             raise KeyboardInterrupt
 
     with open_workspace(cache_config(tmp_path)) as workspace:
-        imported(workspace, *pairs("a"))
+        into(workspace, *pairs("a"))
         with pytest.raises(KeyboardInterrupt):
             import_cache(Interrupted(pairs("a", "b", "c")), workspace, name="other")
         assert workspace.manifests.names() == ["foreign", "second"]
@@ -232,7 +254,7 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
 def test_an_import_does_not_list_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a service that is a request for each 65,536 entries, and a set of all keys in memory."""
     workspace = Workspace()
-    imported(workspace, *pairs("a"))
+    into(workspace, *pairs("a"))
     monkeypatch.setattr(type(workspace.store), "keys", lambda self: pytest.fail("all keys were listed"))
     assert import_cache(Foreign(pairs("a", "b")), workspace, name="other").num_samples == 2
 
@@ -245,8 +267,8 @@ def test_names_are_those_of_a_config(name: str) -> None:
 
 def test_an_import_replaces_an_import_but_never_what_precache_made(config: Config) -> None:
     with open_workspace(config.cache) as workspace:
-        imported(workspace, *pairs("a"))
-        imported(workspace, *pairs("b"))
+        into(workspace, *pairs("a"))
+        into(workspace, *pairs("b"))
         assert set(rows_of(workspace)) == {"b"}
         with pytest.raises(StoreError, match="photos was made by precache"):
             import_cache(Foreign(pairs("a")), workspace, name="photos")
@@ -254,11 +276,11 @@ def test_an_import_replaces_an_import_but_never_what_precache_made(config: Confi
 
 def test_an_import_of_nothing_changes_nothing() -> None:
     workspace = Workspace()
-    imported(workspace, *pairs("a"))
+    into(workspace, *pairs("a"))
     with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
-        imported(workspace)
+        into(workspace)
     refused = Refusal("", "/foreign", "missing", "there is no index")
-    report = imported(workspace, refused)
+    report = into(workspace, refused)
     assert report.refused == [refused] and report.has_faults
     assert "manifest  none written: nothing was imported" in report.to_text()
     assert set(rows_of(workspace)) == {"a"}
@@ -269,7 +291,7 @@ def test_an_import_of_nothing_changes_nothing() -> None:
 
 def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
     with open_workspace(cache_config(tmp_path)) as workspace:
-        imported(workspace, *pairs("a"))
+        into(workspace, *pairs("a"))
         rows = rows_of(workspace)
     file = tmp_path / "cache" / "manifests" / "foreign.safetensors"
     found = ManifestFolder(file.parent).read("foreign")
@@ -284,13 +306,13 @@ def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="its digest differs"):
         ManifestFolder(file.parent).read("foreign")
     with open_workspace(cache_config(tmp_path)) as workspace:
-        imported(workspace, *pairs("a"))  # as the error says
+        into(workspace, *pairs("a"))  # as the error says
         assert rows_of(workspace) == rows
 
 
 def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:
     with open_workspace(cache_config(tmp_path)) as workspace:
-        imported(workspace, *pairs("a", "b"))
+        into(workspace, *pairs("a", "b"))
     path = tmp_path / "cache"
     with LatentCache(path) as cache:
         message = "sample 'a': was imported from test and is unverified.*precache.*--verify.*unverified"
@@ -354,7 +376,7 @@ def test_precache_replaces_what_was_imported(
 def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> None:
     config = make_config()
     with open_workspace(config.cache) as workspace:
-        imported(workspace, *pairs("a"))
+        into(workspace, *pairs("a"))
     with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
         cache.prompt("", device="cpu")
     run_precache(config)

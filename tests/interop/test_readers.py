@@ -7,8 +7,8 @@ import os
 import pytest
 from helpers.photo_files import write_photo
 
-from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
-from latentcache.interop.readers import SourceImages, path_parts, sample_id_of
+from latentcache.errors import DatasetError, ImageRefused
+from latentcache.interop.readers import SourceImages
 
 
 def test_captions_lead_to_their_samples(photos):
@@ -60,12 +60,3 @@ def test_what_the_folder_holds_and_cannot_be_used_is_listed(photos):
     assert [refusal.reason for refusal in images.refusals] == ["bad-caption"] and "a.png" not in images
     with pytest.raises(DatasetError, match="does not exist"):
         SourceImages(photos / "none")
-
-
-def test_a_path_without_a_sample_is_named_without_its_root():
-    assert sample_id_of("/data/set/a.png", "f") == "data/set/a.png"
-    assert sample_id_of("D:\\set\\a.png", "f") == "set/a.png"
-    assert path_parts("a/b.png") == ("a", "b.png")
-    for recorded in ("", "/", "../a.png", "/a/../../b.png", "a\0.png", "/a/\ud800.png"):
-        with pytest.raises(ForeignFileRefused, match="no path of a file"):
-            sample_id_of(recorded, "f")

@@ -369,7 +369,7 @@ def test_import_and_export_use_a_service(
     for seed, (stem, width, height, bucket) in enumerate([("a", 144, 80, (128, 64)), ("c", 80, 144, (64, 128))]):
         write_npz(photos / latents_name(stem, width, height), dialect_a(seed, width, height, bucket))
         write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed))
-    reports = [run_json("import", photos, "--from", "kohya", "--cache", c) for c in (empty.url, tmp_path / "near")]
+    reports = [run_json("import", "kohya", photos, "--cache", c) for c in (empty.url, tmp_path / "near")]
     for _, report in reports:
         assert report["num_samples"] == 2 and report.pop("cache") and report.pop("seconds")
         report.pop("bytes_written")
@@ -377,7 +377,7 @@ def test_import_and_export_use_a_service(
     written = []
     for cache in (empty.url, tmp_path / "near"):
         out = tmp_path / re.sub("[^a-z]", "", str(cache))[-8:]
-        code, report = run_json("export", out, "--to", "kohya", "--cache", cache, "--unverified")
+        code, report = run_json("export", "kohya", out, "--cache", cache, "--unverified")
         assert code == 0 and report["num_files"] == 4
         written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.npz")})
     assert written[0].keys() == written[1].keys() and len(written[0]) == 4

@@ -15,44 +15,47 @@ resized to cover the bucket, and cropped in the middle; the geometry follows fro
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from typing_extensions import Unpack
 
-from latentcache.config import BucketsConfig
+from latentcache.config import BucketsConfig, settings_of
+from latentcache.config_file import parse_buckets
+from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.samples import walk
-from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import FAMILY as SDXL
-from latentcache.interop.exporting import Export, ExportSample
-from latentcache.interop.family_tensors import latent_mask
-from latentcache.interop.foreign_family import chosen_family
-from latentcache.interop.foreign_files import NpzFile, corrupt, npz_bytes, open_npz
-from latentcache.interop.formats.kohya_texts import SUFFIXES, float_tensor, read_text, text_arrays
-from latentcache.interop.image_match import matched_image
+from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
+from latentcache.interop.files import corrupt, read_npz
+from latentcache.interop.formats.kohya_texts import SUFFIXES, array_of, float_tensor, read_text, text_arrays
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
     ForeignText,
     SourceImages,
+    chosen_family,
     pixel_pair,
     refusing,
     walked,
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Bucket, Geometry, Refusal, Size
-from latentcache.utils.progress import Progress
+from latentcache.types import Bucket, Geometry, Size
 
 ARCHITECTURES = {"sdxl": "sdxl", "sd": "sd15", "flux": "flux"}
 """The architecture in a file's name -> the family. `sd` is SD 2 too, which has no texts here."""
 _OTHER_TEXTS = (*SUFFIXES.values(), "_sd3_te.npz")
+NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
+NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
 NOTE_MASK = "alpha_mask was imported as the sample's mask"
 NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
 NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
@@ -93,8 +96,6 @@ class KohyaCache:
     """
 
     format = "kohya"
-    keeps_padding = True
-    declaration = None
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class KohyaCache:
         if not os.path.isdir(root):
             raise DatasetError(root, "is not a folder")
         self._root, self._area = Path(root), area
-        self.family = chosen_family(family, _architectures(str(root)), ARCHITECTURES, self.format)
+        self.family = chosen_family(family, [str(root)], _LATENT_NAME, ARCHITECTURES, self.format)
         try:
             self._images = SourceImages(root if images is None else images, caption_extension=caption_extension)
         except DatasetError:
@@ -151,41 +152,62 @@ class KohyaCache:
 
     def _latents(self, base: str, path: Path, named: Size | None) -> Iterator[ForeignItem]:
         """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
-        with open_npz(path) as file:
-            stored = _stored(file, path, self._area)
-            notes = [NOTE_OTHERS] if stored.has_others else []
-            notes += [] if named else [NOTE_LEGACY]
-            size = _original_size(file, path, stored, named)
-            sample_id, image, note = matched_image(self._images, base, size, path, self.format)
-            notes += [note] if note else []
-            geometry = _geometry(file, size, stored, notes)
-            mask_name, is_scaled = f"alpha_mask{stored.suffix}", self.family == "flux"
-            pixels = float_tensor(file, mask_name, path, ndim=2) if mask_name in file.names else None
-            note = "; ".join([*notes, *([] if pixels is None else [NOTE_MASK])]) or None
-            for flip in (False, True):
-                name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
-                if name in file.names:
-                    latents, flipped = float_tensor(file, name, path, ndim=3), replace(geometry, flip=flip)
-                    mask = None if pixels is None else latent_mask(pixels, latents, _PIXELS, path)
-                    own = mask.flip(-1) if mask is not None and flip else mask
-                    yield ForeignImage(sample_id, str(path), image, latents, is_scaled, "sample", flipped, note, own)
+        arrays = read_npz(path)
+        stored = _stored(arrays, path, self._area)
+        notes = [NOTE_OTHERS] if stored.has_others else []
+        notes += [] if named else [NOTE_LEGACY]
+        size = _original_size(arrays, path, stored, named)
+        sample_id, image = self._image_of(base, size, path, notes)
+        geometry = _geometry(arrays, path, size, stored, notes)
+        mask = None
+        if (mask_name := f"alpha_mask{stored.suffix}") in arrays:
+            mask = _latent_mask(float_tensor(arrays, mask_name, path, ndim=2), stored, path)
+            notes.append(NOTE_MASK)
+        for flip in (False, True):
+            name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
+            if name in arrays:
+                yield ForeignImage(
+                    sample_id=sample_id,
+                    path=str(path),
+                    image_path=image,
+                    latents=float_tensor(arrays, name, path, ndim=3),
+                    is_scaled=self.family == "flux",
+                    output="sample",
+                    geometry=replace(geometry, flip=flip),
+                    note="; ".join(notes) or None,
+                    mask=mask.flip(-1) if mask is not None and flip else mask,
+                )
+
+    def _image_of(self, base: str, size: Size, path: Path, notes: list[str]) -> tuple[str, Path | None]:
+        """The sample_id of a latent of an image of this size, and the image's file; `base` and None without an image.
+
+        kohya takes sizes as files have them, before the EXIF turn. Raises ForeignFileRefused for an image of another
+        size, and where several images fit, and ImageRefused.
+        """
+        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.with_stem(base)}
+        if not upright:
+            notes.append(NOTE_NO_IMAGE)
+            return base, None
+        fitting = [sample_id for sample_id in upright if upright[sample_id] == size]
+        if not fitting:
+            fitting = [sample_id for sample_id in upright if upright[sample_id] == Size(size.width, size.height)]
+            notes.append(NOTE_TURNED)
+        if not fitting:
+            met = ", ".join(f"{sample_id} is {size}" for sample_id, size in upright.items())
+            raise ForeignFileRefused(path, "changed", f"it is of an image of {size}, but {met}: it was replaced")
+        if len(fitting) > 1:
+            names = " and ".join(fitting)
+            raise ForeignFileRefused(path, "duplicate", f"{names} share this file, so it is of only one of them")
+        return fitting[0], self._images.path(fitting[0])
 
     # Text
 
     def _text(self, base: str, path: Path) -> ForeignText:
-        with open_npz(path) as file:
-            embeds, pooled = read_text(self.family, file, path)
+        embeds, pooled = read_text(self.family, read_npz(path), path)
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
         return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note)
-
-
-def _architectures(root: str) -> set[str]:
-    """Find what the names of files in and below `root` say."""
-    folders = (found for found in walk(root) if not isinstance(found, Refusal))
-    matches = (_LATENT_NAME.fullmatch(name) for _, names in folders for name in names)
-    return {match["arch"] for match in matches if match is not None}
 
 
 class _Stored(NamedTuple):
@@ -197,21 +219,22 @@ class _Stored(NamedTuple):
     has_others: bool = False
 
 
-def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
-    """The resolution to read, by the headers alone."""
+def _stored(arrays: Mapping[str, np.ndarray], path: Path, area: int | None) -> _Stored:
+    """The resolution to read."""
     found: dict[tuple[int, int], _Stored] = {}
-    for name in sorted(file.names):
+    for name in sorted(arrays):
         match = _RESOLUTION.fullmatch(name)
         if match is None and name != "latents":
             continue
-        shape = file.shape(name)
+        shape = arrays[name].shape
         if len(shape) != 3 or min(shape) < 1:
             raise corrupt(path, f"{name} has the shape {list(shape)}; it must be [4, h, w]")
-        if match is not None and (int(match["h"]), int(match["w"])) != shape[1:]:
+        height, width = shape[1:]
+        if match is not None and (int(match["h"]), int(match["w"])) != (height, width):
             raise corrupt(path, f"{name} has the shape {list(shape)}, which its name denies")
         # kohya looks for the name with a suffix first.
-        if match is not None or shape[1:] not in found:
-            found[shape[1:]] = _Stored(name.removeprefix("latents"), shape[1], shape[2])
+        if match is not None or (height, width) not in found:
+            found[height, width] = _Stored(name.removeprefix("latents"), height, width)
     if not found:
         detail = "it holds no latents: it is no file of kohya's latent cache"
         raise ForeignFileRefused(path, "unsupported-format", detail)
@@ -221,8 +244,8 @@ def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
     return found[sizes[0]]._replace(has_others=len(found) > 1)
 
 
-def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | None) -> Size:
-    values = file.read(f"original_size{stored.suffix}").tolist()
+def _original_size(arrays: Mapping[str, np.ndarray], path: Path, stored: _Stored, named: Size | None) -> Size:
+    values = array_of(arrays, f"original_size{stored.suffix}", path).tolist()
     pair = pixel_pair(values, 1)
     if pair is None:
         raise corrupt(path, f"original_size is {values!s:.100}; it must be (width, height)")
@@ -232,11 +255,11 @@ def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | Non
     return size
 
 
-def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
+def _geometry(arrays: Mapping[str, np.ndarray], path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
     """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
     bucket = Bucket(stored.height * _PIXELS, stored.width * _PIXELS)
     geometry = fit(size, bucket)
-    crop = file.read(f"crop_ltrb{stored.suffix}")
+    crop = array_of(arrays, f"crop_ltrb{stored.suffix}", path)
     # Within a pixel: releases may round otherwise.
     if crop.shape != (4,) or not np.allclose(crop.astype(np.float64), contain_rule(size, bucket), rtol=0, atol=1.0):
         notes.append(NOTE_CROP)
@@ -246,7 +269,15 @@ def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> G
     return geometry
 
 
-read = KohyaCache
+def _latent_mask(pixels: torch.Tensor, stored: _Stored, path: Path) -> torch.Tensor:
+    """The mask uint8 [1, h, w] of latents: the means of its pixels, which are from 0 to 1."""
+    sides = [stored.height * _PIXELS, stored.width * _PIXELS]
+    if list(pixels.shape) != sides or not bool(((pixels >= 0) & (pixels <= 1)).all()):
+        raise corrupt(path, f"its mask is {list(pixels.shape)}; it must be {sides} of numbers from 0 to 1")
+    return (torch.nn.functional.avg_pool2d(pixels.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
+
+
+# Writing
 
 
 def export(
@@ -256,49 +287,67 @@ def export(
     *,
     with_resolution: bool = False,
     buckets: BucketsConfig | None = None,
-    seed: int | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    **options: Unpack[ExportOptions],
 ) -> ExportReport:
     """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
 
     Dialect A, which every release reads; or, `with_resolution` and for FLUX.1, B. kohya takes a file of A as it is: a
     latent of another bucket than kohya makes of that image ends the training. Such ones are skipped, and listed.
-    `buckets` are those of the training (`Export`). Latents are the mean of the moments, or with `seed` a draw, as kohya
-    has it; a mask is written as `alpha_mask`, each of its numbers for the pixels of a latent. A sample has one caption
-    in kohya: its first. Files that exist are listed and not replaced, unless `overwrite`. Images that EXIF turns have
-    another name in kohya, which does not turn them. Raises what `Export` does.
+    `buckets` are those of the training that is to read the files; by default those of the cache, if it was made with
+    kohya's rule, else kohya's own defaults for that area. A mask is written as `alpha_mask`, each of its numbers for
+    the pixels of a latent. A sample has one caption in kohya: its first. Images that EXIF turns have another name in
+    kohya, which does not turn them. Raises what `Export` does, and ConfigError for buckets of another rule.
     """
-    families = ARCHITECTURES.values()
-    run = Export(
-        "kohya",
-        cache,
-        name,
-        folder,
-        seed=seed,
-        overwrite=overwrite,
-        buckets=buckets,
-        families=families,
-        progress=progress,
-    )
-    family = run.family.name
+    if buckets is not None and buckets.rule != "kohya":
+        raise ConfigError(f"the buckets are of rule {buckets.rule}, the files for kohya", key="buckets")
+    run = Export("kohya", cache, name, folder, options, families=ARCHITECTURES.values(), takes={"mask"})
+    rule, family = _rule_of(run, buckets), run.family.name
     architecture = next(each for each, named in ARCHITECTURES.items() if named == family)
-    with_resolution, run.takes = with_resolution or family == "flux", ("mask",)
+    with_resolution = with_resolution or family == "flux"
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
-        other, masks = run.other_bucket(sample), run.parts(sample, "mask")
+        other, masks = _other_bucket(sample, rule), run.parts(sample, "mask")
         if masks is None:
             continue
+        run.report.num_other_buckets += other is not None
         if other is not None and not with_resolution:
-            run.skip(sample.sample_id, sample.path, "other-bucket", f"{other}: {REMEDY}")
+            run.skip(sample, "other-bucket", f"{other}: {REMEDY}")
         else:
             run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
             latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{architecture}.npz")
-            if run.write(latents, npz_bytes(_latent_arrays(sample, masks, with_resolution, run)), sample):
+            if run.write(latents, _npz_bytes(_latent_arrays(sample, masks, with_resolution, run)), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
         _export_text(sample, base, run)
     return run.report
+
+
+def _rule_of(run: Export, chosen: BucketsConfig | None) -> BucketRule | None:
+    """The buckets of the training. None for what was imported from kohya, which has its buckets."""
+    if chosen is None:
+        if run.manifest.imported_from == "kohya":
+            return None
+        source = f"manifest {run.manifest.name}"
+        chosen = parse_buckets(run.manifest.common.get("buckets") or {}, source=source)
+        if chosen.rule != "kohya":
+            side = math.isqrt(chosen.area) if chosen.rule == "latentcache" else chosen.resolution
+            likely = {"rule": "kohya", "resolution": side, "step": chosen.step}
+            likely |= {"max_side": side} if side > 1024 else {}
+            likely |= {"min_side": chosen.step} if side < 256 else {}
+            chosen = parse_buckets(likely, source=source)
+    run.report.buckets = {name: getattr(chosen, name) for name in sorted({"rule", *settings_of("kohya")})}
+    return BucketRule(chosen)
+
+
+def _other_bucket(sample: ExportSample, rule: BucketRule | None) -> str | None:
+    """How the bucket differs from what kohya would make of this image, for messages; None if it does not."""
+    if rule is None:
+        return None
+    geometry, usual = sample.geometry, rule.geometry(sample.geometry.original_size)
+    if usual is not None and usual.target_size == geometry.target_size:
+        return None
+    would = "none" if usual is None else f"{usual.target_size}, cut from {usual.resized_size}"
+    return f"its bucket is {geometry.target_size}, cut from {geometry.resized_size}; that of {rule} is {would}"
 
 
 def _export_text(sample: ExportSample, base: Path, run: Export) -> None:
@@ -309,12 +358,12 @@ def _export_text(sample: ExportSample, base: Path, run: Export) -> None:
         return
     arrays = text_arrays(run.family.name, sample.captions[0], run.report)
     if isinstance(arrays, str):
-        run.skip(sample.sample_id, sample.path, "unsupported-format", arrays)
+        run.skip(sample, "unsupported-format", arrays)
     else:
         path = base.with_name(base.name + SUFFIXES[run.family.name])
-        run.report.num_texts += run.write(path, npz_bytes(arrays), sample)
+        run.report.num_texts += run.write(path, _npz_bytes(arrays), sample)
     if len(sample.captions) > 1:
-        run.report.note("several captions: only the first was exported")
+        run.report.note(NOTE_FIRST_CAPTION)
 
 
 def _latent_arrays(
@@ -340,3 +389,10 @@ def _latent_arrays(
 def _written(latents: torch.Tensor, run: Export) -> np.ndarray:
     """As kohya has them: those of FLUX.1 are scaled."""
     return (run.scaling.apply(latents) if run.family.name == "flux" else latents).contiguous().numpy()
+
+
+def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The bytes that `numpy.savez` writes for these arrays: a zip, uncompressed."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes the arrays for `allow_pickle`
+    return file.getvalue()

@@ -7,6 +7,7 @@ does not attend to padding: that is another recipe than diffusers', whose embedd
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,29 +16,37 @@ import torch
 from latentcache.errors import ForeignFileRefused
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import ExportCaption
-from latentcache.interop.foreign_files import NpzFile, corrupt
+from latentcache.interop.files import corrupt
 from latentcache.interop.reports import ExportReport
 
+Arrays = Mapping[str, np.ndarray]
 SUFFIXES = {"sdxl": "_te_outputs.npz", "flux": "_flux_te.npz"}
 """How the names of a family's text files end. kohya keeps no texts of SD 1.5."""
 NOTE_MASK_UNKNOWN = "t5_attn_mask is not known and was written as all ones: kohya reads it with apply_t5_attn_mask only"
 _FLAG, _MASK = "apply_t5_attn_mask", "t5_attn_mask"
 
 
-def float_tensor(file: NpzFile, name: str, path: Path, *, ndim: int) -> torch.Tensor:
+def array_of(arrays: Arrays, name: str, path: Path) -> np.ndarray:
+    """An array of a file. Raises ForeignFileRefused."""
+    if name not in arrays:
+        raise corrupt(path, f"it has no {name}")
+    return arrays[name]
+
+
+def float_tensor(arrays: Arrays, name: str, path: Path, *, ndim: int) -> torch.Tensor:
     """An array of a file as a tensor of float32 or float16. Raises ForeignFileRefused."""
-    array = file.read(name)
+    array = array_of(arrays, name, path)
     if array.dtype not in (np.float32, np.float16) or array.ndim != ndim or array.size == 0:
         raise corrupt(path, f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions")
     return torch.from_numpy(array)
 
 
-def read_text(family: str, file: NpzFile, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def read_text(family: str, file: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The caption's prompt_embeds [L, D] and pooled_prompt_embeds [P]. Raises ForeignFileRefused."""
     return _read_flux(file, path) if family == "flux" else _read_sdxl(file, path)
 
 
-def _read_sdxl(file: NpzFile, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_sdxl(file: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = (float_tensor(file, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
     pooled = float_tensor(file, "pool2", path, ndim=1)
     if first.shape[0] != SDXL.max_length or second.shape[0] != SDXL.max_length:
@@ -49,8 +58,8 @@ def _read_sdxl(file: NpzFile, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([first, second], dim=-1), pooled
 
 
-def _read_flux(file: NpzFile, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    flag, mask = file.read(_FLAG), file.read(_MASK)
+def _read_flux(file: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    flag, mask = array_of(file, _FLAG, path), array_of(file, _MASK, path)
     if flag.shape != () or flag.dtype != np.bool_:
         raise corrupt(path, f"{_FLAG} is {flag.dtype} {list(flag.shape)}; it must be one bool")
     if flag:

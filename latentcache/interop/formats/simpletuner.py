@@ -19,41 +19,28 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from latentcache.config import BucketsConfig
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
-from latentcache.interop.exporting import NOTE_UNKNOWN, Export, ExportCaption
-from latentcache.interop.family_tensors import caption_rows, file_latents, image_latents, keeps_padding
-from latentcache.interop.foreign_family import chosen_family
-from latentcache.interop.foreign_files import (
-    corrupt,
-    gunzip,
-    load_torch,
-    read_file,
-    tensor_in,
-    torch_bytes,
-)
+from latentcache.families.base import Family
+from latentcache.interop.files import corrupt, load_torch, read_file, read_torch, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
     ForeignText,
     SourceImages,
     bucket_of,
-    crop_fits,
+    chosen_family,
+    keeps_padding,
     pixel_pair,
     refusing,
     walked,
 )
-from latentcache.interop.reports import ExportReport
-from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
-from latentcache.utils.progress import Progress
 
 ARCHITECTURES = {
     "sdxl": "sdxl",
@@ -67,17 +54,8 @@ ARCHITECTURES = {
 }
 """The model in the name of a text's file -> the family. Names of latents do not say it."""
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
-NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
+NOTE_ORDER = "the recorded crop fits as (left, top) and as (top, left): the first was assumed"
 
-NOTE_OTHER_BUCKET = (
-    "another bucket than SimpleTuner makes: its training ends at a batch of several sizes; precache with "
-    "`buckets.rule: simpletuner`, or give the numbers of the training with --buckets"
-)
-NOTE_LISTS = "delete all_vae_cache_files_<id>.json in SimpleTuner's output_dir: until then it does not see new files"
-NOTE_TEXTS = "texts of this family are not exported: SimpleTuner encodes them itself"
-NOTE_BUCKETS = "sizes and crops are not exported: SimpleTuner must resize and bucket the images as this cache did"
-
-_EXPORTED_TEXTS = ("sdxl", "sd15")
 _LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
 _TEXT_NAME = re.compile(r"[0-9a-f]{32}-(?P<arch>[a-z0-9_]+)\.pt")
 _METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
@@ -96,66 +74,6 @@ def text_name(caption: str, architecture: str = "sdxl") -> str:
     return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-{architecture}.pt"
 
 
-def export(
-    cache: LatentCache,
-    name: str,
-    folder: str | Path,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    buckets: BucketsConfig | None = None,
-    seed: int | None = None,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> ExportReport:
-    """Write SimpleTuner's files for the manifest `name`: `folder`/vae is a `cache_dir_vae`, `folder`/text a text cache.
-
-    Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and scaled; `dtype` is bfloat16
-    or float32, since SimpleTuner refuses float16. Embeddings, of SDXL and SD 1.5 alone, keep theirs. Flipped latents,
-    sizes and crops are left out. SimpleTuner does not look at the bucket of a file: the report counts the samples of
-    which it would make another one (`buckets`: see `Export`). Files that are there are left alone, and listed, unless
-    `overwrite`. Raises ConfigError for another dtype, and what `Export` does.
-    """
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
-    run = Export(
-        "simpletuner",
-        cache,
-        name,
-        folder,
-        seed=seed,
-        overwrite=overwrite,
-        buckets=buckets,
-        families=ARCHITECTURES.values(),
-        progress=progress,
-    )
-    run.report.note(NOTE_LISTS)
-    run.report.note(NOTE_BUCKETS)
-    architecture = next(each for each, family in ARCHITECTURES.items() if family == run.family.name)
-    takes_texts = run.family.name in _EXPORTED_TEXTS
-    run.report.note(None if takes_texts else NOTE_TEXTS)
-    for sample in run.samples():
-        run.report.note(NOTE_OTHER_BUCKET if run.other_bucket(sample) is not None else None)
-        if sample.flipped is not None:
-            run.report.note("SimpleTuner has no flipped latents: they were not exported")
-        latents = torch_bytes(file_latents(run.family, run.scaling.apply(sample.latents)).to(dtype))
-        run.report.num_images += run.write(Path(folder, "vae", latent_name(sample.sample_id)), latents, sample)
-        for caption in sample.captions if takes_texts else ():
-            if caption.text is None:
-                run.report.note(NOTE_UNKNOWN)
-                continue
-            path = Path(folder, "text", text_name(caption.text, architecture))
-            if path not in run:  # a caption of several samples
-                run.report.num_texts += run.write(path, _text_bytes(caption), sample)
-    return run.report
-
-
-def _text_bytes(caption: ExportCaption) -> bytes:
-    embeds, pooled = caption.prompt_embeds[None].contiguous(), caption.pooled_prompt_embeds
-    return torch_bytes(
-        {"prompt_embeds": embeds} | ({} if pooled is None else {"pooled_prompt_embeds": pooled.contiguous()})
-    )
-
-
 def _find_metadata(images: Path, root: Path) -> Path | None:
     found = sorted({path.resolve() for folder in (images, root) for path in folder.glob(_METADATA_NAME)})
     if len(found) > 1:
@@ -165,10 +83,9 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
 
 
 def _payload(path: str) -> Any:
-    """The file's content: a `torch.save` file, a gzip of one, or one that holds such a gzip. ForeignFileRefused."""
-    data = read_file(path)
-    content = data if data.startswith(b"\x1f\x8b") else load_torch(data, path)
-    return load_torch(gunzip(content, path), path) if isinstance(content, bytes) else content
+    """The file's content: that of a `torch.save` file, of a gzip of one, or of one that holds such a gzip."""
+    content = read_torch(path)
+    return load_torch(content, path) if isinstance(content, bytes) else content
 
 
 class SimpleTunerCache:
@@ -183,7 +100,6 @@ class SimpleTunerCache:
     """
 
     format = "simpletuner"
-    declaration = None
 
     def __init__(
         self,
@@ -203,10 +119,9 @@ class SimpleTunerCache:
         found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
         self._sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, self._images)
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
-        named = set().union(*map(_architectures, self._folders)) if family is None else set()
-        self.family = chosen_family(family, named, ARCHITECTURES, self.format)
+        self.family = chosen_family(family, self._folders, _TEXT_NAME, ARCHITECTURES, self.format)
         self._architecture = next(each for each, known in ARCHITECTURES.items() if known == self.family)
-        self._family, self.keeps_padding = family_named(self.family), keeps_padding(self.family)
+        self._family = family_named(self.family)
 
     def items(self) -> Iterator[ForeignItem]:
         """Images in the order of their samples, then texts, then files that belong to no sample, as refusals."""
@@ -232,7 +147,7 @@ class SimpleTunerCache:
                 yield Refusal(sample_ids[0], path, "duplicate", detail)
 
     def _latent(self, sample_id: str, path: str) -> Iterator[ForeignImage]:
-        latents = image_latents(self._family, _payload(path), path)
+        latents = _image_latents(self._family, _payload(path), path)
         size, bucket = self._images.size(sample_id), bucket_of(latents, self.family)
         geometry, note = self._sizes.geometry(sample_id, size, bucket, path)
         image = self._images.path(sample_id)
@@ -263,7 +178,7 @@ class SimpleTunerCache:
             if pooled.ndim not in (1, 2) or (pooled.ndim == 2 and len(pooled) != 1):
                 raise corrupt(path, f"its pooled_prompt_embeds are {list(pooled.shape)}; one prompt has [P]")
             pooled = pooled.flatten()
-        yield ForeignText(sample_ids, path, caption, caption_rows(self._family, embeds, mask, path), pooled)
+        yield ForeignText(sample_ids, path, caption, _caption_rows(self._family, embeds, mask, path), pooled)
 
     def _unknown(self, used: set[str], root: str, folder: str, names: list[str]) -> Iterator[Refusal]:
         """The files of a folder that belong to no sample."""
@@ -281,29 +196,72 @@ class SimpleTunerCache:
                 yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
 
 
-read = SimpleTunerCache
+def _image_latents(family: Family, value: object, path: str) -> torch.Tensor:
+    """Latents [C, (1,) h, w] of a file, which have frames if the family's denoiser takes clips.
+
+    Raises ForeignFileRefused, also for several frames and for another number of channels.
+    """
+    latents = tensor_in(value, "the latent", path, ndim=4 if family.has_clips else 3)
+    if len(latents) != family.latent.channels:
+        channels = f"{len(latents)} channels, and those of {family.name} have {family.latent.channels}"
+        raise corrupt(path, f"its latents have {channels}: name its family (--family), if it is of another")
+    if family.has_clips and latents.shape[1] != 1:
+        detail = f"it has {latents.shape[1]} latent frames: images alone are imported"
+        raise ForeignFileRefused(path, "unsupported-format", detail)
+    return latents.unsqueeze(1) if family.latent.is_video and not family.has_clips else latents
 
 
-def _architectures(root: str) -> set[str]:
-    """The models that the names of texts in and below `root` say."""
-    folders = (found for found in walk(root) if not isinstance(found, Refusal))
-    matches = (_TEXT_NAME.fullmatch(name) for _, names in folders for name in names)
-    return {match["arch"] for match in matches if match is not None}
+def _caption_rows(family: Family, embeds: torch.Tensor, mask: object, path: str) -> torch.Tensor:
+    """The rows of a caption's embeddings [1, L, ...] that are stored: all, or for most families those of its own text.
+
+    `mask` has a number for each row. Without one (None) padding is zeros. Raises ForeignFileRefused, also for zeros in
+    place of padding that the family's denoiser attends to: that is another recipe than diffusers'.
+    """
+    if len(embeds) != 1:
+        raise corrupt(path, f"it holds {len(embeds)} captions; one is expected")
+    rows: torch.Tensor = embeds[0]
+    if keeps_padding(family.name):
+        if not family.is_exact and rows.any() and not rows[-1].any():
+            detail = f"its padding is zeros, which diffusers' {family.name} does not make: cache texts without a mask"
+            raise ForeignFileRefused(path, "unsupported-format", detail)
+        return rows
+    if mask is None:
+        kept = rows.flatten(1).any(dim=1)
+        return rows[: int(kept.nonzero().max()) + 1 if kept.any() else 0]
+    if not isinstance(mask, torch.Tensor) or mask.numel() != len(rows):
+        said = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise corrupt(path, f"its mask is {said}, for {len(rows)} rows")
+    return rows[mask.flatten().bool()]
+
+
+class _Record(NamedTuple):
+    """The sizes of an image, and its crop in the record's own order."""
+
+    original: Size
+    resized: Size
+    target: Size
+    crop: tuple[int, int]
+
+    def crops(self) -> dict[bool, Crop]:
+        """The crops that lie inside the resized image, by whether they are recorded as (left, top)."""
+        room = self.resized.height - self.target.height, self.resized.width - self.target.width
+        found = {True: Crop(*self.crop[::-1]), False: Crop(*self.crop)}
+        return {order: crop for order, crop in found.items() if crop.top <= room[0] and crop.left <= room[1]}
 
 
 class RecordedSizes:
     """`aspect_ratio_bucket_metadata_<id>.json`: original, intermediary and target size, and crop, of each image.
 
-    The format does not say which of two numbers is the height. It follows from the image, the latents and the room
-    for the crop; a record that fits in neither order is refused.
+    Sizes are (width, height). The crop is (left, top) or (top, left), by release and way of cropping: the room for it
+    says which, that of this image or of others. A record whose crop has room in neither order is refused.
     """
 
     def __init__(self, records: Mapping[str, Any]):
         """`records`: by sample_id."""
-        self._records = {sample_id: _pairs(record) for sample_id, record in records.items()}
-        # Whether crops and sizes have opposite orders, by the records that fit in one order only; None: unknown.
-        votes = {vote for pairs in self._records.values() if pairs and (vote := _crossed(pairs)) is not None}
-        self._crossed = votes.pop() if len(votes) == 1 else None
+        self._records = {sample_id: _record(record) for sample_id, record in records.items()}
+        crops = [record.crops() for record in self._records.values() if record is not None]
+        orders = {order for found in crops if len(found) == 1 for order in found}
+        self._order = orders.pop() if len(orders) == 1 else None
 
     @classmethod
     def read(cls, path: Path, images: SourceImages) -> RecordedSizes:
@@ -325,42 +283,27 @@ class RecordedSizes:
         """
         if sample_id not in self._records:
             return fit(size, target), NOTE_DERIVED
-        pairs = self._records[sample_id]
-        if pairs is None:
+        record = self._records[sample_id]
+        if record is None:
             raise corrupt(path, f"the metadata of {sample_id} has no sizes and crop in integers")
-        original, resized, recorded_target, crop = pairs
-        if tuple(size) not in (original, original[::-1]):
-            detail = f"the image is {size} now, but was {original[0]}x{original[1]} (in either order)"
+        if sorted(size) != sorted(record.original):  # some are recorded before the EXIF turn
+            detail = f"the image is {size} now, but was {record.original}"
             raise ForeignFileRefused(path, "changed", detail)
-        found: dict[Geometry, bool] = {}
-        for turn in (1, -1):
-            if original[::turn] != tuple(size) or recorded_target[::turn] != tuple(target):
-                continue
-            for crossed in (False, True):
-                top_left = Crop(*crop[:: -turn if crossed else turn])
-                geometry = Geometry(size, Size(*resized[::turn]), top_left, target)
-                if crop_fits(geometry):
-                    found.setdefault(geometry, crossed)
-        if not found:
+        crops = record.crops()
+        if record.target != target or not crops:
             raise corrupt(path, f"the metadata of {sample_id} does not fit a latent for {target} of an image of {size}")
-        likely = [geometry for geometry, crossed in found.items() if crossed == self._crossed] or list(found)
-        return likely[0], NOTE_ORDER if len(likely) > 1 else None
+        order = self._order if self._order in crops else next(iter(crops))
+        is_assumed = self._order is None and len(set(crops.values())) > 1
+        return Geometry(size, record.resized, crops[order], target), NOTE_ORDER if is_assumed else None
 
 
-def _crossed(pairs: list[tuple[int, int]]) -> bool | None:
-    """Whether the crop has the opposite order of the sizes, by its room; None if it fits in both orders, or none."""
-    _, resized, target, crop = pairs
-    straight, crossed = (
-        all(start + side <= whole for start, side, whole in zip(starts, target, resized, strict=True))
-        for starts in (crop, crop[::-1])
-    )
-    return crossed if straight != crossed else None
-
-
-def _pairs(record: Any) -> list[tuple[int, int]] | None:
-    """original_size, intermediary_size, target_size and crop_coordinates in the record's own order."""
+def _record(value: Any) -> _Record | None:
+    """A record; None for anything else."""
     names = {"original_size": 1, "intermediary_size": 1, "target_size": 1, "crop_coordinates": 0}
-    values = record if isinstance(record, dict) else {}
+    values = value if isinstance(value, dict) else {}
     pairs = [pixel_pair(values.get(name), least) for name, least in names.items()]
     found = [pair for pair in pairs if pair is not None]
-    return found if len(found) == len(names) else None
+    if len(found) < len(names):
+        return None
+    original, resized, target = (Size(height, width) for width, height in found[:3])
+    return _Record(original, resized, target, found[3])

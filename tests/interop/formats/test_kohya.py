@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from latentcache.config import BucketsConfig, Config, settings_of
-from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.errors import ConfigError, DatasetError, SampleError
 from latentcache.families.scaling import latents_from_moments
+from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import kohya
-from latentcache.interop.image_match import NOTE_NO_IMAGE, NOTE_TURNED
+from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
@@ -33,7 +32,7 @@ from latentcache.types import Crop, Geometry, Refusal, Size
 
 
 def items_of(root: Path, **options: Any) -> list[ForeignItem]:
-    return list(kohya.read(root, **options).items())
+    return list(KohyaCache(root, **options).items())
 
 
 def only(root: Path, **options: Any) -> Any:
@@ -136,19 +135,19 @@ def test_an_image_that_lies_on_its_side(tmp_path: Path) -> None:
     write_photo(tmp_path / "cat.jpg", 0, (160, 320), exif=exif)
     write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64)))
     item = only(tmp_path)
-    assert item.note == NOTE_TURNED.format("kohya") and item.geometry.original_size == Size(160, 320)
+    assert item.note == kohya.NOTE_TURNED and item.geometry.original_size == Size(160, 320)
 
 
 def test_files_without_images(tmp_path: Path) -> None:
     write_npz(tmp_path / "sub" / latents_name("a.b", 320, 160), dialect_a(1, 320, 160, (128, 64)))
     write_npz(tmp_path / "sub" / "a.b_te_outputs.npz", text_of(0))
     image, text = items_of(tmp_path)
-    assert (image.sample_id, image.image_path, image.note) == ("sub/a.b", None, NOTE_NO_IMAGE)
+    assert (image.sample_id, image.image_path, image.note) == ("sub/a.b", None, kohya.NOTE_NO_IMAGE)
     assert (text.sample_ids, text.caption) == (("sub/a.b",), None)
     with pytest.raises(DatasetError, match="holds no images"):
-        kohya.read(tmp_path, images=tmp_path)
+        KohyaCache(tmp_path, images=tmp_path)
     with pytest.raises(DatasetError, match="is not a folder"):
-        kohya.read(tmp_path / "none")
+        KohyaCache(tmp_path / "none")
 
 
 def test_images_in_another_folder(tmp_path: Path) -> None:
@@ -200,7 +199,7 @@ NAME = latents_name("cat", 320, 160)
         (NAME, GOOD | {"original_size": np.array([-320, 160])}, "corrupt", "original_size is"),
         (NAME, GOOD | {"original_size": np.array([160, 320])}, "corrupt", "its name says an image of 160x320"),
         (NAME, {"latents_8x8": GOOD["latents"]}, "corrupt", "which its name denies"),
-        (NAME, GOOD | {"latents": np.array([{}], dtype=object)}, "corrupt", "never unpickled"),
+        (NAME, GOOD | {"latents": np.array([{}], dtype=object)}, "corrupt", "allow_pickle=False"),
         (latents_name("cat", 640, 160), dialect_a(1, 640, 160, (128, 64)), "changed", "cat.png is 160x320"),
         ("cat_0320x0160_sd3.npz", GOOD, "unsupported-format", "architecture sd3"),
         ("cat_te_outputs.npz", text_of(0, length=152), "unsupported-format", "77 tokens are needed"),
@@ -227,49 +226,12 @@ def test_two_images_cannot_share_one_latent(tmp_path: Path) -> None:
     assert refusal.reason == "duplicate" and "cat.jpg and cat.png share this file" in refusal.detail
 
 
-def huge_header() -> bytes:
-    """An array that says that it is 4 TB large."""
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 500000, 500000), }"
-    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
-    npy = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("latents.npy", npy + bytes(64))
-        for name in ("original_size", "crop_ltrb"):
-            part = io.BytesIO()
-            np.save(part, GOOD[name])
-            archive.writestr(f"{name}.npy", part.getvalue())
-    return buffer.getvalue()
-
-
-def zip_bomb() -> bytes:
-    """1 GB of zeros in a compressed array."""
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 8192, 8192), }"
-    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("latents.npy", "w", force_zip64=True) as file:
-            file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-            for _ in range(64):
-                file.write(bytes(1 << 20))
-        for name in ("original_size", "crop_ltrb"):
-            part = io.BytesIO()
-            np.save(part, GOOD[name])
-            archive.writestr(f"{name}.npy", part.getvalue())
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
     ("data", "detail"),
-    [
-        (b"", "no bytes"),
-        (b"PK\x03\x04 and nothing else", "not a whole zip file"),
-        (huge_header(), "are allowed"),
-        (zip_bomb(), "are allowed"),
-    ],
-    ids=["empty", "no-zip", "huge", "bomb"],
+    [(b"", "no bytes"), (b"PK\x03\x04 and nothing else", "not a whole zip file")],
+    ids=["empty", "no-zip"],
 )
-def test_files_that_are_no_npz_or_too_large(tmp_path: Path, data: bytes, detail: str) -> None:
+def test_files_that_are_no_npz(tmp_path: Path, data: bytes, detail: str) -> None:
     (tmp_path / NAME).write_bytes(data)
     refusal = only(tmp_path)
     assert isinstance(refusal, Refusal) and detail in refusal.detail
@@ -322,7 +284,7 @@ def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: 
         text = cache.get(row.captions[0].key).tensors
         geometry = row.images[0].geometry
     assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (10, 5, 10, [])
-    assert report.notes == {"several captions: only the first was exported": 1}
+    assert report.notes == {NOTE_FIRST_CAPTION: 1}
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.npz"))
     assert "sub/e_0144x0080_sdxl.npz" in files and "sub/e_te_outputs.npz" in files and len(files) == 10
     height, width = (side // 8 for side in geometry.target_size)
@@ -395,7 +357,7 @@ def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config,
     workspace = Workspace()
     with LatentCache(flipped.cache.path, manifest="photos") as cache:
         kohya.export(cache, "photos", photos)
-        report = import_cache(kohya.read(photos), workspace, name="back", scale_check=False)
+        report = import_cache(KohyaCache(photos), workspace, name="back", scale_check=False)
         assert (report.num_samples, report.num_images, report.num_flipped) == (5, 10, 5)
         assert report.refused == [] and report.num_unverified == 15
         back = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
@@ -420,7 +382,7 @@ def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path, d
         write_npz(photos / latents_name(stem, width, height), arrays)
         write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed, np.float16))
     workspace, out = Workspace(), tmp_path / "out"
-    report = import_cache(kohya.read(photos), workspace, name="kohya")
+    report = import_cache(KohyaCache(photos), workspace, name="kohya")
     assert report.num_samples == 2 and report.refused == []
     cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
     with pytest.raises(SampleError, match="imported from kohya and is unverified"):
@@ -436,45 +398,3 @@ def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path, d
             assert set(before) == set(after)
             for key in before:
                 assert before[key].dtype == after[key].dtype and np.array_equal(before[key], after[key])
-
-
-def test_files_that_are_there_stay_unless_asked_for(config: Config, tmp_path: Path) -> None:
-    mine = write_npz(tmp_path / "out" / "a_te_outputs.npz", text_of(0)).read_bytes()
-    with LatentCache(config.cache.path) as cache:
-        first = kohya.export(cache, "photos", tmp_path / "out")
-        assert (tmp_path / "out" / "a_te_outputs.npz").read_bytes() == mine
-        assert [(item.sample_id, item.reason) for item in first.skipped] == [("a.png", "duplicate")]
-        assert first.has_faults and "give --overwrite" in first.to_text()
-        second = kohya.export(cache, "photos", tmp_path / "out", overwrite=True)
-    assert second.skipped == [] and (tmp_path / "out" / "a_te_outputs.npz").read_bytes() != mine
-
-
-def test_images_that_share_a_name_share_a_file(
-    make_config: Callable[..., Config], photos: Path, tmp_path: Path
-) -> None:
-    write_photo(photos / "a.jpg", 70, (80, 144))
-    config = make_config()
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        report = kohya.export(cache, "photos", tmp_path / "out")
-    assert [Path(item.path).name for item in report.skipped] == ["a_0144x0080_sdxl.npz", "a_te_outputs.npz"]
-    assert {item.sample_id for item in report.skipped} == {"a.png"}
-
-
-def test_a_seed_draws_and_the_same_seed_draws_the_same(config: Config, tmp_path: Path) -> None:
-    drawn = []
-    with LatentCache(config.cache.path) as cache:
-        for number, seed in enumerate((None, 1, 1, 2)):
-            kohya.export(cache, "photos", tmp_path / str(number), seed=seed)
-            [file] = (tmp_path / str(number)).glob("a_*_sdxl.npz")
-            with np.load(file) as arrays:
-                drawn.append(next(arrays[name] for name in arrays if name.startswith("latents")))
-    assert np.array_equal(drawn[1], drawn[2])
-    assert not np.array_equal(drawn[0], drawn[1]) and not np.array_equal(drawn[1], drawn[3])
-
-
-def test_prompts_are_no_dataset(config: Config, tmp_path: Path) -> None:
-    with LatentCache(config.cache.path) as cache:
-        prompts = next(name for name in cache.manifests.names() if name != "photos")
-        with pytest.raises(StoreError, match="holds prompts, not images"):
-            kohya.export(cache, prompts, tmp_path / "out")

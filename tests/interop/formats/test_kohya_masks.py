@@ -12,7 +12,8 @@ from helpers.foreign_files import split
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
 
-from latentcache.interop.formats import kohya, simpletuner
+from latentcache.interop.formats import kohya, webdataset
+from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.importing import import_cache
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.workspace import Workspace
@@ -33,7 +34,7 @@ def write_sample(folder: Path, stem: str, dialect: Any = dialect_a, **more: np.n
 
 def imported(folder: Path) -> tuple[LatentCache, Any]:
     workspace = Workspace()
-    report = import_cache(kohya.read(folder), workspace, name="kohya")
+    report = import_cache(KohyaCache(folder), workspace, name="kohya")
     return LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True, manifest="kohya"), report
 
 
@@ -83,7 +84,7 @@ def test_an_export_gives_the_files_back(tmp_path: Path, dialect: Any) -> None:
 def test_a_format_without_masks_leaves_such_samples_out(tmp_path: Path) -> None:
     write_sample(tmp_path / "made", "cat", alpha_mask=MASK)
     cache, _ = imported(tmp_path / "made")
-    (refusal,) = simpletuner.export(cache, "kohya", tmp_path / "out").skipped
+    (refusal,) = webdataset.export(cache, "kohya", tmp_path / "out").skipped
     assert refusal.reason == "has-parts" and "it has mask" in refusal.detail
 
 
@@ -91,7 +92,7 @@ def test_a_damaged_mask_skips_its_sample(tmp_path: Path) -> None:
     for stem in ("cat", "other"):
         write_sample(tmp_path / "made", stem, alpha_mask=MASK if stem == "cat" else 1 - MASK)
     workspace = Workspace()
-    import_cache(kohya.read(tmp_path / "made"), workspace, name="kohya")
+    import_cache(KohyaCache(tmp_path / "made"), workspace, name="kohya")
     cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
     (ref, _) = cache.manifest("kohya").rows["cat.png"].parts
     workspace.store.remove(workspace.store.find([ref.key]))
@@ -110,5 +111,5 @@ def test_a_damaged_mask_skips_its_sample(tmp_path: Path) -> None:
 )
 def test_a_mask_of_another_form_is_refused(tmp_path: Path, mask: np.ndarray) -> None:
     write_sample(tmp_path, "cat", alpha_mask=mask)
-    found, _, (refusal,) = split(kohya.read(tmp_path))
+    found, _, (refusal,) = split(KohyaCache(tmp_path))
     assert found == [] and refusal.reason == "corrupt" and "mask is" in refusal.detail

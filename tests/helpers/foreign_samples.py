@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.interop.declaration import Declaration
-from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
+from latentcache.families import family_named
+from latentcache.interop.importing import import_cache
+from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.reports import ImportReport
+from latentcache.loading.cache import LatentCache
+from latentcache.precache.workspace import Workspace
 from latentcache.types import Size
 
 BUCKET = Size(64, 128)
@@ -25,8 +30,6 @@ class Foreign:
     contents: Sequence[ForeignItem]
     format: str = "test"
     family: str = "sdxl"
-    keeps_padding: bool = True
-    declaration: Declaration | None = None
 
     def items(self) -> Iterator[ForeignItem]:
         yield from self.contents
@@ -75,3 +78,25 @@ def text(
 def pairs(*sample_ids: str) -> list[ForeignItem]:
     """A latent and a caption for each of these samples."""
     return [item for each in sample_ids for item in (image(each), text(each, caption=f"of {each}"))]
+
+
+def imported(foreign: ForeignCache, name: str = "foreign", **options: Any) -> tuple[LatentCache, ImportReport]:
+    """A cache in memory with what an import gives, as the manifest `name`; and the import's report."""
+    workspace = Workspace()
+    report = import_cache(foreign, workspace, name=name, **options)
+    return LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True), report
+
+
+def of_family(family: str, *sample_ids: str, rows: int = 5) -> list[ForeignItem]:
+    """A scaled latent, of few values, and a caption for each sample of a family other than the first."""
+    declared, found = family_named(family), list[ForeignItem]()
+    for seed, name in enumerate(sample_ids):
+        generator = torch.Generator().manual_seed(seed)
+        frames = [1] if declared.latent.is_video else []
+        latents = torch.randn(declared.latent.channels, *frames, 8, 16, generator=generator)
+        found.append(ForeignImage(name, f"{name}.bin", None, latents, True, "mean", fit(Size(80, 160), BUCKET)))
+        features = (3, 8) if family == "krea2" else (8,)
+        embeds = torch.randn(rows if family == "flux" else rows + seed, *features, generator=generator).bfloat16()
+        pooled = torch.randn(4, generator=generator).bfloat16() if "pooled_prompt_embeds" in declared.fields else None
+        found.append(ForeignText((name,), f"{name}.text", f"of {name}", embeds, pooled))
+    return found

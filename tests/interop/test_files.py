@@ -1,0 +1,153 @@
+"""Files of others: what is read, what is refused, and that nothing in them runs."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.foreign_files import Bomb, damaged, latents_of, rezipped, saved, write
+from hypothesis import given, settings
+
+from latentcache.errors import ForeignFileRefused
+from latentcache.interop.files import MAX_FILE_BYTES, load_torch, read_file, read_npz, tensor_in
+
+LATENTS = latents_of(0, 96, 64)
+SAVED = saved(LATENTS)
+
+
+def refused(reason: str, words: str):
+    return pytest.raises(ForeignFileRefused, match=rf"^f\.pt: refused \({reason}\): .*{words}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_saved_tensor_is_read_exactly(dtype):
+    latents = LATENTS.to(dtype)
+    assert torch.equal(tensor_in(load_torch(saved(latents), "f.pt"), "latent", "f.pt", ndim=3), latents)
+
+
+def test_a_view_owns_its_memory_after_reading():
+    view = torch.randn(2, 4, 8, 6)[1].transpose(1, 2)
+    read = tensor_in(load_torch(saved(view), "f.pt"), "latent", "f.pt", ndim=3)
+    assert torch.equal(read, view)
+    assert read.is_contiguous() and read.untyped_storage().nbytes() == read.numel() * 4
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path):
+    for data in (saved({"latents": Bomb(tmp_path / "made")}), gzip.compress(saved(Bomb(tmp_path / "made")))):
+        with refused("corrupt", "restricted reader: .*mkdir") as caught:
+            load_torch(data, "f.pt")
+        assert "weights_only" not in str(caught.value)
+    with refused("corrupt", "restricted reader: .*PurePosixPath") as caught:
+        load_torch(saved({"image_spec": [None, PurePosixPath("a.png")]}), "f.pt")
+    assert "safe_globals" not in str(caught.value), "no advice to allow it"
+    with refused("truncated", "not a whole zip file"):
+        load_torch(pickle.dumps([1, 2]), "f.pt")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_compressed_file_is_refused_before_it_is_inflated():
+    size = MAX_FILE_BYTES + 1
+    with refused("corrupt", "it unpacks to .* are allowed"):
+        load_torch(rezipped(SAVED, {"data/0": bytes(size)}, zipfile.ZIP_DEFLATED), "f.pt")
+    with refused("corrupt", "it unpacks to more than"):
+        load_torch(gzip.compress(bytes(1 << 20)) * 300, "f.pt")
+
+
+def test_damage_of_the_values_is_found():
+    data = bytearray(SAVED)
+    data[data.find(LATENTS.numpy().tobytes()[:16]) + 5] ^= 1
+    with refused("corrupt", "checksum"):
+        load_torch(bytes(data), "f.pt")
+    with refused("truncated", "zip"):
+        load_torch(SAVED[:-1000], "f.pt")
+    with refused("truncated", "ends early"):
+        load_torch(gzip.compress(SAVED)[:-9], "f.pt")
+    with refused("corrupt", "gzip"):
+        load_torch(gzip.compress(SAVED)[:-8] + bytes(8), "f.pt")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "is a NoneType"),
+        (torch.nn.Parameter(LATENTS), "is a Parameter"),
+        (torch.eye(3).to_sparse(), "plain tensor"),
+        (torch.empty(3, device="meta"), "plain tensor"),
+        (LATENTS.double(), "float64"),
+        (LATENTS[0], "3 dimensions"),
+        (LATENTS[:, :0], "3 dimensions"),
+        (torch.zeros(1).expand(4, 1 << 20, 1 << 20), "more values than the file"),
+    ],
+    ids=["nothing", "parameter", "sparse", "meta", "double", "flat", "empty", "expanded"],
+)
+def test_what_is_no_latent_is_refused(value: Any, words: str) -> None:
+    with refused("corrupt", words):
+        tensor_in(value, "latent", "f.pt", ndim=3)
+
+
+def test_only_regular_files_within_bounds_are_read(tmp_path):
+    path = write(tmp_path / "f", b"12345")
+    assert read_file(path, 5) == b"12345"
+    with pytest.raises(ForeignFileRefused, match="more than 4 bytes"):
+        read_file(path, 4)
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in [("pipe", "unreadable"), ("none", "missing"), (".", "unreadable"), ("a\0b", "unreadable")]:
+        with pytest.raises(ForeignFileRefused) as caught:
+            read_file(tmp_path / name)
+        assert caught.value.reason == reason
+    with pytest.raises(ForeignFileRefused, match="empty"):
+        read_file(write(tmp_path / "empty", b""))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=damaged(SAVED))
+def test_damage_is_refused_or_harmless(data):
+    try:
+        read = tensor_in(load_torch(data, "f.pt"), "latent", "f.pt", ndim=3)
+    except ForeignFileRefused:
+        return
+    # Some bytes of a zip have no meaning, and those of its directory can be repaired by chance: never the values.
+    assert read.dtype == LATENTS.dtype and torch.equal(read, LATENTS)
+
+
+ARRAYS = {"latents": LATENTS.numpy(), "size": np.array([3, 4])}
+
+
+def npz(**arrays: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def test_objects_in_arrays_are_not_unpickled(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.npz", npz(latents=np.array([Bomb(tmp_path / "made")], dtype=object)))
+    with pytest.raises(ForeignFileRefused, match="allow_pickle=False"):
+        read_npz(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_array_that_claims_less_than_its_bytes_is_compared_whole(tmp_path: Path) -> None:
+    """numpy stops reading where the header says, and then nobody compares the checksum."""
+    data = bytearray(npz(**ARRAYS))
+    data[data.find(b"(4, 12, 8)") : data.find(b"(4, 12, 8)") + 10] = b"(4, 12, 7)"
+    with pytest.raises(ForeignFileRefused, match="checksum"):
+        read_npz(write(tmp_path / "f.npz", bytes(data)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=damaged(npz(**ARRAYS)))
+def test_a_damaged_npz_is_refused_or_read_as_it_was(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    try:
+        read = read_npz(write(tmp_path_factory.mktemp("damaged") / "f.npz", data))
+    except ForeignFileRefused:
+        return
+    # A directory that lost a member, or renamed one, gives fewer arrays: never other values.
+    assert all(np.array_equal(read[name], ARRAYS[name], equal_nan=True) for name in read.keys() & ARRAYS.keys())
