@@ -142,8 +142,6 @@ class _ForeignCache:
 
     format = "kohya"
     family = "sdxl"
-    keeps_padding = True
-    declaration = None
 
     def items(self) -> Iterator[ForeignItem]:
         generator = torch.Generator().manual_seed(1)

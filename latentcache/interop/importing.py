@@ -39,7 +39,7 @@ from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
 
 if TYPE_CHECKING:
-    from latentcache.interop.verification import Verification, Verifier
+    from latentcache.interop.verification import Verification
 
 logger = logging.getLogger("latentcache")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,7 +96,12 @@ def import_cache(
         )
     report = ImportReport(foreign.format, name)
     # What a verification lacks is found now, not when all has been read.
-    verifier = None if verification is None else _verifier(verification, name, workspace, report)
+    verifier = None
+    if verification is not None:
+        # It imports diffusers, which takes seconds, and which other imports need not have.
+        from latentcache.interop.verification import Verifier
+
+        verifier = Verifier(verification, name, workspace, report)
     dtypes: Mapping[str, torch.dtype | None]  # None: that of the file
     dtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
     run = _Import(foreign, workspace, dtypes, ScaleCheck(foreign.family, is_wanted=scale_check), report)
@@ -118,13 +123,6 @@ def import_cache(
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report
-
-
-def _verifier(verification: Verification, name: str, workspace: Workspace, report: ImportReport) -> Verifier:
-    # It imports diffusers, which takes seconds, and which other imports need not have.
-    from latentcache.interop.verification import Verifier
-
-    return Verifier(verification, name, workspace, report)
 
 
 def _check_name(name: str) -> None:

@@ -6,8 +6,11 @@ suffix>.npz`, which kohya prefers where it is there. One draw of the posterior, 
 two dialects. A: `latents`, `original_size`, `crop_ltrb` and, on request, `latents_flipped` and `alpha_mask`. B, since
 2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
 SD 1.5's names end with `_sd.npz`. FLUX.1's, `_flux.npz`, are always in dialect B, and its latents are scaled.
-Text: `<image without suffix>_te_outputs.npz`, of FLUX.1 `<image without suffix>_flux_te.npz` (`kohya_texts`). It does
-not name its caption: that is the first line of the image's caption file, unless it was edited since.
+Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
+[1280]; of FLUX.1 `<image without suffix>_flux_te.npz` with `t5_out` [L, 4096], `l_pooled` [768], `txt_ids` [L, 3] of
+zeros, `t5_attn_mask` [L] and `apply_t5_attn_mask`, in float32. With that flag T5 does not attend to padding, which is
+another recipe than diffusers', whose embeddings have the same shapes. A text does not name its caption: that is the
+first line of the image's caption file, unless it was edited since.
 
 `crop_ltrb` is not the crop that kohya performs: it is where the whole image would lie inside the bucket. The image is
 resized to cover the bucket, and cropped in the middle; the geometry follows from that.
@@ -34,9 +37,8 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import FAMILY as SDXL
-from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
+from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportCaption, ExportOptions, ExportSample
 from latentcache.interop.files import corrupt, read_npz
-from latentcache.interop.formats.kohya_texts import SUFFIXES, array_of, float_tensor, read_text, text_arrays
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -51,6 +53,11 @@ from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Bucket, Geometry, Size
 
+Arrays = Mapping[str, np.ndarray]
+SUFFIXES = {"sdxl": "_te_outputs.npz", "flux": "_flux_te.npz"}
+"""How the names of a family's text files end. kohya keeps no texts of SD 1.5."""
+NOTE_MASK_UNKNOWN = "t5_attn_mask is not known and was written as all ones: kohya reads it with apply_t5_attn_mask only"
+_FLAG, _MASK = "apply_t5_attn_mask", "t5_attn_mask"
 ARCHITECTURES = {"sdxl": "sdxl", "sd": "sd15", "flux": "flux"}
 """The architecture in a file's name -> the family. `sd` is SD 2 too, which has no texts here."""
 _OTHER_TEXTS = (*SUFFIXES.values(), "_sd3_te.npz")
@@ -161,7 +168,7 @@ class KohyaCache:
         geometry = _geometry(arrays, path, size, stored, notes)
         mask = None
         if (mask_name := f"alpha_mask{stored.suffix}") in arrays:
-            mask = _latent_mask(float_tensor(arrays, mask_name, path, ndim=2), stored, path)
+            mask = _latent_mask(_float_tensor(arrays, mask_name, path, ndim=2), stored, path)
             notes.append(NOTE_MASK)
         for flip in (False, True):
             name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
@@ -170,7 +177,7 @@ class KohyaCache:
                     sample_id=sample_id,
                     path=str(path),
                     image_path=image,
-                    latents=float_tensor(arrays, name, path, ndim=3),
+                    latents=_float_tensor(arrays, name, path, ndim=3),
                     is_scaled=self.family == "flux",
                     output="sample",
                     geometry=replace(geometry, flip=flip),
@@ -203,7 +210,7 @@ class KohyaCache:
     # Text
 
     def _text(self, base: str, path: Path) -> ForeignText:
-        embeds, pooled = read_text(self.family, read_npz(path), path)
+        embeds, pooled = _read_text(self.family, read_npz(path), path)
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
@@ -219,7 +226,7 @@ class _Stored(NamedTuple):
     has_others: bool = False
 
 
-def _stored(arrays: Mapping[str, np.ndarray], path: Path, area: int | None) -> _Stored:
+def _stored(arrays: Arrays, path: Path, area: int | None) -> _Stored:
     """The resolution to read."""
     found: dict[tuple[int, int], _Stored] = {}
     for name in sorted(arrays):
@@ -244,8 +251,8 @@ def _stored(arrays: Mapping[str, np.ndarray], path: Path, area: int | None) -> _
     return found[sizes[0]]._replace(has_others=len(found) > 1)
 
 
-def _original_size(arrays: Mapping[str, np.ndarray], path: Path, stored: _Stored, named: Size | None) -> Size:
-    values = array_of(arrays, f"original_size{stored.suffix}", path).tolist()
+def _original_size(arrays: Arrays, path: Path, stored: _Stored, named: Size | None) -> Size:
+    values = _array_of(arrays, f"original_size{stored.suffix}", path).tolist()
     pair = pixel_pair(values, 1)
     if pair is None:
         raise corrupt(path, f"original_size is {values!s:.100}; it must be (width, height)")
@@ -255,11 +262,11 @@ def _original_size(arrays: Mapping[str, np.ndarray], path: Path, stored: _Stored
     return size
 
 
-def _geometry(arrays: Mapping[str, np.ndarray], path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
+def _geometry(arrays: Arrays, path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
     """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
     bucket = Bucket(stored.height * _PIXELS, stored.width * _PIXELS)
     geometry = fit(size, bucket)
-    crop = array_of(arrays, f"crop_ltrb{stored.suffix}", path)
+    crop = _array_of(arrays, f"crop_ltrb{stored.suffix}", path)
     # Within a pixel: releases may round otherwise.
     if crop.shape != (4,) or not np.allclose(crop.astype(np.float64), contain_rule(size, bucket), rtol=0, atol=1.0):
         notes.append(NOTE_CROP)
@@ -275,6 +282,52 @@ def _latent_mask(pixels: torch.Tensor, stored: _Stored, path: Path) -> torch.Ten
     if list(pixels.shape) != sides or not bool(((pixels >= 0) & (pixels <= 1)).all()):
         raise corrupt(path, f"its mask is {list(pixels.shape)}; it must be {sides} of numbers from 0 to 1")
     return (torch.nn.functional.avg_pool2d(pixels.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
+
+
+def _array_of(arrays: Arrays, name: str, path: Path) -> np.ndarray:
+    """An array of a file. Raises ForeignFileRefused."""
+    if name not in arrays:
+        raise corrupt(path, f"it has no {name}")
+    return arrays[name]
+
+
+def _float_tensor(arrays: Arrays, name: str, path: Path, *, ndim: int) -> torch.Tensor:
+    """An array of a file as a tensor of float32 or float16. Raises ForeignFileRefused."""
+    array = _array_of(arrays, name, path)
+    if array.dtype not in (np.float32, np.float16) or array.ndim != ndim or array.size == 0:
+        raise corrupt(path, f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions")
+    return torch.from_numpy(array)
+
+
+def _read_text(family: str, arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caption's prompt_embeds [L, D] and pooled_prompt_embeds [P]. Raises ForeignFileRefused."""
+    return _read_flux(arrays, path) if family == "flux" else _read_sdxl(arrays, path)
+
+
+def _read_sdxl(arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = (_float_tensor(arrays, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
+    pooled = _float_tensor(arrays, "pool2", path, ndim=1)
+    if first.shape[0] != SDXL.max_length or second.shape[0] != SDXL.max_length:
+        detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: "
+        detail += f"{SDXL.max_length} tokens are needed (max_token_length 75)"
+        raise ForeignFileRefused(path, "unsupported-format", detail)
+    if not first.dtype == second.dtype == pooled.dtype:
+        raise corrupt(path, f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
+    return torch.cat([first, second], dim=-1), pooled
+
+
+def _read_flux(arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    flag, mask = _array_of(arrays, _FLAG, path), _array_of(arrays, _MASK, path)
+    if flag.shape != () or flag.dtype != np.bool_:
+        raise corrupt(path, f"{_FLAG} is {flag.dtype} {list(flag.shape)}; it must be one bool")
+    if flag:
+        detail = f"it was made with {_FLAG}, and diffusers' FLUX.1 has no such mask: cache texts without it"
+        raise ForeignFileRefused(path, "unsupported-format", detail)
+    embeds, pooled = _float_tensor(arrays, "t5_out", path, ndim=2), _float_tensor(arrays, "l_pooled", path, ndim=1)
+    if embeds.dtype != pooled.dtype or mask.shape != embeds.shape[:1]:
+        shapes = f"t5_out {embeds.dtype} {list(embeds.shape)}, l_pooled {pooled.dtype}, {_MASK} {list(mask.shape)}"
+        raise corrupt(path, f"its arrays do not fit together: {shapes}")
+    return embeds, pooled
 
 
 # Writing
@@ -356,7 +409,7 @@ def _export_text(sample: ExportSample, base: Path, run: Export) -> None:
         return
     if not sample.captions:
         return
-    arrays = text_arrays(run.family.name, sample.captions[0], run.report)
+    arrays = _text_arrays(run.family.name, sample.captions[0], run.report)
     if isinstance(arrays, str):
         run.skip(sample, "unsupported-format", arrays)
     else:
@@ -391,8 +444,41 @@ def _written(latents: torch.Tensor, run: Export) -> np.ndarray:
     return (run.scaling.apply(latents) if run.family.name == "flux" else latents).contiguous().numpy()
 
 
-def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+def _npz_bytes(arrays: Arrays) -> bytes:
     """The bytes that `numpy.savez` writes for these arrays: a zip, uncompressed."""
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes the arrays for `allow_pickle`
     return file.getvalue()
+
+
+def _text_arrays(family: str, caption: ExportCaption, report: ExportReport) -> dict[str, np.ndarray] | str:
+    """The arrays of a caption, or why it has none."""
+    embeds, pooled = caption.prompt_embeds, caption.pooled_prompt_embeds
+    assert pooled is not None, "both families have pooled embeddings"
+    if embeds.dtype is not torch.float16:
+        embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16
+    if family == "flux":
+        return _flux_arrays(embeds, pooled.to(embeds.dtype), caption.num_tokens, report)
+    # The second encoder's hidden states are as wide as its pooled output.
+    width = embeds.shape[1] - pooled.shape[0]
+    if embeds.shape[0] != SDXL.max_length or width < 1:
+        return f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)} are not SDXL's"
+    return {
+        "hidden_state1": embeds[:, :width].contiguous().numpy(),
+        "hidden_state2": embeds[:, width:].contiguous().numpy(),
+        "pool2": pooled.numpy(),
+    }
+
+
+def _flux_arrays(
+    embeds: torch.Tensor, pooled: torch.Tensor, num_tokens: int | None, report: ExportReport
+) -> dict[str, np.ndarray]:
+    length = len(embeds)
+    report.note(NOTE_MASK_UNKNOWN if num_tokens is None else None)
+    return {
+        "l_pooled": pooled.numpy(),
+        "t5_out": embeds.contiguous().numpy(),
+        "txt_ids": np.zeros((length, 3), np.float32),
+        _MASK: (np.arange(length) < (length if num_tokens is None else num_tokens)).astype(np.int64),
+        _FLAG: np.array(False),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from helpers.foreign_files import reasons, split
 from helpers.kohya_files import dialect_a, dialect_b, text_of, write_npz
 from helpers.photo_files import write_photo
 
+from latentcache.config import Config
 from latentcache.errors import ConfigError, DatasetError
-from latentcache.interop.formats import kohya, kohya_texts
+from latentcache.interop.formats import kohya
 from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.importing import import_cache
 from latentcache.loading.cache import LatentCache
+from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 
 WIDTHS = (24, 16)
@@ -78,7 +81,7 @@ def test_an_export_has_the_names_and_values_of_what_was_imported(tmp_path: Path)
     cache, _ = cache_of(tmp_path / "made")
     report = kohya.export(cache, "foreign", tmp_path / "again")
     assert (report.num_images, report.num_texts, report.skipped) == (2, 2, [])
-    assert report.notes[kohya_texts.NOTE_MASK_UNKNOWN] == 2
+    assert report.notes[kohya.NOTE_MASK_UNKNOWN] == 2
     for path in sorted((tmp_path / "again").iterdir()):
         found, expected = np.load(path), np.load(tmp_path / "made" / path.name)
         assert set(found.files) == set(expected.files)
@@ -94,15 +97,17 @@ def test_an_export_has_the_names_and_values_of_what_was_imported(tmp_path: Path)
     assert texts[0] == texts[1]
 
 
-def test_the_mask_of_texts_that_were_counted_is_written() -> None:
-    from latentcache.interop.exporting import ExportCaption
-    from latentcache.interop.reports import ExportReport
-
-    caption = ExportCaption("a cat", torch.ones(8, 4).bfloat16(), torch.ones(3).bfloat16(), 5)
-    report = ExportReport("kohya", "foreign")
-    arrays = kohya_texts.text_arrays("flux", caption, report)
-    assert isinstance(arrays, dict) and not report.notes
-    assert arrays["t5_attn_mask"].tolist() == [1] * 5 + [0] * 3 and not arrays["apply_t5_attn_mask"]
+def test_the_mask_of_texts_that_were_counted_is_written(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = make_config(**{"model.family": "flux", "validation.prompts": []})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = kohya.export(cache, "photos", tmp_path / "out")
+        assert report.num_texts == 5 and kohya.NOTE_MASK_UNKNOWN not in report.notes
+        entry = cache.get(cache.row("a.png")[1].captions[0].key)
+    arrays = np.load(tmp_path / "out/a_flux_te.npz")
+    length, num_tokens = len(entry.tensors["prompt_embeds"]), entry.record.provenance["num_tokens"]
+    assert 0 < num_tokens < length and not arrays["apply_t5_attn_mask"]
+    assert arrays["t5_attn_mask"].tolist() == [1] * num_tokens + [0] * (length - num_tokens)
     assert {arrays[name].dtype.name for name in ("t5_out", "l_pooled", "txt_ids")} == {"float32"}
 
 
@@ -150,7 +155,7 @@ def test_a_folder_with_files_of_two_families_needs_the_family(tmp_path: Path) ->
     for family, channels in (("sdxl", 4), ("flux", 16)):
         (image,), (text,), refused = split(KohyaCache(tmp_path, family=family))
         assert image.latents.shape[0] == channels and image.is_scaled == (family == "flux")
-        assert text.path.endswith(kohya_texts.SUFFIXES[family]) and reasons(refused) == ["unsupported-format"] * 2
+        assert text.path.endswith(kohya.SUFFIXES[family]) and reasons(refused) == ["unsupported-format"] * 2
 
 
 def test_sd15_has_unscaled_latents_and_no_texts(tmp_path: Path) -> None:
