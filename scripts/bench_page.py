@@ -42,7 +42,7 @@ GEOMETRY = Geometry(Size(1500, 1500), Size(1024, 1024), Crop(0, 0), Size(1024, 1
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 PATHS = {"overview": "/", "gallery": "/gallery"}
-LAST = """Math.max(...performance.getEntries().filter(entry => !entry.name.includes("/gallery/buckets"))
+LAST = """Math.max(...performance.getEntries()
     .map(entry => entry.responseEnd || entry.startTime))"""
 """Milliseconds from the navigation until the last byte of what is on the page has arrived, pictures too."""
 SIZES = "performance.getEntries().reduce((sum, entry) => sum + (entry.transferSize || 0), 0)"

@@ -82,12 +82,10 @@ def server(root: str) -> None:
     """Serve a cache, and constant bytes at /constant/<number>. A process of its own runs this."""
     import uvicorn
 
-    from latentcache.service.connections import protocol_of
-    from latentcache.service.context import ServiceSettings
-    from latentcache.service.server import create_app
+    from latentcache.service.app import create_app
+    from latentcache.service.state import ServiceSettings
 
-    settings = ServiceSettings(cache=Path(root))
-    app = create_app(settings)
+    app = create_app(ServiceSettings(cache=Path(root)))
     constants: dict[int, bytes] = {}
 
     async def handle(scope: Any, receive: Any, send: Any) -> None:
@@ -106,7 +104,7 @@ def server(root: str) -> None:
         await send({"type": "http.response.body", "body": body})
 
     config = uvicorn.Config(
-        handle, port=0, http=protocol_of(settings.limits), ws="none", access_log=False, log_level="warning"
+        handle, port=0, ws="none", access_log=False, log_level="warning"
     )
 
     async def main() -> None:

@@ -54,7 +54,7 @@ OWNERS = {
         "dataset/colour_profiles.py",
         "dataset/resampling.py",
         "validation/",
-        "service/thumbnails.py",
+        "service/page/thumbnails.py",
     ),
     "av": ("dataset/video_files.py",),
     "psutil": ("doctor/environment.py",),
@@ -70,8 +70,7 @@ OWNERS = {
     "ray": ("scaleout/",),
     "starlette": ("service/",),
     "uvicorn": ("service/",),
-    "h11": ("service/connections.py",),
-    "prometheus_client": ("service/telemetry.py",),
+    "prometheus_client": ("service/",),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 

@@ -10,11 +10,7 @@ import threading
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, LocalTarget, OfCache, Switch
 from latentcache.config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, Config
@@ -22,20 +18,6 @@ from latentcache.config_file import load_config
 from latentcache.errors import ConfigError
 
 logger = logging.getLogger("latentcache")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageOptions:
-    """What the page of a server shows beyond the cache."""
-
-    photos: Switch = False
-    """Show the photos on the page too, where their files are on this machine."""
-    validation: Path | None = None
-    """A folder of validation results, for the page. Default: that of the config."""
-
-
-OfPage = Annotated[PageOptions, Parameter(name="*")]
-PAGE_DEFAULTS = PageOptions()
 
 
 def serve(  # noqa: PLR0913 - each is a flag
@@ -50,7 +32,7 @@ def serve(  # noqa: PLR0913 - each is a flag
     ssl_keyfile: Path | None = None,
     encode: Path | None = None,
     idle_s: float = 300.0,
-    page: OfPage = PAGE_DEFAULTS,
+    photos: Switch = False,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
     """Serve a cache over HTTP: several trainers, on one machine or many, share it. It runs until Ctrl-C or SIGTERM.
@@ -67,13 +49,13 @@ def serve(  # noqa: PLR0913 - each is a flag
         ssl_keyfile: The certificate's private key (PEM).
         encode: A config: prompts and images that are not cached are encoded with its models, and stored.
         idle_s: After so many seconds without a miss these models leave the device.
+        photos: Show the photos on the page too, where their files are on this machine.
     """
     with _extra_named():
-        from latentcache.service.access import token_from
-        from latentcache.service.context import ServiceSettings
-        from latentcache.service.page_settings import PageSettings
+        from latentcache.service.auth import token_from
         from latentcache.service.server import Address, access_for
         from latentcache.service.server import serve as run_server
+        from latentcache.service.state import ServiceSettings
 
     address = Address(host=host, port=port, certfile=ssl_certfile, keyfile=ssl_keyfile)
     reading, writing = (
@@ -97,7 +79,8 @@ def serve(  # noqa: PLR0913 - each is a flag
         writes=writing is not None or encode is not None,
         encode=None if encode is None else config,
         idle_s=idle_s,
-        page=PageSettings(config=config, validation=page.validation, show_photos=page.photos),
+        config=config,
+        show_photos=photos,
     )
     return 128 + run_server(settings, address, announce)
 
@@ -107,25 +90,22 @@ def browse(
     /,
     *,
     port: int = 0,
-    validation: Path | None = None,
     no_open: Switch = False,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
-    """Look into a cache in a browser: its samples, buckets, validations and damage. It runs until Ctrl-C.
+    """Look into a cache in a browser: its samples, models and damage. It runs until Ctrl-C.
 
     Only this machine reaches the page, by an address with a token that is made for it, and nothing is written. With
     --json the first line of stdout is {"url": ...}.
 
     Args:
         port: The port to listen on; 0 takes a free one.
-        validation: A folder of validation results. Default: that of the config.
         no_open: Open no browser: only say where the page is.
     """
     with _extra_named():
-        from latentcache.service.context import ServiceSettings
-        from latentcache.service.page_settings import PageSettings
         from latentcache.service.server import Address, access_for
         from latentcache.service.server import serve as run_server
+        from latentcache.service.state import ServiceSettings
 
     # Every account of this machine reaches the port.
     address, path, token = Address(port=port), options.path(target), secrets.token_urlsafe(32)
@@ -142,8 +122,8 @@ def browse(
             # In a thread: a browser in the terminal would keep the server from answering it.
             threading.Thread(target=webbrowser.open, args=(file.as_uri(),), daemon=True).start()
 
-    page = PageSettings(config=_named_config(target, options), validation=validation, show_photos=True)
-    settings = ServiceSettings(cache=path, access=access_for(address, token, None), page=page)
+    access, config = access_for(address, token, None), _named_config(target, options)
+    settings = ServiceSettings(cache=path, access=access, config=config, show_photos=True)
     with tempfile.TemporaryDirectory(prefix="latentcache-") as folder:
         return 128 + run_server(settings, address, announce)
 

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
-from latentcache.dataset.manifest_row import ImageRef
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,
@@ -29,14 +30,13 @@ from latentcache.errors import (
 )
 from latentcache.identity import digest, short
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import load_models
+from latentcache.precache.encodings import TextEncodings, load_models
 from latentcache.precache.plan import ImageTask, TextTask
 from latentcache.precache.preparations import Preparations
-from latentcache.precache.prompts import prompt_keys, prompt_task
+from latentcache.precache.prompts import add_prompts, prompt_keys, prompt_row, prompt_task, prompts_common
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import EntryTask, ServingModels, kind_of
 from latentcache.precache.workspace import Workspace
-from latentcache.service.new_prompts import NewPrompts
 from latentcache.types import Kind, Refusal
 
 IDLE_S = 300.0
@@ -51,6 +51,9 @@ FILL_S = 0.005
 """How long the encoder waits for more entries before it begins with fewer than a round."""
 CLOSED_S = 5
 """A client of a service that is shutting down may try again after so many seconds: another may take its place."""
+_WAIT_S = 2.0
+"""Prompts wait so long for others before they join their manifest, and ten times as long as the last writing took."""
+_RETRY_S = 60.0
 
 logger = logging.getLogger("latentcache")
 
@@ -134,7 +137,7 @@ class MissEncoder:
         self._is_closed = False
         self._counts = EncoderCounts()
         self._seconds_per_entry = 0.0
-        self._new_prompts = NewPrompts(workspace, self.encodings, self._salt)
+        self._new_prompts = _NewPrompts(workspace, self.encodings, self._salt)
 
     def __enter__(self) -> Self:
         return self
@@ -346,3 +349,41 @@ def _refusal(task: EntryTask, failure: Failure) -> LatentCacheError:
         detail = f"{task.sample_id}: {failure.detail}"
         return EncodeError(detail, part="text_encoder", problem=failure.reason)
     return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)
+
+
+class _NewPrompts:
+    """Collects prompts, because the manifest is replaced as a whole. One thread uses it.
+
+    A process that is killed loses those of the last seconds: their entries are there all the same, and a later request
+    finds them, but `prune` does not know them.
+    """
+
+    def __init__(self, workspace: Workspace, encodings: TextEncodings, salt: str):
+        self._workspace, self._common = workspace, prompts_common(encodings, salt)
+        self._rows: dict[str, Row] = {}
+        self._wait_s = _WAIT_S
+        self.due_at = math.inf
+        """When `write` should be called, by the monotonic clock."""
+
+    def add(self, tasks: Iterable[TextTask]) -> None:
+        """Add prompts whose entries are stored."""
+        for task in tasks:
+            if not self._rows:
+                self.due_at = time.monotonic() + self._wait_s
+            self._rows[task.sample_id] = prompt_row(task)
+
+    def write(self) -> None:
+        """Add them to the manifest. Where that fails it is logged, and they wait for the next call."""
+        if not self._rows:
+            return
+        manifest = Manifest(prompts_name(self._common), "prompts", 1, self._common, self._rows)
+        started = time.monotonic()
+        try:
+            add_prompts(self._workspace, manifest, always=False)
+        except LatentCacheError as error:
+            self.due_at = time.monotonic() + _RETRY_S
+            message = "%d prompts that were encoded are not in the manifest of prompts yet: %s"
+            logger.error(message, len(self._rows), error)
+            return
+        self._rows, self.due_at = {}, math.inf
+        self._wait_s = max(_WAIT_S, 10 * (time.monotonic() - started))

@@ -1,50 +1,29 @@
-"""The app of `latentcache serve`, and the process that runs it."""
+"""The process of `latentcache serve`: its address, and who may do what there."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
-import resource
 import signal
 import socket
 import ssl
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
 from typing_extensions import override
 
-import latentcache
 from latentcache.errors import ConfigError
-from latentcache.service.access import Access
-from latentcache.service.cache_routes import cache_router
-from latentcache.service.connections import protocol_of
-from latentcache.service.context import ServiceContext, ServiceSettings
-from latentcache.service.entry_routes import entry_router
-from latentcache.service.limits import Gate
-from latentcache.service.manifest_routes import manifest_router
-from latentcache.service.pack_routes import pack_router
-from latentcache.service.page_routes import page_router, static_router
-from latentcache.service.problems import add_handlers
+from latentcache.service.app import create_app
+from latentcache.service.auth import Access
+from latentcache.service.state import ServiceSettings
 
-ROUTERS: tuple[Callable[[ServiceContext], APIRouter], ...] = (
-    cache_router,
-    entry_router,
-    pack_router,
-    manifest_router,
-    page_router,
-    static_router,
-)
-"""Each gives the routes of one subject. A router with a lifespan is entered before the first request."""
 _GRACE_S = 30
+_IDLE_S = 75
+"""A connection may be open so long without a request."""
 _BACKLOG = 2048
-_MAX_FILES = 1 << 16
 _MAX_PORT = 65535
 
 
@@ -73,9 +52,8 @@ class Address:
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (OSError, UnicodeError) as error:
-            message = (
-                f"{self.host!r:.200} is no address to listen on: {error}; give one of this machine's, e.g. 127.0.0.1"
-            )
+            step = "give one of this machine's, e.g. 127.0.0.1"
+            message = f"{self.host!r:.200} is no address to listen on: {error}; {step}"
             raise ConfigError(message, source="--host") from error
         return [str(each[4][0]).partition("%")[0] for each in found]
 
@@ -122,107 +100,33 @@ def access_for(address: Address, reading_token: str | None, writing_token: str |
     return Access(reading_token=reading_token, writing_token=writing_token, is_open=False)
 
 
-class _DescribedApp(FastAPI):
-    """Its OpenAPI document says that requests need a token."""
-
-    @override
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            document = super().openapi()
-            scheme = {"type": "http", "scheme": "bearer", "description": "The reading or the writing token."}
-            document["components"]["securitySchemes"] = {"token": scheme}
-            document["security"] = [{"token": []}]
-        assert self.openapi_schema is not None
-        return self.openapi_schema
-
-
-def create_app(settings: ServiceSettings) -> FastAPI:
-    """The app that serves a cache. The cache is open until the app's lifespan ends. StoreError, ReadOnlyError.
-
-    With a config to encode with also ConfigError, DeviceError and ModelError.
-    """
-    context = ServiceContext(settings)
-    try:
-        return _app_of(context, settings)
-    except BaseException:
-        context.close()
-        raise
-
-
-def _app_of(context: ServiceContext, settings: ServiceSettings) -> FastAPI:
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with contextlib.closing(context):
-            repeated = asyncio.create_task(context.release_packs())
-            try:
-                yield
-            finally:
-                repeated.cancel()
-                await asyncio.wait([repeated])
-
-    app = _DescribedApp(
-        title="latentcache",
-        version=latentcache.__version__,
-        description="One cache of VAE latents and text embeddings for several trainers and machines.",
-        openapi_url="/v1/openapi.json",
-        docs_url=None,  # their pages load scripts from elsewhere
-        redoc_url=None,
-        lifespan=lifespan,
-    )
-    add_handlers(app)
-    routers = ROUTERS
-    if settings.encode is not None:
-        # It imports diffusers, which other servers do not need.
-        from latentcache.service.encode_routes import encode_router
-
-        routers += (encode_router,)
-    for router in routers:
-        app.include_router(router(context))
-    app.add_middleware(Gate, access=context.access, limits=context.limits, telemetry=context.telemetry)
-    app.state.context = context
-    return app
-
-
 class CacheServer(uvicorn.Server):
-    """Says when it answers, and which signals stopped it."""
+    """Says when it answers."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
         super().__init__(config)
         self._announce = announce
-        self.caught: list[int] = []
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._announce()
 
-    @override
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Finish the requests under way at the first Ctrl-C or SIGTERM; a second Ctrl-C ends them."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: object) -> None:
-            self.caught.append(number)
-            self.handle_exit(number, None)
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
 
 def serve(settings: ServiceSettings, address: Address, announce: Callable[[str], None]) -> int:
     """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number. As `make_server`."""
-    _allow_many_files()
     server, listener = make_server(settings, address, announce)
-    with listener:
-        asyncio.run(server.serve(sockets=[listener]))
-    return server.caught[0] if server.caught else signal.SIGTERM
+    # uvicorn finishes the requests under way first; then it raises the signals again, which would end the process.
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda caught_now, frame: caught.append(caught_now)) for number in numbers]
+    try:
+        with listener:
+            asyncio.run(server.serve(sockets=[listener]))
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    return caught[-1] if caught else signal.SIGTERM
 
 
 def make_server(
@@ -242,7 +146,6 @@ def make_server(
         raise
     config = uvicorn.Config(
         app,
-        http=protocol_of(settings.limits),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -252,18 +155,10 @@ def make_server(
         proxy_headers=True,
         server_header=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=round(settings.limits.idle_s),
+        timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=address.certfile,
         ssl_keyfile=address.keyfile,
     )
     url = address.url(listener.getsockname()[1])
     return CacheServer(config, lambda: announce(url)), listener
-
-
-def _allow_many_files() -> None:
-    """A connection is a file: by default a process may have 1,024, which idle clients could take up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

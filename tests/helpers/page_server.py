@@ -13,10 +13,10 @@ from helpers.page_caches import write_cache
 from helpers.photo_files import write_photo
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.service.access import Access
-from latentcache.service.context import ServiceSettings
-from latentcache.service.page_settings import PageSettings
-from latentcache.service.server import Address, create_app
+from latentcache.service.app import create_app
+from latentcache.service.auth import Access
+from latentcache.service.server import Address
+from latentcache.service.state import ServiceSettings
 from latentcache.types import Refusal
 
 REFUSED = Refusal("broken.jpg", "/nowhere/broken.jpg", "truncated", "the JPEG data ends after 12,345 bytes")
@@ -25,8 +25,8 @@ LONG_CAPTION = " ".join(f"word{number}" for number in range(90))
 
 @contextmanager
 def page_of(cache: Path, *, access: Access | None = None, **page: Any) -> Iterator[str]:
-    """Serve a cache for the block. Returns the URL. `page` are fields of PageSettings."""
-    settings = ServiceSettings(cache=cache, access=access or Access(), page=PageSettings(**page))
+    """Serve a cache for the block. Returns the URL. `page` are fields of ServiceSettings."""
+    settings = ServiceSettings(cache=cache, access=access or Access(), **page)
     server = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
     address = Address(port=0)
     with address.listen() as listener:

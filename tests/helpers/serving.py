@@ -21,10 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from latentcache.config import Config
-from latentcache.service.context import ServiceSettings
-from latentcache.service.limits import Limits
-from latentcache.service.page_settings import PageSettings
 from latentcache.service.server import Address, access_for, make_server
+from latentcache.service.state import Limits, ServiceSettings
 
 START_S = 60.0
 DEFAULT_LIMITS = Limits()
@@ -174,7 +172,8 @@ def serving_here(
         limits=limits,
         writes=writes or encode is not None,
         encode=encode,
-        page=PageSettings(config=encode, show_photos=encode is not None),
+        config=encode,
+        show_photos=encode is not None,
     )
     urls: queue.Queue[str] = queue.Queue()
     server, listener = make_server(settings, address, urls.put)

@@ -16,7 +16,7 @@ from helpers.serving import RunningServer, serving_here
 
 from latentcache.errors import LatentCacheError, ReadOnlyError, RemoteError, StoreError
 from latentcache.remote.service import ServiceTransport
-from latentcache.service.limits import Limits
+from latentcache.service.state import Limits
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: 
     ("limits", "status", "step"),
     [
         (Limits(max_keys=0), 413, "Request them in several parts"),
-        (Limits(max_requests=0, queue_s=0.05), 429, "Retry a little later"),
+        (Limits(max_requests=0, queue_s=0.05), 503, "Retry a little later"),
     ],
 )
 def test_a_refusal_says_its_next_step_once(served_cache: Path, limits: Limits, status: int | None, step: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,8 @@ from helpers.photo_files import write_photo
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, DatasetError, RequestRefused, SampleError
-from latentcache.service.cache_health import health
-from latentcache.service.gallery import PAGE_SIZE, Filters, Gallery
-from latentcache.service.manifest_views import ManifestViews
-from latentcache.service.overview import GrowthReader, model_origins, overview
+from latentcache.service.page.summary import health, models_of, overview
+from latentcache.service.page.views import PAGE_SIZE, Filters, Gallery, Manifests
 from latentcache.store import DiskStore
 from latentcache.types import Refusal, Size
 
@@ -42,7 +39,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def gallery(cache: Path) -> Iterator[Gallery]:
     with DiskStore(cache, create=False) as store:
-        yield Gallery(store, ManifestViews(ManifestFolder(cache / "manifests")), sees_photos=True)
+        yield Gallery(store, Manifests(ManifestFolder(cache / "manifests")))
 
 
 def ids(gallery: Gallery, **filters: str) -> list[str]:
@@ -76,27 +73,19 @@ def test_search_finds_each_word_in_captions_and_ids(gallery: Gallery) -> None:
         Filters(search="x" * 501)
 
 
-def test_filters_by_dataset_and_bucket(gallery: Gallery) -> None:
-    buckets = gallery.buckets("photos")
-    assert buckets.total() == NUM_PHOTOS
-    assert {size.width > size.height for size in buckets} == {True, False}
-    for size, number in buckets.items():
-        assert len(ids(gallery, dataset="photos", bucket=str(size))) == number
-    assert gallery.buckets("").total() == NUM_PHOTOS + 2
+def test_filters_that_there_are_not_are_refused(gallery: Gallery) -> None:
     assert ids(gallery, dataset="held-out") == ["00.png", "01.png"]
     with pytest.raises(RequestRefused, match=r"no dataset '\.\./x'; there are: held-out, photos"):
         gallery.page(Filters(dataset="../x"))
-    with pytest.raises(ConfigError, match="HxW"):
-        Filters(bucket="64")
     with pytest.raises(ConfigError, match="one of refused, damaged"):
         Filters(state="bad")
 
 
 def test_states_of_samples(gallery: Gallery, cache: Path) -> None:
     store = gallery.store
-    rows = gallery.views.view("photos").manifest.rows
+    rows = gallery.manifests.get("photos").rows
     assert ids(gallery, state="refused") == ["zz.gif"]
-    assert ids(gallery, state="missing") == ids(gallery, state="damaged") == ids(gallery, state="stale") == []
+    assert ids(gallery, state="missing") == ids(gallery, state="damaged") == []
     store.remove([rows["03.png"].images[0].key])
     assert ids(gallery, state="missing") == ["03.png"]
     assert isinstance(store, DiskStore)
@@ -106,76 +95,63 @@ def test_states_of_samples(gallery: Gallery, cache: Path) -> None:
     store.mark_damaged({damaged: (location, "a flipped bit")})
     assert ids(gallery, state="damaged") == ["04.png"]
     assert ids(gallery, state="missing") == ["03.png"]
-    os.utime(rows["05.png"].path, (4e9, 4e9))
-    assert ids(gallery, state="stale") == ["05.png"]
     tiles = {tile.sample_id: tile for tile in gallery.page(Filters(dataset="photos")).tiles}
-    assert [tiles[f"0{number}.png"].state for number in (2, 3, 4, 5)] == [None, "missing", "damaged", "stale"]
-    view, row = gallery.sample("photos", "04.png")
-    assert gallery.state(view, row) == "damaged"
+    assert [tiles[f"0{number}.png"].state for number in (2, 3, 4)] == [None, "missing", "damaged"]
 
-    # Without photos no path of a manifest is looked at.
-    blind = Gallery(store, gallery.views, sees_photos=False)
-    tiles = {tile.sample_id: tile for tile in blind.page(Filters(dataset="photos")).tiles}
-    assert [tiles[f"0{number}.png"].state for number in (3, 4, 5)] == ["missing", "damaged", None]
-    assert "stale" in gallery.states and "stale" not in blind.states
-    with pytest.raises(ConfigError, match="--photos"):
-        blind.page(Filters(state="stale"))
-
-    found = health(store, gallery.views)
+    found = health(store, gallery.manifests)
     assert (found.num_lacking, found.num_damaged, found.num_unused, found.is_well) == (2, 1, 0, False)
     assert [(sample.sample_id, sample.reason) for sample in found.lacking] == [
         ("03.png", "the entry is not there"),
         ("04.png", "a flipped bit"),
     ]
-    assert found.refused == {"animated": 1}
+    assert [(sample.sample_id, sample.reason) for sample in found.refused] == [("zz.gif", "animated")]
     assert not found.unused_damage
 
 
 def test_unverified_samples_are_found(gallery: Gallery, cache: Path) -> None:
     folder = ManifestFolder(cache / "manifests")
-    manifest = gallery.views.view("photos").manifest
+    manifest = gallery.manifests.get("photos")
     row = manifest.rows["02.png"]
     imported = replace(row, images=(replace(row.images[0], trust="unverified"),))
     common = {**COMMON, "imported": {"format": "kohya"}}
     folder.write(Manifest("photos", "train", 1, common, {**manifest.rows, "02.png": imported}))
     assert ids(gallery, state="unverified") == ["02.png"]
-    assert gallery.views.view("photos").manifest.imported_from == "kohya"
-    assert health(gallery.store, gallery.views).num_unverified == 1  # type: ignore[arg-type]
+    assert gallery.manifests.get("photos").imported_from == "kohya"
+    assert health(gallery.store, gallery.manifests).num_unverified == 1  # type: ignore[arg-type]
 
 
 def test_a_manifest_that_is_replaced_is_read_again(gallery: Gallery, cache: Path) -> None:
-    before = gallery.views.view("held-out")
-    assert gallery.views.view("held-out") is before
+    before = gallery.manifests.get("held-out")
+    assert gallery.manifests.get("held-out") is before
     folder = ManifestFolder(cache / "manifests")
     folder.write(Manifest("held-out", "validation", 1, COMMON, {"00.png": before.rows.row(0)}))
     assert ids(gallery, dataset="held-out") == ["00.png"]
     (cache / "manifests" / "held-out.safetensors").unlink()
-    assert gallery.views.dataset_names() == ["photos"]
+    assert gallery.manifests.dataset_names() == ["photos"]
 
 
 def test_a_damaged_manifest_hides_no_other(gallery: Gallery, cache: Path) -> None:
     (cache / "manifests" / "held-out.safetensors").write_bytes(b"no manifest")
     store = gallery.store
     assert isinstance(store, DiskStore)
-    summary = {found.name: found for found in overview(store, gallery.views).datasets}
-    assert summary["held-out"].view is None
+    summary = {found.name: found for found in overview(store, gallery.manifests).datasets}
+    assert summary["held-out"].manifest is None
     assert "held-out.safetensors" in summary["held-out"].problem
-    assert summary["photos"].view is not None
+    assert summary["photos"].manifest is not None
     assert ids(gallery, dataset="photos")
     with pytest.raises(DatasetError):
         gallery.page(Filters())
-    assert len(health(store, gallery.views).problems) == 1
+    assert len(health(store, gallery.manifests).problems) == 1
 
 
 def test_a_sample_and_its_neighbours(gallery: Gallery) -> None:
-    view, row = gallery.sample("photos", "00.png")
-    before, after = gallery.neighbours(view, row)
+    _, before, after = gallery.sample("photos", "00.png")
     assert before is None
     assert after is not None
     assert after.sample_id == "01.png"
-    last = gallery.neighbours(*gallery.sample("photos", "zz.gif"))
-    assert last[0] is not None
-    assert (last[0].sample_id, last[1]) == ("29.png", None)
+    _, before, after = gallery.sample("photos", "zz.gif")
+    assert before is not None
+    assert (before.sample_id, after) == ("29.png", None)
     with pytest.raises(SampleError, match=r"is not in dataset photos"):
         gallery.sample("photos", "nope")
 
@@ -183,31 +159,25 @@ def test_a_sample_and_its_neighbours(gallery: Gallery) -> None:
 def test_the_overview_counts_and_names_the_models(gallery: Gallery) -> None:
     store = gallery.store
     assert isinstance(store, DiskStore)
-    found = overview(store, gallery.views)
-    assert found.num_samples == NUM_PHOTOS + 3
+    found = overview(store, gallery.manifests)
+    assert (found.num_samples, found.num_refused, found.num_uncaptioned) == (NUM_PHOTOS + 3, 1, 0)
     assert found.stats.num_entries == {"image": NUM_PHOTOS, "text": NUM_PHOTOS + 1}
-    parts = found.datasets[0].parts
-    assert parts["vae"].startswith("AutoencoderKL ")
-    assert set(parts) == {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"}
-    origins = model_origins(store, found.datasets)
-    assert origins["vae"] == {"stabilityai/stable-diffusion-xl-base-1.0"}
-    growth = GrowthReader(store).growth()
-    assert growth is not None
-    assert growth.file_bytes == found.stats.file_bytes
-    assert growth.curve.dots[0][0] <= growth.curve.dots[-1][0]
+    models = {model.part: model for model in models_of(store, found.datasets)}
+    assert models["vae"].names[0].startswith("AutoencoderKL ")
+    assert set(models) == {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"}
+    assert models["vae"].origins == ["stabilityai/stable-diffusion-xl-base-1.0"]
 
 
 def test_an_empty_cache_has_an_empty_page(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "empty") as store:
-        views = ManifestViews(ManifestFolder(store.path / "manifests"))
-        page = Gallery(store, views, sees_photos=True).page(Filters())
+        manifests = Manifests(ManifestFolder(store.path / "manifests"))
+        page = Gallery(store, manifests).page(Filters())
         assert (page.tiles, page.next_start, page.num_found) == ((), None, 0)
-        assert overview(store, views).num_samples == 0
-        assert GrowthReader(store).growth() is None
-        assert health(store, views).is_well
+        assert overview(store, manifests).num_samples == 0
+        assert health(store, manifests).is_well
 
 
 def test_bucket_sizes_are_heights_and_widths(gallery: Gallery) -> None:
-    _, row = gallery.sample("photos", "00.png")
+    row, _, _ = gallery.sample("photos", "00.png")
     assert row.images[0].geometry.original_size == Size(192, 128)
     assert row.images[0].geometry.target_size.height > row.images[0].geometry.target_size.width

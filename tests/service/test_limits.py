@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-import resource
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 from helpers.serving import serving_here
 from service_samples import entry, fill
 
-from latentcache.service import pack_routes
-from latentcache.service.limits import Limits
+from latentcache.service import packs
+from latentcache.service.page.views import Gallery
+from latentcache.service.state import Limits
 from latentcache.store import DiskStore
 
-LIMITS = Limits(
-    max_body_bytes=4096,
-    max_upload_bytes=100_000,
-    max_keys=20,
-    max_requests=4,
-    max_uploads=1,
-    answer_s=2.0,
-    stall_s=1.0,
-    header_s=1.0,
-    idle_s=3.0,
-)
+LIMITS = Limits(max_body_bytes=4096, max_upload_bytes=100_000, max_keys=20, max_requests=4, max_uploads=1, stall_s=1.0)
+TOKEN = "a-reading-token-of-a-test"
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +83,6 @@ def test_a_body_that_stalls_is_a_408(server):
     assert status == 408 and problem["allowed"] == 1.0 and 0.9 < time.monotonic() - start < 10
 
 
-def test_a_body_that_drips_is_a_408(server):
-    """A byte now and then is no stall, and would hold a place for ever."""
-    head = f"PUT /v1/packs/{'ee' * 16} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
-    with socket.create_connection(server.address, timeout=20) as client:
-        client.sendall(head.encode() + b"Content-Length: 50000\r\n\r\n")
-        client.settimeout(0.1)
-        start, answer = time.monotonic(), b""
-        while not answer and time.monotonic() - start < 10:
-            client.sendall(b"1")
-            with suppress(TimeoutError):
-                answer = client.recv(1 << 16)
-        client.settimeout(10)
-        while part := client.recv(1 << 16):  # the body may come after the head; then the server closes
-            answer += part
-        status, problem = problem_in(answer)
-        assert status == 408 and "bytes per second" in problem["allowed"]
-
-
 def test_an_upload_that_stalls_leaves_nothing(server, cache):
     path = cache.path / "packs" / "ef" / f"{'ef' * 16}.safetensors"
     head = f"PUT /v1/packs/{'ef' * 16} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
@@ -121,39 +94,10 @@ def test_an_upload_that_stalls_leaves_nothing(server, cache):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("slow", [b"", b"G", b"GET /v1/packs HTTP/1.1\r\nHost: localhost\r\n"])
-def test_headers_that_come_slowly_are_a_408(server, slow):
-    """A byte now and then does not help: the time counts from the first byte."""
-    with socket.create_connection(server.address, timeout=20) as client:
-        client.sendall(slow)
-        start, answer = time.monotonic(), b""
-        client.settimeout(0.3)
-        while time.monotonic() - start < 15:
-            try:
-                part = client.recv(1 << 16)
-                answer += part
-                if not part:
-                    break
-            except TimeoutError:
-                if slow:
-                    client.sendall(b"X")
-            except ConnectionError:
-                break
-        taken = time.monotonic() - start
-    if slow:
-        assert problem_in(answer)[0] == 408 and taken < 10
-    else:
-        assert answer == b"" and 2.5 < taken < 10  # nothing came at all: closed without a word
-
-
-OTHER = "192.0.2.7"
-"""The address of another machine: a proxy on this one says whose request it is."""
-
-
-def holding(stack, server, *, method="POST", path="/v1/entries:find", address="127.0.0.1"):
+def holding(stack, server, *, method="POST", path="/v1/entries:find"):
     """Begin a request whose body does not come, and return its connection."""
     client = stack.enter_context(socket.create_connection(server.address, timeout=20))
-    head = f"Host: localhost\r\nAuthorization: Bearer {server.write_token}\r\nX-Forwarded-For: {address}\r\n"
+    head = f"Host: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
     client.sendall(f"{method} {path} HTTP/1.1\r\n{head}Content-Length: 20\r\n\r\n{{".encode())
     time.sleep(0.1)
     return client
@@ -164,11 +108,11 @@ def test_requests_and_uploads_at_once_are_bounded(cache):
         with ExitStack() as stack:
             holding(stack, server, method="PUT", path=f"/v1/packs/{'aa' * 16}")
             second = server.put("/v1/packs/" + "ab" * 16, b"123")
-            assert second.status == 503 and "2 uploads at once for 0.2 s" in second.json()["detail"]
-            holding(stack, server)
-            for _ in range(2):
-                holding(stack, server, address=OTHER)
-            busy = server.get("/v1/packs", headers={"X-Forwarded-For": "192.0.2.8"})
+            assert second.status == 503 and "uploads were under way for 0.2 s" in second.json()["detail"]
+            assert server.get("/v1/packs").status == 200, "uploads take no reader's turn"
+            for _ in range(LIMITS.max_requests):
+                holding(stack, server)
+            busy = server.get("/v1/packs")
             assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 4
             assert server.get("/v1/healthz").status == 200
         assert server.get("/v1/packs").status == 200
@@ -181,8 +125,7 @@ def test_a_request_waits_its_turn(cache):
         ThreadPoolExecutor(3) as threads,
         ExitStack() as stack,
     ):
-        addresses = ["127.0.0.1", OTHER] * (LIMITS.max_requests // 2)
-        holders = [holding(stack, server, address=address) for address in addresses]
+        holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
         waiting = [threads.submit(server.get, "/v1/packs") for _ in range(3)]
         time.sleep(0.5)
         assert not any(each.done() for each in waiting)
@@ -190,53 +133,12 @@ def test_a_request_waits_its_turn(cache):
         assert [each.result(10).status for each in waiting] == [200] * 3
 
 
-def test_one_client_that_takes_too_much_gets_a_429(cache):
-    with serving_here(cache.path, replace(LIMITS, stall_s=20, max_client_requests=2)) as server, ExitStack() as stack:
-        for _ in range(2):
-            holding(stack, server)
-        answer = server.get("/v1/packs")
-        assert answer.status == 429 and answer.headers["retry-after"] == "1"
-        assert answer.json()["detail"].startswith("3 requests of 127.0.0.1 at once, and 2 are allowed")
-        assert server.get("/v1/healthz").status == 200
-        assert server.get("/v1/packs", headers={"X-Forwarded-For": OTHER}).status == 200
-
-
-def test_one_client_leaves_room_for_the_others(cache):
-    """Its slow requests wait for each other: what it has too many of is a 429, and others are answered at once."""
-    limits = replace(LIMITS, stall_s=20, answer_s=20, queue_s=1.0)
-    with serving_here(cache.path, limits) as server, ExitStack() as stack:
-        holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
-        found = server.post("/v1/entries:find", {"keys": []}, headers={"X-Forwarded-For": OTHER})
-        assert found.status == 200
-        busy = server.get("/v1/packs")
-        assert busy.status == 429 and busy.json()["allowed"] == 2 and busy.headers["retry-after"] == "1"
-        assert "requests of 127.0.0.1 at once for 1 s" in busy.json()["detail"]
-        holders[0].close()
-        assert server.get("/v1/packs").status == 200
-
-
-def test_a_store_that_does_not_answer_is_a_503(server, monkeypatch):
-    wait = threading.Event()
-    monkeypatch.setattr(pack_routes, "_packs", lambda context: wait.wait(20))
-    start = time.monotonic()
-    try:
-        answer = server.get("/v1/packs")
-        assert answer.status == 503 and answer.json()["allowed"] == 2.0 and answer.headers["retry-after"]
-        assert time.monotonic() - start < 10
-        assert server.post("/v1/entries:find", {"keys": []}).status == 200  # other threads go on
-    finally:
-        wait.set()
-
-
-def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
+def test_a_slow_reader_delays_nobody(tmp_path):
     entries = [entry(1000 + number, length=200_000) for number in range(6)]  # 2.4 MB each
     with DiskStore(tmp_path / "cache") as store:
         store.add(entries)
         [pack] = store.directory.pack_sizes()
-    with (
-        serving_here(tmp_path / "cache", Limits(stall_s=1.0)) as server,
-        socket.socket() as slow,
-    ):
+    with serving_here(tmp_path / "cache", Limits()) as server, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.settimeout(20)
         slow.connect(server.address)
@@ -244,28 +146,43 @@ def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
         start = time.monotonic()
         assert server.get(f"/v1/packs/{pack}").status == 200
         assert time.monotonic() - start < 10
-        time.sleep(2.0)
-        received = 0
-        with pytest.raises(ConnectionError):  # reset: it was not all
-            while part := slow.recv(1 << 20):
-                received += len(part)
-            raise ConnectionError("closed")
-        assert received < sum(each.num_bytes for each in entries)
 
 
-def test_a_thousand_idle_connections_hurt_nobody(served):
-    """Also where the server started with the usual limit of 1,024 open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    try:
-        with ExitStack() as stack:
-            for number in range(1100):
-                client = stack.enter_context(socket.create_connection(served.server.address, timeout=20))
-                if number % 3 == 0:
-                    client.sendall(b"GET /v1/st")
-            start = time.monotonic()
-            for _ in range(5):
-                assert served.server.post("/v1/entries:find", {"keys": served.keys}).status == 200
-            assert time.monotonic() - start < 10
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+def test_pages_do_not_delay_reads(cache, monkeypatch):
+    go_on, started, real = threading.Event(), threading.Semaphore(0), Gallery.page
+
+    def slow(*arguments):
+        started.release()
+        assert go_on.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(Gallery, "page", slow)
+    with serving_here(cache.path, Limits(num_threads=2)) as server, ThreadPoolExecutor(6) as threads:
+        pages = [threads.submit(server.get, "/gallery") for _ in range(6)]
+        assert started.acquire(timeout=10) and started.acquire(timeout=10)
+        assert server.post("/v1/entries:find", {"keys": cache.keys[:8]}).json() == {"found": cache.keys[:8]}
+        assert not started.acquire(blocking=False), "two at once"
+        go_on.set()
+        assert [page.result(30).status for page in pages] == [200] * 6
+
+
+def test_logins_that_are_half_sent_delay_no_client(cache):
+    head = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\ntok"
+    with serving_here(cache.path, LIMITS, token=TOKEN) as server, ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(server.address, timeout=20)) for _ in range(8)]
+        for client in clients:
+            client.sendall(head)
+        time.sleep(0.2)
+        assert server.get("/v1/packs").status == 200
+        for client in clients:
+            assert client.recv(100).startswith(b"HTTP/1.1 408")
+        assert server.post("/login", b"token=" + b"x" * 9000, token=None).status == 413
+        assert server.post("/login", f"token={TOKEN}".encode(), token=None).status == 303
+
+
+def test_a_fault_is_counted_as_a_500(cache, monkeypatch):
+    monkeypatch.setattr(packs, "_packs", lambda state: 1 / 0)
+    with serving_here(cache.path, Limits()) as server:
+        assert server.get("/v1/packs").status == 500
+        counted = server.get("/v1/metrics").body.decode()
+        assert 'latentcache_requests_total{method="GET",route="/v1/packs",status="500"} 1.0' in counted

@@ -36,8 +36,8 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.serving_models import EntryTask
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
-from latentcache.service.context import ServiceContext, ServiceSettings
 from latentcache.service.miss_encoder import MissEncoder
+from latentcache.service.state import ServiceSettings, ServiceState
 from latentcache.store.base import Store
 from latentcache.store.entry import as_array
 from latentcache.utils.locks import ReadersLock
@@ -326,7 +326,7 @@ def test_a_service_begins_with_the_size_that_its_config_says(make_config: Callab
         assert set(workspace.store.keys()) > needed
     for max_bytes, is_pruned in ((10**9, False), (0, True)):
         encode = make_config(**{"cache.max_bytes": max_bytes})
-        context = ServiceContext(ServiceSettings(cache=config.cache.path, writes=True, encode=encode))
+        context = ServiceState(ServiceSettings(cache=config.cache.path, writes=True, encode=encode))
         assert (set(context.store.keys()) == needed) is is_pruned
         context.close()
 

@@ -21,8 +21,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, Row
-from latentcache.service.access import Access
-from latentcache.service.page_text import url
+from latentcache.service.auth import Access
+from latentcache.service.page.text import url
 
 pytestmark = pytest.mark.page
 
@@ -119,7 +119,6 @@ def test_search_and_filters_work_while_typing(open_page: OpenPage, base: str) ->
     page.get_by_label("State").select_option("")
     page.get_by_label("Dataset").select_option("held-out")
     expect(page.get_by_role("status")).to_have_text("2 samples")
-    expect(page.get_by_label("Bucket").locator("option")).to_have_count(3)
     tiles(page).first.click()
     expect(page.get_by_role("heading", level=1)).to_have_text("000.png")
     page.go_back()
@@ -152,7 +151,7 @@ def test_by_keyboard_alone(open_page: OpenPage, base: str) -> None:
     page.keyboard.type("number 5")
     page.keyboard.press("Enter")
     expect(page.get_by_role("status")).to_have_text("15 samples")
-    for _ in range(5):
+    for _ in range(4):
         page.keyboard.press("Tab")
     assert "a red house, number 5" in focused()
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
@@ -178,7 +177,7 @@ def test_a_sample_shows_the_photo_next_to_its_latents(open_page: OpenPage, base:
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage, base: str) -> None:
-    for path in ("/", "/gallery", url("/sample", dataset="photos", id="001.png"), "/buckets", "/health", "/validation"):
+    for path in ("/", "/gallery", url("/sample", dataset="photos", id="001.png"), "/health"):
         page = open_page(base, path, viewport=PHONE, has_touch=True, is_mobile=True)
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
@@ -203,7 +202,7 @@ def test_axe_finds_no_violation(open_page: OpenPage, base: str, scheme: str) -> 
     """Every rule in light; in dark those of contrast, since the rest is the same."""
     found = []
     options = "{}" if scheme == "light" else "{runOnly: ['color-contrast']}"
-    paths = ["/", "/gallery", url("/sample", dataset="photos", id="001.png"), "/buckets", "/validation", "/health"]
+    paths = ["/", "/gallery", url("/sample", dataset="photos", id="001.png"), "/health"]
     if scheme == "light":
         paths += ["/login", "/gallery?state=refused", "/sample?dataset=photos&id=broken.jpg"]
     for path in paths:

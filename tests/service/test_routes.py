@@ -67,23 +67,6 @@ def test_manifests_are_files(served):
     assert "photos" in problem(served.server.get("/v1/manifests/none"), 404, "RequestRefused")["allowed"]
 
 
-def test_samples_come_in_pages_and_can_be_searched(served):
-    rows = [row.to_json() for row in served.manifest.rows.values()]
-
-    def page(query):
-        answer = served.server.get(f"/v1/manifests/photos/samples?{query}")
-        assert answer.status == 200, answer.body
-        return answer.json()
-
-    assert page("") == {"total": 12, "offset": 0, "samples": rows}
-    assert page("offset=10&limit=5") == {"total": 12, "offset": 10, "samples": rows[10:]}
-    assert page("offset=99") == {"total": 12, "offset": 99, "samples": []}
-    assert page("search=RED&offset=1&limit=2") == {"total": 6, "offset": 1, "samples": rows[3:6:2]}
-    assert page("search=photo7.jpg")["samples"] == [rows[7]]
-    assert page("search=m%C3%BCLLER")["total"] == 12
-    assert page("search=/photos/") == {"total": 0, "offset": 0, "samples": []}  # a path is no caption
-
-
 def test_metrics_count(served):
     def value(name):
         lines = served.server.get("/v1/metrics").body.decode().splitlines()

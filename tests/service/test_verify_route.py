@@ -6,7 +6,7 @@ import pytest
 from helpers.serving import serving_here
 from service_samples import fill
 
-from latentcache.service.limits import Limits
+from latentcache.service.state import Limits
 from latentcache.store import DiskStore
 from latentcache.store.upkeep import compact, verify_entries
 

@@ -1,0 +1,247 @@
+"""The app of `latentcache serve`: who may ask, how much at once, and the routes about the cache as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.security import HTTPBearer
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import latentcache
+from latentcache.errors import RequestRefused
+from latentcache.loading.status import status_of
+from latentcache.service.auth import Role, bearer_token, cookie_of
+from latentcache.service.errors import RESPONSES, add_handlers, problem_of
+from latentcache.service.manifests import manifest_router
+from latentcache.service.packs import pack_router
+from latentcache.service.page.routes import page_router
+from latentcache.service.page.text import STATIC
+from latentcache.service.state import Limits, ServiceSettings, ServiceState
+
+API = "/v1/"
+LOGIN = "/login"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
+PUBLIC = frozenset({"/v1/healthz", "/v1/openapi.json"})
+"""Paths of the API that need no token. What lies outside of the API asks for one itself."""
+
+
+def create_app(settings: ServiceSettings) -> FastAPI:
+    """The app that serves a cache. The cache is open until the app's lifespan ends. StoreError, ReadOnlyError.
+
+    With a config to encode with also ConfigError, DeviceError and ModelError.
+    """
+    state = ServiceState(settings)
+    try:
+        return _app_of(state)
+    except BaseException:
+        state.close()
+        raise
+
+
+def _app_of(state: ServiceState) -> FastAPI:
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with contextlib.closing(state):
+            repeated = asyncio.create_task(state.release_packs())
+            try:
+                yield
+            finally:
+                repeated.cancel()
+                await asyncio.wait([repeated])
+
+    app = FastAPI(
+        title="latentcache",
+        version=latentcache.__version__,
+        description="One cache of VAE latents and text embeddings for several trainers and machines.",
+        openapi_url="/v1/openapi.json",
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+        responses=RESPONSES,
+    )
+    add_handlers(app)
+
+    @app.get("/v1/healthz", tags=["cache"])
+    async def healthz() -> ServerHealth:
+        """Whether the server answers. It needs no token."""
+        return ServerHealth(status="ok", version=latentcache.__version__)
+
+    routers = [_cache_router, pack_router, manifest_router, page_router]
+    if state.settings.encode is not None:
+        # It imports diffusers, which other servers do not need.
+        from latentcache.service.encode import encode_router
+
+        routers.append(encode_router)
+    # Requests are checked by `Gate`; this only lets the OpenAPI document say that they need a token.
+    token = Depends(HTTPBearer(description="The reading or the writing token.", auto_error=False))
+    for router in routers:
+        app.include_router(router(state), dependencies=[token])
+    app.mount("/static", StaticFiles(directory=STATIC))
+    app.add_middleware(Gate, state=state)
+    return app
+
+
+class ServerHealth(BaseModel):
+    """The server answers. `version` is that of latentcache."""
+
+    status: str
+    version: str
+
+
+def _cache_router(state: ServiceState) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["cache"])
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        """What `latentcache status --json` prints: entries, bytes, manifests and damage."""
+        return (await state.view(status_of, state.store, state.manifests, state.store.path)).to_json()
+
+    text = {"description": "For Prometheus.", "content": {"text/plain": {}}}
+
+    @router.get("/metrics", response_class=Response, responses={200: text})
+    async def metrics() -> Response:
+        """What the server counts."""
+        return Response(generate_latest(state.telemetry.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router
+
+
+class Gate:
+    """The outermost part of the app: it checks who asks, bounds requests and their bodies, and counts them.
+
+    Requests beyond `Limits.max_requests` wait their turn, first come, first served, and get a 503 after `queue_s`.
+    """
+
+    def __init__(self, app: ASGIApp, *, state: ServiceState):
+        self._app, self._state, limits = app, state, state.limits
+        # Uploads apart: their clients send for minutes, and readers need not wait for them.
+        self._uploads, self._requests = asyncio.Semaphore(limits.max_uploads), asyncio.Semaphore(limits.max_requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, or pass on what is none."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange, telemetry = _Exchange(scope, receive, send, self._state), self._state.telemetry
+        start = time.monotonic()
+        with telemetry.in_progress.track_inprogress():
+            try:
+                async with self._turn(scope):
+                    exchange.check_length()
+                    await self._app(scope, exchange.receive, exchange.send)
+            except RequestRefused as error:
+                if exchange.status:
+                    raise
+                await problem_of(error)(scope, receive, exchange.send)
+            except Exception:
+                exchange.status = exchange.status or 500  # the app's outermost part answers it
+                raise
+            finally:
+                # The template of the path, not the path: the number of series is bounded.
+                route = getattr(scope.get("route"), "path", "none")
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                telemetry.requests.labels(route, method, str(exchange.status)).inc()
+                telemetry.seconds.labels(route).observe(time.monotonic() - start)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, scope: Scope) -> AsyncIterator[None]:
+        """Wait until there is room for the request, for the block. RequestRefused if it may not be made, or not now."""
+        access, limits, headers, path = self._state.access, self._state.limits, Headers(scope=scope), scope["path"]
+        access.check_host(headers.get("host"), headers.get("origin"))
+        session = cookie_parser(headers.get("cookie", "")).get(cookie_of(scope))
+        role = scope["latentcache.role"] = access.role(bearer_token(headers.get("authorization")), session)
+        if path.startswith(API) and path not in PUBLIC:
+            access.check(role, Role.READ)
+        if path in PUBLIC or role < Role.READ:
+            # A monitor learns that a busy server is alive; who has no token gets a form, and takes nobody's turn.
+            yield
+            return
+        is_upload = scope["method"] == "PUT"
+        turns, num = (self._uploads, limits.max_uploads) if is_upload else (self._requests, limits.max_requests)
+        try:
+            async with asyncio.timeout(limits.queue_s):
+                await turns.acquire()
+        except TimeoutError:
+            what, step = "uploads" if is_upload else "requests", "Retry a little later"
+            detail = f"other {what} were under way for {limits.queue_s:g} s, and {num} at once are allowed"
+            raise RequestRefused(detail, status=503, allowed=num, next_step=step, retry_after_s=1) from None
+        try:
+            yield
+        finally:
+            turns.release()
+
+
+class _Exchange:
+    """One request: `receive` and `send` as the app sees them. RequestRefused for a body too large, or that stalls."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServiceState):
+        self._receive, self._send = receive, send
+        self._limits, self._telemetry = state.limits, state.telemetry
+        self._max_bytes = _max_body_bytes(state.limits, scope["method"], scope["path"])
+        headers = Headers(scope=scope)
+        self._length, self._num_bytes = headers.get("content-length", "0"), 0
+        self._is_read = "transfer-encoding" not in headers and self._length == "0"
+        """Whether the whole body has come."""
+        self.status = 0
+        """Of the answer, once it began."""
+
+    def check_length(self) -> None:
+        """RequestRefused for a body whose stated length is too large."""
+        if self._length.isdecimal():
+            self._check_size(int(self._length))
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            detail = f"the body has {num_bytes:,} bytes or more, and {self._max_bytes:,} are allowed"
+            step = "Send less at once"
+            raise RequestRefused(detail, status=413, met=num_bytes, allowed=self._max_bytes, next_step=step)
+
+    async def receive(self) -> Message:
+        """The next part of the body."""
+        if self._is_read or self.status:  # the app waits for the client to go
+            return await self._receive()
+        stall_s = self._limits.stall_s
+        try:
+            async with asyncio.timeout(stall_s):
+                message = await self._receive()
+        except TimeoutError:
+            detail = f"no byte of the body came for {stall_s:g} s"
+            raise RequestRefused(detail, status=408, allowed=stall_s, next_step="Send it again") from None
+        self._is_read = message["type"] == "http.request" and not message.get("more_body")
+        num_bytes = len(message.get("body", b""))
+        self._telemetry.received_bytes.inc(num_bytes)
+        self._num_bytes += num_bytes
+        self._check_size(self._num_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            if not self._is_read:  # what is left of the body is not read, and no next request waits behind it
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        else:
+            self._telemetry.sent_bytes.inc(len(message.get("body", b"")))
+        await self._send(message)
+
+
+def _max_body_bytes(limits: Limits, method: str, path: str) -> int:
+    if path == LOGIN:
+        return limits.max_login_bytes
+    if method == "PUT":
+        return limits.max_upload_bytes
+    return limits.max_images_bytes if path.endswith("images:encode") else limits.max_body_bytes

@@ -1,0 +1,164 @@
+"""Who may read and who may write: tokens, the session of a browser, and the names by which the server is reached."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from latentcache.errors import ConfigError, RequestRefused
+from latentcache.utils.durable_files import read_small_file
+
+SESSION_S = 24 * 3600
+"""Time for which a browser stays logged in."""
+MIN_TOKEN_CHARS = 16
+_MAX_TOKEN_BYTES = 4096
+_END = re.compile(r"[0-9]{1,12}")
+_TOKEN = re.compile(r"[\x21-\x7e]{16,1024}")
+_SESSION = "latentcache session v1"
+
+
+class Role(IntEnum):
+    """What a request may do. Each may do what those before it may."""
+
+    NOTHING = 0
+    READ = 1
+    WRITE = 2
+
+
+def token_from(file: Path | None, variable: str) -> str | None:
+    """The token in a file, or else in a variable of the environment; None without either. ConfigError: it is no token.
+
+    The error never shows it.
+    """
+    if file is None and not os.environ.get(variable):
+        return None
+    if file is None:
+        source, text = variable, os.environ[variable]
+    else:
+        source = str(file)
+        try:
+            # The file may be a link: secrets are mounted like that.
+            data = read_small_file(Path(os.path.realpath(file)), _MAX_TOKEN_BYTES, "name a file with a token")
+        except FileNotFoundError:
+            raise ConfigError("there is no such file; make one with a token in it", source=source) from None
+        text = data.decode("ascii", "replace")
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        step = "make one with `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
+        raise ConfigError(
+            f"holds no token: one has {MIN_TOKEN_CHARS} to 1,024 printable ASCII characters and no space; {step}",
+            source=source,
+        )
+    return token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Says what a request may do.
+
+    `reading_token` and `writing_token`: without the first, anyone may read if `is_open`; without the second, nobody may
+    write. `hosts` are the names and addresses that a Host header may have; None allows every one.
+    """
+
+    reading_token: str | None = field(default=None, repr=False)
+    writing_token: str | None = field(default=None, repr=False)
+    is_open: bool = True
+    hosts: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reading_token is not None and self.reading_token == self.writing_token:
+            raise ConfigError("the reading and the writing token are equal: all who may read could write")
+
+    def role(self, token: str | None, session: str | None = None) -> Role:
+        """What the owner of a token, or of a session's cookie, may do."""
+        if token is not None and _is_equal(token, self.writing_token):
+            return Role.WRITE
+        if self.is_open or (token is not None and _is_equal(token, self.reading_token)):
+            return Role.READ
+        if session is not None and self._is_session(session):
+            return Role.READ
+        return Role.NOTHING
+
+    def session_of(self, token: str) -> str | None:
+        """The cookie for a browser whose user knows this token, for SESSION_S from now; None for a wrong one.
+
+        The server remembers none: it has its end and a signature by the token.
+        """
+        is_known = _is_equal(token, self.reading_token) or _is_equal(token, self.writing_token)
+        return _session_of(token, str(int(time.time()) + SESSION_S)) if is_known else None
+
+    def _is_session(self, session: str) -> bool:
+        end = session.partition(".")[0]
+        if not _END.fullmatch(end) or int(end) <= time.time():
+            return False
+        tokens = [token for token in (self.reading_token, self.writing_token) if token is not None]
+        return any(_is_equal(session, _session_of(token, end)) for token in tokens)
+
+    def check(self, role: Role, needed: Role) -> None:
+        """RequestRefused if the role may not do what needs another one."""
+        if role >= needed:
+            return
+        if needed is Role.WRITE and self.writing_token is None:
+            step = "Start it with --write-token-file, or LATENTCACHE_WRITE_TOKEN"
+            raise RequestRefused("this server takes no writes", status=403, next_step=step)
+        if role is Role.READ and not self.is_open:
+            raise RequestRefused("this needs the writing token, and the reading token was sent", status=403)
+        which = "writing token" if needed is Role.WRITE else "token"
+        step = f"Send `Authorization: Bearer TOKEN` with the server's {which}"
+        raise RequestRefused(f"no {which} was sent, or a wrong one", status=401, next_step=step)
+
+    def check_host(self, host: str | None, origin: str | None) -> None:
+        """RequestRefused if a page of another site may have made the request: its Host or Origin is not this server's.
+
+        Any name can be made to mean 127.0.0.1, so that a browser lets that name's pages read the answers.
+        """
+        if self.hosts is not None and (host is None or _host_name(host) not in self.hosts):
+            allowed = ", ".join(sorted(self.hosts))
+            step = "Use one of these names, or start the server with a token"
+            raise RequestRefused(
+                "the Host header names another server", status=421, met=host, allowed=allowed, next_step=step
+            )
+        if origin is not None and host is not None and origin.partition("://")[2].lower() != host.lower():
+            raise RequestRefused("a page of another site made this request", status=403, met=origin, allowed=host)
+
+
+def _host_name(host: str) -> str:
+    """The name or address of a Host header, without the port."""
+    if host.startswith("["):
+        return host.partition("]")[0].removeprefix("[").lower()
+    return host.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_equal(given: str, token: str | None) -> bool:
+    """Compare in a time that says nothing about the token."""
+    if token is None:
+        return False
+    return hmac.compare_digest(*(hashlib.sha256(each.encode("utf-8", "replace")).digest() for each in (given, token)))
+
+
+def _session_of(token: str, end: str) -> str:
+    signature = hmac.new(token.encode("ascii"), f"{_SESSION} {end}".encode("ascii"), hashlib.sha256)
+    return f"{end}.{signature.hexdigest()}"
+
+
+def cookie_of(scope: Mapping[str, Any]) -> str:
+    """The name of the cookie of a browser that logged in. It may read.
+
+    Cookies do not know ports: without the server's in its name, each of two servers would end the other's sessions.
+    """
+    _, port = scope.get("server") or ("", None)
+    return f"latentcache_session_{port}"
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """The token of an Authorization header."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None

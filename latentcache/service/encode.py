@@ -1,0 +1,198 @@
+"""Routes that encode what is not cached, with the models of the config that the server was given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError, RequestRefused
+from latentcache.precache.serving_models import EntryTask
+from latentcache.precache.workspace import Memo, Workspace
+from latentcache.service.auth import Role
+from latentcache.service.miss_encoder import MissEncoder
+from latentcache.service.packs import OCTETS, pack_answer
+from latentcache.service.state import EncoderCollector, ServiceState
+from latentcache.store import DiskStore
+
+MAX_PROMPTS = 32
+"""In one request. Their keys are a header of the answer."""
+MAX_CHARACTERS = 1 << 14
+"""Of a prompt: more than the encoders of any family read."""
+MAX_REQUESTS = 32
+"""Requests that wait for the encoder at once: others must find room on the server."""
+MAX_IMAGES = 8
+"""Images that are being received at once: each may be large, and is in memory."""
+KEYS_HEADER, IMAGES_HEADER = "Latentcache-Keys", "Latentcache-Images"
+
+Return = Literal["pack", "keys"]
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A pack of the distinct entries; with `return` keys, JSON.",
+        "content": {OCTETS: {}, "application/json": {}},
+    }
+}
+
+
+class PromptToEncode(BaseModel):
+    """A prompt as it is: nothing is stripped."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
+    negative: bool = False
+    """Some families encode negative prompts otherwise: of those with CLIP alone clip_skip is for positive ones only."""
+
+
+class PromptsToEncode(BaseModel):
+    """The body of `prompts:encode`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"prompts": [{"text": "a photo of an astronaut"}], "return": "keys"}]},
+    )
+
+    prompts: Annotated[list[PromptToEncode], Field(min_length=1, max_length=MAX_PROMPTS)]
+    wanted: Annotated[Return, Field(alias="return")] = "pack"
+
+
+def encode_router(state: ServiceState) -> APIRouter:
+    """`prompts:encode` and `images:encode`, with the models of the config in the settings.
+
+    They are identified before this returns. The lifespan of the router ends with the encoder's.
+    Raises ConfigError, DeviceError, ModelError, StoreError.
+    """
+    assert state.settings.encode is not None
+    with contextlib.ExitStack() as opened:
+        memo = opened.enter_context(contextlib.closing(Memo(state.store.path / "memo")))
+        workspace = Workspace(state.store, state.manifests, memo, state.store.path)
+        encoder = MissEncoder(state.settings.encode, workspace, idle_s=state.settings.idle_s)
+        memo.flush()  # the digests of the weights, whatever becomes of this process
+        opened.enter_context(encoder)
+        to_close = opened.pop_all()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: object) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(to_close.close)
+
+    state.telemetry.registry.register(EncoderCollector(encoder.counts))
+    routes, router = EncodeRoutes(state, encoder), APIRouter(prefix="/v1", tags=["encode"], lifespan=lifespan)
+    options: dict[str, Any] = {"responses": _ANSWER, "response_class": Response}
+    router.post("/prompts:encode", **options)(routes.encode_prompts)
+    body = {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}, "required": True}
+    router.post("/images:encode", openapi_extra={"requestBody": body}, **options)(routes.encode_image)
+    return router
+
+
+class EncodeRoutes:
+    """What the routes share: the encoder, and how many requests wait for it."""
+
+    def __init__(self, state: ServiceState, encoder: MissEncoder):
+        self._state, self._encoder = state, encoder
+        self._num_requests = self._num_images = 0
+
+    async def encode_prompts(self, body: PromptsToEncode, request: Request) -> Response:
+        """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
+
+        Where the server has a writing token, what is not cached needs it.
+
+        The header `Latentcache-Keys` has the key of each prompt, with commas between them; equal prompts share one.
+        With `"return": "keys"` the answer is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the entry
+        was there before.
+        """
+        tasks = await self._state.read(self._prompt_tasks, body.prompts)
+        headers = {KEYS_HEADER: ",".join(task.key for task in tasks)}
+        return await self._answer(request, tasks, body.wanted, headers)
+
+    def _prompt_tasks(self, prompts: Sequence[PromptToEncode]) -> list[EntryTask]:
+        return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in prompts]
+
+    async def encode_image(
+        self,
+        request: Request,
+        dataset: Annotated[str | None, Query(description="The dataset as whose image it is prepared.")] = None,
+        name: Annotated[str, Query(max_length=1000, description="The image's file name, for messages.")] = "",
+        wanted: Annotated[Return, Query(alias="return")] = "pack",
+    ) -> Response:
+        """The entries of the image in the body, as a pack: it and, if the dataset flips, its mirrored twin.
+
+        Where the server has a writing token, an image that is not cached needs it.
+
+        The image is prepared as `precache` prepares those of the dataset, by default the only one of the config. The
+        header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
+        is the answer, as `{"entries": [...]}` with `cached` for each.
+        """
+        if self._num_images >= MAX_IMAGES:
+            raise EncoderBusyError(f"{self._num_images} images are being received", retry_after_s=1)
+        self._num_images += 1
+        try:
+            data = await request.body()
+        finally:
+            self._num_images -= 1
+        images = await self._state.read(partial(self._encoder.image, data, dataset=dataset, name=name))
+        facts = [{"key": ref.key, **ref.geometry.to_json()} for ref, _ in images]
+        headers = {IMAGES_HEADER: json.dumps(facts)}
+        return await self._answer(request, [task for _, task in images], wanted, headers, facts)
+
+    async def _answer(
+        self,
+        request: Request,
+        tasks: Sequence[EntryTask],
+        wanted: Return,
+        headers: dict[str, str],
+        facts: Iterable[dict[str, Any]] = (),
+    ) -> Response:
+        keys = list(dict.fromkeys(task.key for task in tasks))
+        await self._check_may_store(request, keys)
+        missing = await self._encode(tasks)
+        try:
+            await self._state.read(_check_whole, self._state.store, keys)
+        except (EntryDamagedError, EntryMissingError):
+            # Reading found damage, which is a miss now; or a prune was faster.
+            missing |= await self._encode(tasks)
+        if wanted == "keys":
+            shown = list(facts) or [{"key": task.key} for task in tasks]
+            return JSONResponse({"entries": [each | {"cached": each["key"] not in missing} for each in shown]})
+        return await pack_answer(self._state, keys, headers)
+
+    async def _check_may_store(self, request: Request, keys: Sequence[str]) -> None:
+        """RequestRefused for entries that are not there and a client that may only read: they would stay for good."""
+        if self._state.access.writing_token is None or request.scope["latentcache.role"] >= Role.WRITE:
+            return  # without a writing token, whoever may read is served by --encode
+        if num := len(keys) - len(await self._state.read(self._state.store.find, keys)):
+            step = "Send the writing token, or let a client that has it request them once"
+            detail = f"{num} of these entries are not cached, and storing them needs the writing token"
+            raise RequestRefused(detail, status=403, next_step=step)
+
+    async def _encode(self, tasks: Sequence[EntryTask]) -> set[str]:
+        """Wait until all entries are there. Returns the keys of those that were not."""
+        if self._num_requests >= MAX_REQUESTS:
+            # Asked before anything is submitted: what is refused takes none of the encoder's time.
+            keys = {task.key for task in tasks}
+            if len(await self._state.read(self._state.store.find, keys)) < len(keys):
+                raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
+        self._num_requests += 1
+        try:
+            futures = await self._state.read(self._encoder.submit, tasks)
+            await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
+        finally:
+            self._num_requests -= 1
+        return set(futures)
+
+
+def _check_whole(store: DiskStore, keys: Sequence[str]) -> None:
+    """Read entries and their records. EntryMissingError, EntryDamagedError."""
+    store.rows(keys)
+    for key in keys:
+        store.record(key)

@@ -1,0 +1,130 @@
+"""Errors as problem documents (RFC 9457): what an exception says, its fields, and the status of the answer."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from latentcache.errors import (
+    ConfigError,
+    DatasetError,
+    DeviceError,
+    EncodeError,
+    EncoderBusyError,
+    EntryDamagedError,
+    EntryMissingError,
+    ImageRefused,
+    IndexDamagedError,
+    LatentCacheError,
+    PackError,
+    ReadOnlyError,
+    RequestRefused,
+    SampleError,
+    StorageFullError,
+    StoreBusyError,
+    StoreError,
+)
+
+MEDIA_TYPE = "application/problem+json"
+SENT_FIELDS = ("key", "path", "sample_id", "reason", "met", "allowed", "next_step", "part", "problem", "offenders")
+"""Attributes of errors that a document carries, where an error has them."""
+STATUSES: dict[type[LatentCacheError], int] = {
+    EntryMissingError: 404,
+    SampleError: 404,
+    EntryDamagedError: 409,
+    DatasetError: 409,
+    ReadOnlyError: 403,
+    PackError: 422,
+    ConfigError: 422,
+    ImageRefused: 422,
+    EncodeError: 422,
+    EncoderBusyError: 503,
+    DeviceError: 503,
+    StorageFullError: 507,
+    StoreBusyError: 503,
+    IndexDamagedError: 503,
+    StoreError: 503,
+    LatentCacheError: 500,
+}
+"""HTTP status for each class of error; the first match in the error's MRO counts."""
+RETRY_AFTER_S = 2
+_NUM_FAULTS = 5
+
+_SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "kind"],
+    "properties": {
+        **{name: {"type": "string"} for name in ("type", "title", "detail", "key", "path", "next_step")},
+        "status": {"type": "integer"},
+        "kind": {"type": "string", "description": "The class of latentcache.errors."},
+        "met": {},
+        "allowed": {},
+    },
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "A problem document: what is wrong.", "content": {MEDIA_TYPE: {"schema": _SCHEMA}}}
+}
+"""What OpenAPI says of every route's errors."""
+
+
+def problem_of(error: LatentCacheError) -> Response:
+    """The answer that an error gives. `type` and `kind` name its class."""
+    kind = type(error)
+    status = getattr(error, "status", None)
+    if not isinstance(status, int):
+        status = next(STATUSES[each] for each in kind.__mro__ if each in STATUSES)
+    fields = {name: getattr(error, name, None) for name in SENT_FIELDS}
+    document = {
+        "type": f"urn:latentcache:{kind.__name__}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": str(error),
+        "kind": kind.__name__,
+        **{name: value for name, value in fields.items() if value not in (None, "")},
+    }
+    headers = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == 503:
+        headers["Retry-After"] = str(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
+    return Response(json.dumps(document, default=str).encode("ascii"), status, headers, MEDIA_TYPE)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let the app answer each error with a problem document."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, LatentCacheError)
+        return problem_of(error)
+
+    async def malformed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_NUM_FAULTS]]
+        step = "The OpenAPI document at /v1/openapi.json says what a request has"
+        return problem_of(RequestRefused("; ".join(faults), status=422, next_step=step))
+
+    async def other(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, LatentCacheError):  # FastAPI could not read the body, and this is why
+            return problem_of(error.__cause__)
+        step = "The OpenAPI document at /v1/openapi.json lists what there is"
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        answer = problem_of(RequestRefused(detail, status=error.status_code, next_step=step))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def fault(request: Request, error: Exception) -> Response:
+        # Starlette raises it again after the answer, so that it is logged with its traceback.
+        step = "It is a fault of latentcache: please report what the server's log says"
+        return problem_of(RequestRefused(f"{type(error).__name__} in the server", status=500, next_step=step))
+
+    app.add_exception_handler(LatentCacheError, known)
+    app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(HTTPException, other)
+    app.add_exception_handler(Exception, fault)

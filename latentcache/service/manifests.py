@@ -1,0 +1,167 @@
+"""Routes about manifests: their files, sent and taken whole, and the notes of runs that are not finished."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from contextlib import ExitStack
+from pathlib import Path as FilePath
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from latentcache.dataset.manifest import MAX_HEADER_BYTES, read_head, read_manifest
+from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
+from latentcache.errors import DatasetError, RequestRefused
+from latentcache.service.packs import FILE, UPLOAD, body_chunks, file_answer, length_of
+from latentcache.service.state import ServiceState
+from latentcache.utils.durable_files import make_folder, open_to_read, sealed_file, typed_errors, write_all
+
+Name = Annotated[str, Path(pattern=NAME_PATTERN, description="The manifest's name.", examples=["photos"])]
+Owner = Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="Whose run it is: each ends its own note.")]
+_DAMAGED = '"damaged"'
+"""Stands for the ETag of a manifest that has none: a client that expects no certain version may replace it."""
+
+
+class ManifestFacts(BaseModel):
+    """One manifest. `etag` has the digest of all that it holds. One that is damaged has its name and an `error`."""
+
+    name: str
+    role: str | None = None
+    num_samples: int | None = None
+    etag: str | None = None
+    error: str | None = None
+
+
+class ManifestList(BaseModel):
+    """All manifests. `unfinished`: when runs began that did not finish, by manifest."""
+
+    manifests: list[ManifestFacts]
+    unfinished: dict[str, str]
+
+
+def manifest_router(state: ServiceState) -> APIRouter:
+    """The routes below `/v1/manifests`: those that read, and those that change them."""
+    router, folder = APIRouter(prefix="/v1", tags=["manifests"]), state.manifests
+    may_write = [Depends(state.may_write)]
+
+    @router.get("/manifests")
+    async def manifests() -> ManifestList:
+        """The manifests that there are."""
+        return await state.read(_listed, folder)
+
+    @router.get("/manifests/{name}", response_class=Response, responses=FILE)
+    async def manifest(name: Name, request: Request) -> Response:
+        """The file of a manifest: safetensors, with the columns of its samples."""
+        facts, status = await state.read(_facts, folder, name)
+        return file_answer(folder.file(name), status, str(facts.etag), "no-cache", request)
+
+    @router.put(
+        "/manifests/{name}",
+        dependencies=may_write,
+        openapi_extra=UPLOAD,
+        responses={201: {"model": ManifestFacts, "description": "It is new."}},
+    )
+    async def put(name: Name, request: Request, response: Response) -> ManifestFacts:
+        """Put a manifest in the place of the one of this name. If-Match and `If-None-Match: *` guard against others."""
+        facts, is_new = await state.change(_take, folder, name, request)
+        response.status_code = 201 if is_new else 200
+        response.headers["ETag"] = str(facts.etag)
+        return facts
+
+    @router.put("/manifests/{name}/unfinished", dependencies=may_write, status_code=204)
+    async def begin(name: Name, owner: Owner = "") -> None:
+        """Note that a run began to work on the manifest: `latentcache prune` waits until it has finished."""
+        await state.change(folder.begin, name, owner)
+
+    @router.delete("/manifests/{name}/unfinished", dependencies=may_write, status_code=204)
+    async def end(name: Name, owner: Owner = "") -> None:
+        """End the note of a run. A manifest that is put ends the one without an owner by itself."""
+        await state.change(folder.end, name, owner)
+
+    return router
+
+
+def _names(folder: ManifestFolder) -> list[str]:
+    return [name for name in folder.names() if re.fullmatch(NAME_PATTERN, name)]
+
+
+def _listed(folder: ManifestFolder) -> ManifestList:
+    found = []
+    for name in _names(folder):
+        try:
+            found.append(_facts(folder, name)[0])
+        except DatasetError as error:
+            found.append(ManifestFacts(name=name, error=str(error)))
+        except RequestRefused:
+            continue  # it is gone since it was listed
+    return ManifestList(manifests=found, unfinished=folder.unfinished())
+
+
+def _facts(folder: ManifestFolder, name: str) -> tuple[ManifestFacts, os.stat_result]:
+    """What the head of a manifest says, and the status of the file. RequestRefused if there is none; DatasetError."""
+    path = folder.file(name)
+    try:
+        fd = open_to_read(path)
+    except FileNotFoundError:
+        known = ", ".join(_names(folder)) or "none yet"
+        raise RequestRefused(f"there is no manifest {name!r}", status=404, met=name, allowed=known) from None
+    with open(fd, "rb") as file:
+        num_bytes = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
+        file.seek(0)
+        return _facts_in(file.read(8 + num_bytes), name, path), os.fstat(fd)
+
+
+def _facts_in(data: bytes | memoryview, name: str, path: FilePath) -> ManifestFacts:
+    head = read_head(data, name, path)
+    return ManifestFacts(name=name, role=head.role, num_samples=head.num_samples, etag=f'"{head.digest}"')
+
+
+def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[ManifestFacts, bool]:
+    """Put what is sent in the place of a manifest, and end what `begin` noted for no owner. Whether it is new too.
+
+    It is checked whole before anything is replaced: RequestRefused.
+    """
+    path = folder.path / f"{name}{SUFFIX}"
+    with typed_errors(path, 0):
+        make_folder(path.parent)
+    with ExitStack() as held:
+        with sealed_file(path, length_of(request)) as fd:
+            for chunk in body_chunks(request):
+                write_all(fd, chunk)
+            try:
+                data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if os.fstat(fd).st_size else b""
+                read_manifest(data, name, name, whole_check=True)
+            except DatasetError as error:
+                raise RequestRefused(str(error), status=422) from error
+            facts = _facts_in(memoryview(data), name, path)
+            # Two that replace the same version, also by other processes: only the first may.
+            held.enter_context(folder.lock())
+            etag = _etag(folder, name)
+            _check_conditions(request.headers.get("if-match"), request.headers.get("if-none-match"), etag)
+        folder.end(name, "")
+    return facts, etag is None
+
+
+def _etag(folder: ManifestFolder, name: str) -> str | None:
+    try:
+        return _facts(folder, name)[0].etag
+    except RequestRefused:
+        return None
+    except DatasetError:
+        return _DAMAGED
+
+
+def _check_conditions(if_match: str | None, if_none_match: str | None, etag: str | None) -> None:
+    """RequestRefused (412) if the manifest that is there is not the one that the client means."""
+    expected = [tag.strip() for tag in (if_match or "").split(",")]
+    differs = if_match is not None and (etag is None or (etag not in expected and "*" not in expected))
+    excluded = [tag.strip() for tag in (if_none_match or "").split(",")]
+    is_there = if_none_match is not None and etag is not None and (etag in excluded or "*" in excluded)
+    if differs or is_there:
+        step, allowed = "Read it again before you replace it", if_match or if_none_match
+        detail = "the manifest has changed meanwhile"
+        raise RequestRefused(detail, status=412, met=etag, allowed=allowed, next_step=step)

@@ -1,0 +1,232 @@
+"""Routes about packs and the entries in them: files as they are, uploads, which entries are there and whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Annotated, Any
+
+import anyio
+from fastapi import APIRouter, Depends, Path, Request
+from fastapi.responses import FileResponse, Response
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from starlette.requests import ClientDisconnect
+
+from latentcache.errors import PackError, RequestRefused
+from latentcache.service.state import ServiceState
+from latentcache.store.entry import own_entry
+from latentcache.store.exchange import take_pack, take_sealed
+from latentcache.store.pack import new_pack_id, pack_buffers
+from latentcache.store.upkeep import verify_entries
+
+OCTETS = "application/octet-stream"
+KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an example
+PACK = "3f9c2a7be1d84f0c9a1b2c3d4e5f6a7b"
+Key = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+KeyInPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The entry's key.", examples=[KEY])]
+PackId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The pack's id.", examples=[PACK])]
+
+_CONTENT: dict[str, Any] = {OCTETS: {}}
+UPLOAD: dict[str, Any] = {"requestBody": {"required": True, "content": _CONTENT}}
+FILE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The whole file.", "content": _CONTENT},
+    206: {"description": "The Range that was requested.", "content": _CONTENT},
+    304: {"description": "The client has it already."},
+}
+"""What OpenAPI says of files that come, and of those that are sent."""
+
+logger = logging.getLogger("latentcache")
+
+
+class PackFacts(BaseModel):
+    """One pack: the bytes of its file, and the entries that were written into it."""
+
+    id: str
+    num_bytes: int
+    num_entries: int
+
+
+class PackList(BaseModel):
+    """All packs."""
+
+    packs: list[PackFacts]
+
+
+class Taken(BaseModel):
+    """Entries of an uploaded pack that were not there before."""
+
+    num_added: int
+
+
+class KeyList(BaseModel):
+    """Keys of entries; they may repeat."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": [KEY]}]})
+
+    keys: list[Key]
+
+
+class FoundKeys(BaseModel):
+    """The requested keys that have entries, each once."""
+
+    found: list[Key]
+
+
+class Damage(BaseModel):
+    """Why entries are damaged, by key."""
+
+    damaged: dict[str, str]
+
+
+def pack_router(state: ServiceState) -> APIRouter:
+    """The routes below `/v1/packs`, and those about entries by their keys: their values come in packs."""
+    router = APIRouter(prefix="/v1", tags=["packs"])
+    may_write = [Depends(state.may_write)]
+
+    @router.get("/packs")
+    async def packs() -> PackList:
+        """The packs that there are."""
+        return await state.read(_packs, state)
+
+    @router.head("/packs/{pack}", include_in_schema=False)
+    @router.get("/packs/{pack}", response_class=Response, responses=FILE)
+    async def pack(pack: PackId, request: Request) -> Response:
+        """The file of a pack. It never changes, so caches may keep it for ever. A Range may be requested."""
+        # A shared cache in between knows no tokens.
+        cached = f"{'public' if state.access.is_open else 'private'}, max-age=31536000, immutable"
+        path = state.store.directory.pack_path(pack)
+        status = await state.read(_status_of, path, pack)
+        return file_answer(path, status, f'"{pack}"', cached, request)
+
+    @router.put(
+        "/packs/{pack}",
+        dependencies=may_write,
+        status_code=201,
+        openapi_extra=UPLOAD,
+        responses={200: {"model": Taken, "description": "The pack is there already."}},
+    )
+    async def put(pack: PackId, request: Request, response: Response) -> Taken:
+        """Add a pack. It is checked whole before it is sealed: format, digests, keys that follow from identities."""
+        num_added, is_new = await state.change(_take, state, pack, request)
+        if not is_new:
+            response.status_code = 200
+        state.telemetry.added.inc(num_added)
+        return Taken(num_added=num_added)
+
+    @router.post("/entries:find")
+    async def find(request: KeyList) -> FoundKeys:
+        """Which of these entries are there."""
+        _check_number(state, request.keys)
+        found = await state.read(state.store.find, request.keys)
+        state.telemetry.hits.inc(len(found))
+        state.telemetry.misses.inc(len(set(request.keys)) - len(found))
+        return FoundKeys.model_construct(found=[key for key in dict.fromkeys(request.keys) if key in found])
+
+    @router.post("/verify", dependencies=may_write)
+    async def verify(request: KeyList) -> Damage:
+        """Read these entries on the server's disk, and mark those that are damaged: they are misses then.
+
+        Entries that are not there are not damaged. The answer also has those that were marked before.
+        """
+        _check_number(state, request.keys)
+        if not request.keys:  # who asks whether it may write
+            return Damage(damaged={})
+        return Damage(damaged=await state.change(verify_entries, state.store, list(dict.fromkeys(request.keys))))
+
+    return router
+
+
+def _packs(state: ServiceState) -> PackList:
+    with state.store.catalog.current() as table:
+        packs = sorted(table.packs.items())
+    return PackList(
+        packs=[PackFacts(id=name, num_bytes=each.file_bytes, num_entries=each.num_entries) for name, each in packs]
+    )
+
+
+def _status_of(path: FilePath, pack: str) -> os.stat_result:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        step = "`GET /v1/packs` lists those that there are"
+        raise RequestRefused(f"there is no pack {pack}", status=404, met=pack, next_step=step) from None
+
+
+def _check_number(state: ServiceState, keys: Sequence[str]) -> None:
+    """RequestRefused for more keys than a request may have."""
+    allowed = state.limits.max_keys
+    if len(keys) > allowed:
+        detail = f"{len(keys):,} keys in one request, and {allowed:,} are allowed"
+        step = "Request them in several parts"
+        raise RequestRefused(detail, status=413, met=len(keys), allowed=allowed, next_step=step)
+
+
+async def pack_answer(state: ServiceState, keys: Sequence[str], headers: Mapping[str, str]) -> Response:
+    """The entries of these distinct keys as a pack: those of one request that encodes. Errors of `Store.get`."""
+
+    def pack() -> bytes:
+        return b"".join(pack_buffers(new_pack_id(), [own_entry(state.store.get(key)) for key in keys])[2])
+
+    data = await state.read(pack)
+    state.telemetry.hits.inc(len(keys))
+    return Response(data, headers=dict(headers), media_type=OCTETS)
+
+
+# Files that are sent and taken
+
+
+class _StoredFile(FileResponse):
+    chunk_size = 1 << 20
+
+
+def file_answer(path: FilePath, status: os.stat_result, etag: str, cached: str, request: Request) -> Response:
+    """A file, the Range of it that was requested, or 304 for a client that has this version.
+
+    `status` is that of the file which `etag` names; `cached` is the Cache-Control.
+    """
+    headers = {"ETag": etag, "Cache-Control": cached}
+    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    if etag in tags or "*" in tags:
+        return Response(None, 304, headers)
+    return _StoredFile(path, headers=headers, media_type=OCTETS, stat_result=status)
+
+
+def _take(state: ServiceState, pack: str, request: Request) -> tuple[int, bool]:
+    """Add a pack: how many entries are new, and whether its file is.
+
+    If it was there the body is read to its end all the same: a client sends it before it listens. A file that is there,
+    damaged, and not in the index gives way to what is sent.
+    """
+    chunks = body_chunks(request)
+    is_there = state.store.directory.pack_path(pack).exists()
+    if is_there:
+        try:
+            num_added = take_sealed(state.store, pack)
+        except PackError as error:
+            logger.warning("%s; the upload of this pack takes its place", error)
+        else:
+            for _ in chunks:
+                pass
+            return num_added, False
+    return take_pack(state.store, pack, chunks, length_of(request), replace=is_there), True
+
+
+def body_chunks(request: Request) -> Iterator[bytes]:
+    """The parts of the body, for a thread of `ServiceState.change`. RequestRefused if the client goes away."""
+    stream = request.stream()
+    while True:
+        try:
+            chunk = anyio.from_thread.run(anext, stream, None)
+        except ClientDisconnect:
+            raise RequestRefused("the client went away before the body was whole", status=400) from None
+        if chunk is None:
+            return
+        yield chunk
+
+
+def length_of(request: Request) -> int:
+    """The Content-Length of a request, 0 where it has none."""
+    text = request.headers.get("content-length", "0")
+    return int(text) if text.isdecimal() else 0

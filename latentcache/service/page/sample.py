@@ -1,0 +1,257 @@
+"""One sample in all detail: its photo and crop, its entries with their records, and why it is a hit or a miss."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from latentcache.config import ImagesConfig
+from latentcache.dataset.images import decode
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
+from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
+from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.identity import digest
+from latentcache.service.page.thumbnails import webp_of
+from latentcache.service.page.views import Gallery, State
+from latentcache.store.base import Store
+from latentcache.store.entry import Description
+from latentcache.types import Geometry, Record
+
+if TYPE_CHECKING:
+    from latentcache.config import Config
+    from latentcache.families.base import Family
+    from latentcache.models.model_loader import ModelLoader
+    from latentcache.precache.explanation import Explanation
+
+MAX_PHOTO_BYTES = 1 << 28
+"""Max size of a photo's file; a larger one is not shown."""
+PHOTO_SIDE = 1024
+"""The longer side of a photo that is shown, in pixels, at most."""
+_ANY_IMAGE = ImagesConfig(animated="first-frame", max_aspect=1e6, min_side=1)
+_decoding = threading.Semaphore(2)
+"""Photos are decoded two at a time: one of 100 megapixels takes 300 MB meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryDetails:
+    """An entry of a sample. `problem` says why it is a miss; then there is no record."""
+
+    name: str
+    ref: ImageRef | CaptionRef | PartRef
+    record: Record | None
+    fields: Description
+    problem: str
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the caption, with begin and end; None where nobody counted them."""
+        found = None if self.record is None else self.record.provenance.get("num_tokens")
+        return found if type(found) is int else None
+
+    @property
+    def num_cut(self) -> int:
+        """How many of them the text encoders did not read, by the family and the recipe in its identity."""
+        encoding = None if self.record is None else self.record.identity.get("encoding")
+        recipe = encoding if isinstance(encoding, Mapping) else {}
+        family = recipe.get("family", DEFAULT)
+        if self.num_tokens is None or family not in FAMILIES:
+            return 0
+        numbers = {name: value for name, value in recipe.items() if type(value) is int}
+        return max(0, self.num_tokens - family_named(family).token_limit({}, numbers))
+
+    @property
+    def created(self) -> str:
+        """When it was made, as its record says it; empty where it does not."""
+        found = None if self.record is None else self.record.provenance.get("created")
+        return found if isinstance(found, str) else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole record, to be shown."""
+        if self.record is None:
+            return {"key": self.ref.key, "problem": self.problem}
+        return {
+            "key": self.ref.key,
+            "kind": self.record.kind,
+            "fields": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.fields.items()},
+            "identity": dict(self.record.identity),
+            "provenance": dict(self.record.provenance),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDetails:
+    """What a sample's page shows. `crop` is in pixels of the photo; None without an image.
+
+    `photo` says in words what became of the photo's file, and `has_photo` whether there is a picture of it.
+    """
+
+    dataset: str
+    row: Row
+    state: State | None
+    images: Sequence[EntryDetails]
+    captions: Sequence[EntryDetails]
+    parts: Sequence[EntryDetails]
+    """Control images and the mask."""
+    has_photo: bool
+    photo: str
+    crop: Mapping[str, float] | None
+    before: Row | None
+    after: Row | None
+
+
+def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> SampleDetails:
+    """All about one sample. With `show_photo` the photo's file is read, if it is on this machine.
+
+    RequestRefused for an unknown dataset, SampleError for an unknown sample.
+    """
+    row, before, after = gallery.sample(dataset, sample_id)
+    has_photo, photo = False, "this server shows no photos: start it with --photos"
+    if show_photo:
+        has_photo, photo = _examined(row)
+    return SampleDetails(
+        dataset=dataset,
+        row=row,
+        state=gallery.states([row])[0],
+        images=[_details(gallery.store, "image", ref) for ref in row.images],
+        captions=[_details(gallery.store, "caption", ref) for ref in row.captions],
+        parts=[_details(gallery.store, name, ref) for name, ref in row.named_parts()],
+        has_photo=has_photo,
+        photo=photo,
+        crop=crop_box(row.images[0].geometry) if row.images else None,
+        before=before,
+        after=after,
+    )
+
+
+def _details(store: Store, name: str, ref: ImageRef | CaptionRef | PartRef) -> EntryDetails:
+    try:
+        return EntryDetails(name, ref, store.record(ref.key), store.describe(ref.key), "")
+    except (EntryMissingError, EntryDamagedError) as error:
+        return EntryDetails(name, ref, None, {}, error.reason)
+
+
+def crop_box(geometry: Geometry) -> dict[str, float]:
+    """The crop in pixels of the photo (x, y, width, height), and the percent of it that the crop keeps."""
+    original, resized, crop, target = (
+        geometry.original_size,
+        geometry.resized_size,
+        geometry.crop_top_left,
+        geometry.target_size,
+    )
+    down, across = original.height / resized.height, original.width / resized.width
+    box = {
+        "x": crop.left * across,
+        "y": crop.top * down,
+        "width": target.width * across,
+        "height": target.height * down,
+    }
+    kept = 100 * box["width"] * box["height"] / (original.width * original.height)
+    return {name: round(value, 1) for name, value in {**box, "kept": min(100.0, kept)}.items()}
+
+
+# The photo. Only what decodes as an image leaves this module, as WebP: never the bytes of a file.
+
+
+def _examined(row: Row) -> tuple[bool, str]:
+    """Compare the photo's file with the digest in the manifest: whether it can be shown, and what was found."""
+    try:
+        data = _read(row.path)
+    except StoreError as error:
+        return False, str(error)
+    if row.source is None or digest(data) == row.source:
+        return True, "the file has the bytes that were encoded"
+    return True, "the file has other bytes than those that were encoded: precache encodes it again"
+
+
+def photo_webp(row: Row) -> bytes:
+    """The photo upright, in sRGB, at most PHOTO_SIDE pixels high and wide. RequestRefused if it cannot be shown."""
+    try:
+        with _decoding:
+            return webp_of(decode(_read(row.path), row.path, _ANY_IMAGE), PHOTO_SIDE)
+    except ImageRefused as error:
+        # Not its detail: that may have bytes of a file that is no photo.
+        raise RequestRefused(f"{row.path}: cannot be shown: {error.reason}", status=404) from error
+    except StoreError as error:
+        raise RequestRefused(str(error), status=404) from error
+
+
+def _read(path: str) -> bytes:
+    """The bytes of a regular file. A pipe or a device is never waited for."""
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PHOTO_BYTES:
+            raise StoreError(f"{path}: is no regular file of at most {MAX_PHOTO_BYTES:,} bytes")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read(MAX_PHOTO_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StoreError(f"{path}: cannot be read on this machine: {reason}") from error
+
+
+# What the next precache would do
+
+
+@dataclass(frozen=True, slots=True)
+class CutCaption:
+    """A caption as the text encoders read it, and the rest, which they do not."""
+
+    read: str
+    cut: str
+
+
+class Explainer:
+    """Asks the planner of precache why a sample is a hit or a miss, with the config's models. It writes nothing.
+
+    Threads may share it; one is answered at a time, since the first request may read the models' files.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._lock = threading.Lock()
+        self._models: ModelLoader | None = None
+
+    def __call__(self, row: Row) -> tuple[Explanation, list[CutCaption]]:
+        """What the next precache would do with a manifest's row, and where its captions are cut.
+
+        ConfigError, DatasetError, ModelError, SampleError of `explain`.
+        """
+        from latentcache.precache.encodings import load_models
+        from latentcache.precache.explanation import explain
+
+        with self._lock:
+            if self._models is None:
+                self._models = load_models(self._config.model, {})
+            explanation = explain(self._config, row.sample_id, models=self._models)
+            encode, family = self._config.encode, self._models.family
+            recipe = family.text_recipe(
+                clip_skip=encode.clip_skip, max_length=encode.max_length, padding=encode.padding
+            )
+            tokenizers = self._models.tokenizers()
+            return explanation, [cut_caption(family, tokenizers, recipe, caption.text) for caption in row.captions]
+
+
+def cut_caption(family: Family, tokenizers: Mapping[str, Any], recipe: Mapping[str, Any], text: str) -> CutCaption:
+    """Where a fast tokenizer of the family cuts a caption.
+
+    A family that cleans the text shows it cleaned. Of a template nothing is shown.
+    """
+    readable = text.encode("utf-8", "replace").decode()  # a lone surrogate is one character, as is its stand-in
+    rendered = family.rendered(tokenizers, readable)
+    found = tokenizers[family.names("tokenizer")[-1]]
+    tokenizer = getattr(found, "tokenizer", found)  # a processor has one
+    limit = family.token_limit(tokenizers, recipe)
+
+    def offsets(**options: Any) -> list[tuple[int, int]]:
+        """Where the tokens of the text are in it: begin and end, which are not in it, have no length."""
+        read = tokenizer(rendered, return_offsets_mapping=True, verbose=False, **options)["offset_mapping"]
+        return [(start, end) for start, end in read if end > start]
+
+    whole, num_read = offsets(truncation=False), len(offsets(truncation=True, max_length=limit))
+    begin = rendered.find(readable)
+    shown, begin = (text, begin) if begin >= 0 else (rendered, 0)
+    start = whole[num_read][0] - begin if num_read < len(whole) else len(shown)
+    return CutCaption(shown[: max(start, 0)], shown[max(start, 0) :])

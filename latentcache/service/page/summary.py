@@ -1,0 +1,205 @@
+"""A cache as a whole: what it holds, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.row_table import RowTable
+from latentcache.errors import LatentCacheError
+from latentcache.identity import PartIdentity
+from latentcache.service.page.views import Manifests
+from latentcache.store.base import StoreStats
+from latentcache.store.disk import DiskStore
+from latentcache.types import Refusal
+
+_LOOKED_AT = 64
+"""Samples of a dataset that are asked where the models came from."""
+_CHUNK = 256
+LISTED = 200
+"""Rows that a table of the page shows, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSummary:
+    """One dataset: its manifest, or the `problem` for which it cannot be read."""
+
+    name: str
+    manifest: Manifest | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One part of the models that a cache was encoded with: classes with their identities, and where they were from."""
+
+    part: str
+    names: Sequence[str]
+    origins: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The figures of the first view. They need no pack."""
+
+    stats: StoreStats
+    datasets: tuple[DatasetSummary, ...]
+    num_samples: int
+    num_refused: int
+    num_uncaptioned: int
+
+
+def overview(store: DiskStore, manifests: Manifests) -> Overview:
+    """Count what the index and the manifests say. A manifest that is damaged does not hide the others."""
+    datasets = []
+    for name in manifests.dataset_names():
+        try:
+            datasets.append(DatasetSummary(name, manifests.get(name)))
+        except LatentCacheError as error:
+            datasets.append(DatasetSummary(name, None, str(error)))
+    tables = [found.manifest.rows for found in datasets if found.manifest is not None]
+    return Overview(
+        store.stats(),
+        tuple(datasets),
+        num_samples=sum(map(len, tables)),
+        num_refused=sum(len(table.refusals) for table in tables),
+        num_uncaptioned=sum(map(_num_uncaptioned, tables)),
+    )
+
+
+def _num_uncaptioned(table: RowTable) -> int:
+    """How many usable rows have no caption, or empty ones."""
+    ends = table.columns["caption/text/offsets"][table.columns["caption/offsets"]]
+    return int((ends[1:] == ends[:-1])[table.usable()].sum())
+
+
+def models_of(store: DiskStore, datasets: Iterable[DatasetSummary]) -> list[Model]:
+    """The models that the manifests name, and where they were loaded from, as a few records of each dataset say."""
+    names: dict[str, set[str]] = {}
+    origins: dict[str, set[str]] = {}
+    for manifest in (dataset.manifest for dataset in datasets):
+        if manifest is None:
+            continue
+        for encoding in ("image_encoding", "text_encoding"):
+            for part, value in (manifest.common.get(encoding) or {}).items():
+                if isinstance(value, Mapping):
+                    names.setdefault(part, set()).add(f"{value.get('class_name', '')} {_short_name(value)}")
+        rows = [row for row in manifest.rows.rows(0, _LOOKED_AT) if row.refusal is None]
+        keys = [row.images[0].key for row in rows if row.images][:1]
+        keys += [row.captions[0].key for row in rows if row.captions][:1]
+        for key in store.find(keys):
+            models = store.record(key).provenance.get("models")
+            for part, origin in models.items() if isinstance(models, Mapping) else ():
+                origins.setdefault(str(part), set()).add(str(origin))
+    return [Model(part, sorted(names[part]), sorted(origins.get(part, ()))) for part in names]
+
+
+def _short_name(part: Mapping[str, Any]) -> str:
+    try:
+        return PartIdentity(**part).name
+    except TypeError:
+        return "?"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultySample:
+    """A sample that was refused, or lacks an entry: then `key` is the entry's, and `reason` says why."""
+
+    dataset: str
+    sample_id: str
+    reason: str
+    key: str = ""
+    refusal: Refusal | None = None
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a validation prompt, which has no page."""
+        return self.dataset.startswith(PROMPTS_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHealth:
+    """What is wrong with a cache. The lists have LISTED rows at most, the numbers count all.
+
+    `num_unused` counts entries that no manifest refers to, `unused_damage` those of them that are damaged.
+    """
+
+    lacking: Sequence[FaultySample]
+    num_lacking: int
+    num_damaged: int
+    unused_damage: Mapping[str, str]
+    refused: Sequence[FaultySample]
+    num_refused: int
+    num_unverified: int
+    num_unused: int
+    problems: Sequence[str]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is lost or damaged."""
+        return not (self.num_lacking or self.num_damaged or self.problems)
+
+
+def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
+    """Look at every key of every manifest, prompts too. Reads no payload."""
+    damaged = store.damaged()
+    lacking: list[FaultySample] = []
+    refused: list[FaultySample] = []
+    used_damage: set[str] = set()
+    used: dict[str, np.ndarray] = {}  # by pack, which of its entries a manifest names: sets of all keys take a gigabyte
+    problems: list[str] = []
+    num_lacking = num_refused = num_unverified = 0
+    for name in manifests.folder.names():
+        try:
+            table = manifests.get(name).rows
+        except LatentCacheError as error:
+            problems.append(str(error))
+            continue
+        for start in range(0, len(table), _CHUNK):
+            rows = table.rows(start, start + _CHUNK)
+            keys = [key for row in rows for key in row.keys()]
+            present = _present(store, keys, used)
+            used_damage.update(damaged.keys() & keys)
+            for row in rows:
+                if row.refusal is not None:
+                    num_refused += 1
+                    if len(refused) < LISTED:
+                        refused.append(FaultySample(name, row.sample_id, row.refusal.reason, refusal=row.refusal))
+                    continue
+                num_unverified += not row.is_verified
+                missing = next((key for key in row.keys() if key not in present), None)
+                if missing is not None:
+                    num_lacking += 1
+                    if len(lacking) < LISTED:
+                        reason = damaged.get(missing, "the entry is not there")
+                        lacking.append(FaultySample(name, row.sample_id, reason, missing))
+    unused_damage = [(key, reason) for key, reason in damaged.items() if key not in used_damage]
+    num_entries = sum(store.stats().num_entries.values())
+    return CacheHealth(
+        lacking=lacking,
+        num_lacking=num_lacking,
+        num_damaged=len(damaged),
+        unused_damage=dict(unused_damage[:LISTED]),
+        refused=refused,
+        num_refused=num_refused,
+        num_unverified=num_unverified,
+        num_unused=max(0, num_entries - sum(int(flags.sum()) for flags in used.values())),
+        problems=problems,
+    )
+
+
+def _present(store: DiskStore, keys: Sequence[str], used: dict[str, np.ndarray]) -> set[str]:
+    """Choose the keys that are there. Their rows are set in `used`: by pack, bool [num_entries]."""
+    packs, places = store.places(keys)
+    is_there = places[:, 0] >= 0
+    sizes = store.catalog.table.packs
+    for number in np.unique(places[is_there, 0]).tolist():
+        if (layout := sizes.get(packs[number])) is not None:
+            flags = used.setdefault(packs[number], np.zeros(layout.num_entries, np.bool_))
+            flags[places[places[:, 0] == number, 1]] = True
+    return {key for key, there in zip(keys, is_there.tolist(), strict=True) if there}

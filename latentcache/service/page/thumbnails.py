@@ -1,0 +1,169 @@
+"""Small pictures of cached images: latents -> pixels -> WebP. Legend: C latent channels, h and w latent rows, columns.
+
+Pixels are uint8 [H, W, 3]. A `Decoder` is a VAE's own, where the service has one. Without it a picture comes from the
+linear approximation of the family, or, where there is none, shows the three channels that vary most: both take
+milliseconds and no model.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+
+from latentcache.errors import RequestRefused
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import Preview
+from latentcache.store.base import Store
+from latentcache.store.entry import Description
+from latentcache.types import Entry
+
+SIDES = range(32, 2049)
+"""Allowed for the longer side of a thumbnail, in pixels."""
+DEFAULT_SIDE = 256
+QUALITY = 70
+"""Of WebP, up to 100."""
+_FIELDS = ("moments", "latents")
+_SPREAD = 50.0
+"""Shades, of 256, for a standard deviation of a channel: nearly all places are within two and a half."""
+
+Way = Literal["vae", "linear", "channels"]
+WAYS: Mapping[Way, str] = {
+    "vae": "by the VAE",
+    "linear": "by a linear approximation: colours and shapes, no details",
+    "channels": "into the three channels that vary most: shapes, in colours that are not the photo's",
+}
+"""How latents become a picture, in words."""
+
+
+class Decoder(Protocol):
+    """Decodes latents by a VAE. It is called by several threads."""
+
+    downscale: int
+    """Pixels for each latent row."""
+
+    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
+        """Whether latents of this shape, [C, (F,) h, w], of an entry of this identity are such as its VAE makes."""
+
+    def __call__(self, latents: torch.Tensor) -> np.ndarray:
+        """Pixels of one frame's unscaled latents [C, h, w], float32 on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thumbnails:
+    """Makes thumbnails of a store's image entries. Threads may share it: it keeps nothing.
+
+    `name` names how this service decodes: thumbnails of another name may look different.
+    """
+
+    store: Store
+    decoder: Decoder | None = None
+
+    @property
+    def name(self) -> str:
+        """`vae` with a decoder, else `latents`."""
+        return "latents" if self.decoder is None else "vae"
+
+    def way(self, identity: Mapping[str, Any], fields: Description) -> Way | None:
+        """How an entry of this identity and these fields becomes a picture; None for one without latents."""
+        shape = next((fields[name][1] for name in _FIELDS if name in fields), None)
+        if not shape:
+            return None
+        channels = shape[0] // (2 if "moments" in fields else 1)
+        if self.decoder is not None and self.decoder.takes(identity, (channels, *shape[1:])):
+            return "vae"
+        return "channels" if preview_of(channels, identity) is None else "linear"
+
+    def webp(self, key: str, side: int = DEFAULT_SIDE) -> tuple[bytes, Way]:
+        """The entry's picture, at most `side` pixels high and wide, never larger than what was decoded; and its way.
+
+        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents, and a side not in SIDES.
+        """
+        if side not in SIDES:
+            allowed = f"{SIDES.start} to {SIDES.stop - 1}"
+            raise RequestRefused("a thumbnail has no such side", status=422, met=side, allowed=allowed)
+        entry = self.store.get(key)
+        latents, identity = first_frame(entry), entry.record.identity
+        if self.decoder is not None and self.way(identity, self.store.describe(key)) == "vae":
+            return webp_of(self.decoder(_shrunk(latents, side, self.decoder.downscale)), side), "vae"
+        preview = preview_of(len(latents), identity)
+        if preview is None:
+            return webp_of(channel_pixels(latents), side), "channels"
+        return webp_of(linear_pixels(latents * preview.scaling_factor, preview), side), "linear"
+
+
+def first_frame(entry: Entry) -> torch.Tensor:
+    """The mean latents of an image entry, of a video's first frame: unscaled, float32 [C, h, w].
+
+    RequestRefused if it has none.
+    """
+    tensors, key = entry.tensors, entry.record.key
+    field = next((name for name in _FIELDS if name in tensors), None)
+    if field is None:
+        detail = f"entry {key} is of kind {entry.record.kind}: only entries with latents have a thumbnail"
+        raise RequestRefused(detail, status=404)
+    latents = tensors[field]
+    if latents.ndim not in (3, 4) or latents.numel() == 0:
+        detail = f"entry {key} has {field} {list(latents.shape)}: a thumbnail needs [C, h, w] or [C, F, h, w]"
+        raise RequestRefused(detail, status=404)
+    if field == "moments":
+        latents = latents.chunk(2)[0]  # mean, then log-variance
+    return (latents[:, 0] if latents.ndim == 4 else latents).float()
+
+
+def preview_of(channels: int, identity: Mapping[str, Any]) -> Preview | None:
+    """The linear approximation for latents of so many channels, whose VAE has the scaling factor of the identity.
+
+    Imported entries name no factor: there the channels decide. None where no family has one for them.
+    """
+    encoding = identity.get("encoding")
+    stated = encoding.get("scaling_factor") if isinstance(encoding, Mapping) else None
+    for name in FAMILIES:
+        preview = family_named(name).latent.preview
+        if preview is not None and len(preview.weights[0]) == channels and stated in (None, preview.scaling_factor):
+            return preview
+    return None
+
+
+def _shrunk(latents: torch.Tensor, side: int, downscale: int) -> torch.Tensor:
+    """The latents, halved as long as their picture stays larger than `side`: decoding costs the square of the side."""
+    while max(latents.shape[1:]) * downscale >= 2 * side and min(latents.shape[1:]) >= 2:
+        latents = torch.nn.functional.avg_pool2d(latents, 2)
+    return latents
+
+
+def linear_pixels(latents: torch.Tensor, preview: Preview) -> np.ndarray:
+    """The linear approximation of the decoder for scaled latents: a pixel for each row and column."""
+    weights, biases = (torch.tensor(values, dtype=torch.float32) for values in (preview.weights, preview.biases))
+    return _pixels(torch.einsum("chw,rc->hwr", latents, weights) + biases)
+
+
+def channel_pixels(latents: torch.Tensor) -> np.ndarray:
+    """The three channels that vary most as red, green and blue: a pixel for each row and column.
+
+    They show what is where. Their colours are no colours of the photo.
+    """
+    values = latents.nan_to_num(0.0, 0.0, 0.0).double()
+    deviations, means = torch.std_mean(values, (1, 2), correction=0, keepdim=True)
+    chosen = deviations.flatten().argsort(descending=True, stable=True)[[0, 1, 2] if len(values) > 2 else [0, 0, 0]]
+    shades = 128 + _SPREAD * (values - means)[chosen] / deviations[chosen].clamp_min(1e-12)
+    return _pixels(shades.permute(1, 2, 0))
+
+
+def _pixels(colours: torch.Tensor) -> np.ndarray:
+    pixels: np.ndarray = colours.nan_to_num(0.0).clamp(0, 255).byte().numpy()
+    return pixels
+
+
+def webp_of(pixels: np.ndarray, side: int) -> bytes:
+    """The pixels as WebP, made smaller where a side is longer than `side`."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=QUALITY)
+    return buffer.getvalue()

@@ -1,0 +1,234 @@
+"""What the gallery shows: samples that match filters, a page at a time, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import Row
+from latentcache.errors import ConfigError, RequestRefused, SampleError, StoreError
+from latentcache.store.base import Store
+from latentcache.types import Size
+
+PAGE_SIZE = 24
+"""Samples that are loaded together while scrolling."""
+MAX_SEARCH_CHARS = 500
+MAX_VIEWED_BYTES = 1 << 30
+"""Max size of the manifest files that stay in memory. One stays, however large it is."""
+_CHUNK = 1024
+
+State = Literal["refused", "damaged", "missing", "unverified"]
+STATES: Mapping[str, str] = {
+    "refused": "cannot be used, for a stated reason",
+    "damaged": "an entry's bytes are not those that were stored",
+    "missing": "an entry is not there",
+    "unverified": "imported, and not shown to be what encoding gives",
+}
+"""What may be wrong with a sample, the worst first, in words."""
+NO_CAPTION = "no caption"
+FILTERS: Mapping[str, str] = {**STATES, NO_CAPTION: "without a caption, or with an empty one"}
+"""What samples can be filtered by."""
+
+
+class Manifests:
+    """The manifests of a folder, each read once until its file changes. Threads share it; the last used stay."""
+
+    def __init__(self, folder: ManifestFolder):
+        self.folder = folder
+        self._read = OrderedDict[str, tuple[tuple[int, int, int], Manifest]]()
+        self._lock = threading.Lock()
+
+    def dataset_names(self) -> list[str]:
+        """Names of the manifests that hold samples, not prompts."""
+        return [name for name in self.folder.names() if not name.startswith(PROMPTS_PREFIX)]
+
+    def get(self, name: str) -> Manifest:
+        """The whole manifest: a fraction of a second for a million samples, at once if it is in memory.
+
+        RequestRefused if there is none of this name; DatasetError, StoreError.
+        """
+        with self._lock:  # one thread reads, others wait for it
+            state = self._state(name)
+            found = self._read.pop(name, None)
+            if found is None or found[0] != state:
+                manifest = self.folder.read(name)
+                if manifest is None:
+                    raise self._unknown(name)
+                found = state, manifest
+            self._read[name] = found
+            num_bytes = sum(size for (_, size, _), _ in self._read.values())
+            while num_bytes > MAX_VIEWED_BYTES and len(self._read) > 1:
+                (_, size, _), _ = self._read.popitem(last=False)[1]
+                num_bytes -= size
+            return found[1]
+
+    def _state(self, name: str) -> tuple[int, int, int]:
+        """What changes when a manifest's file is replaced: inode, size, time of writing."""
+        # The name comes from a request: only what the folder lists may become a path.
+        if name not in self.folder.names():
+            raise self._unknown(name)
+        try:
+            status = os.stat(self.folder.file(name), follow_symlinks=False)
+        except OSError as error:
+            raise StoreError(f"manifest {name}: cannot be read now: {error.strerror}; try again") from error
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _unknown(self, name: str) -> RequestRefused:
+        there = ", ".join(self.dataset_names()) or "none yet: run latentcache precache"
+        return RequestRefused(f"no dataset {name!r:.100}; there are: {there}", status=404)
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which samples are shown; an empty text lets all pass.
+
+    Each word of `search` must occur in the sample_id or a caption, in upper or lower case.
+    """
+
+    search: str = ""
+    dataset: str = ""
+    state: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.search) > MAX_SEARCH_CHARS:
+            raise ConfigError(f"a search of {len(self.search):,} characters; at most {MAX_SEARCH_CHARS} are allowed")
+        if self.state and self.state not in FILTERS:
+            raise ConfigError(f"state {self.state!r:.40}: one of {', '.join(FILTERS)} is needed")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all samples of the dataset, or of all datasets, are shown."""
+        return not (self.search.split() or self.state)
+
+    def to_query(self) -> dict[str, str]:
+        """The filters that are set, by name."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A sample in the gallery. `key` is that of its image, None for a refused sample that has none."""
+
+    dataset: str
+    sample_id: str
+    caption: str
+    key: str | None
+    size: Size | None
+    state: State | None
+    detail: str
+    """Why a refused sample is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class GalleryPage:
+    """Tiles, and the number with which the next page starts; None at the end.
+
+    `num_found` counts all samples that match; None on later pages of a search.
+    """
+
+    tiles: tuple[Tile, ...]
+    next_start: int | None
+    num_found: int | None
+
+
+class Gallery:
+    """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown."""
+
+    def __init__(self, store: Store, manifests: Manifests):
+        self.store, self.manifests = store, manifests
+
+    def page(self, filters: Filters, start: int = 0) -> GalleryPage:
+        """PAGE_SIZE samples that match, from number `start` on. ConfigError, DatasetError, StoreError."""
+        names = [filters.dataset] if filters.dataset else self.manifests.dataset_names()
+        manifests = [self.manifests.get(name) for name in names]
+        found = self._found(manifests, filters, start)
+        shown = list(islice(found, PAGE_SIZE + 1))
+        num_found = None
+        if filters.is_empty:
+            num_found = sum(len(manifest.rows) for manifest in manifests)
+        elif not start:  # later pages need not look at the rest
+            num_found = len(shown) + sum(1 for _ in found)
+        next_start = shown.pop()[0] if len(shown) > PAGE_SIZE else None
+        states = self.states([row for _, _, row in shown])
+        tiles = [_tile(name, row, state) for (_, name, row), state in zip(shown, states, strict=True)]
+        return GalleryPage(tuple(tiles), next_start, num_found)
+
+    def _found(self, manifests: Sequence[Manifest], filters: Filters, start: int) -> Iterator[tuple[int, str, Row]]:
+        """Number, dataset and row of each sample that matches, from number `start` on."""
+        words, first = filters.search.casefold().split(), 0
+        size = PAGE_SIZE + 1 if filters.is_empty else _CHUNK
+        for manifest in manifests:
+            for begin in range(max(0, start - first), len(manifest.rows), size):
+                numbered = enumerate(manifest.rows.rows(begin, begin + size), first + begin)
+                chunk = [
+                    (number, manifest.name, row) for number, row in numbered if _matches(row, filters.state, words)
+                ]
+                if filters.state in ("damaged", "missing"):
+                    lacking = self._lacking([row for _, _, row in chunk])
+                    chunk = [found for found, state in zip(chunk, lacking, strict=True) if state == filters.state]
+                yield from chunk
+            first += len(manifest.rows)
+
+    def states(self, rows: Sequence[Row]) -> list[State | None]:
+        """What is wrong with each sample, the worst first; None if nothing is."""
+        return [
+            "refused" if row.refusal is not None else lacking or (None if row.is_verified else "unverified")
+            for row, lacking in zip(rows, self._lacking(rows), strict=True)
+        ]
+
+    def _lacking(self, rows: Sequence[Row]) -> list[State | None]:
+        """For each row `damaged` or `missing` if it was not refused and lacks an entry, else None."""
+        usable = [row for row in rows if row.refusal is None]
+        present = self.store.find(dict.fromkeys(key for row in usable for key in row.keys()))
+        whole = [row.refusal is not None or present.issuperset(row.keys()) for row in rows]
+        if all(whole):
+            return [None] * len(rows)
+        damaged = self.store.damaged().keys()
+        return [
+            None if is_whole else "missing" if damaged.isdisjoint(row.keys()) else "damaged"
+            for row, is_whole in zip(rows, whole, strict=True)
+        ]
+
+    def sample(self, dataset: str, sample_id: str) -> tuple[Row, Row | None, Row | None]:
+        """One sample, and those before and after it. RequestRefused for an unknown dataset, SampleError."""
+        rows = self.manifests.get(dataset).rows
+        number = rows.number(sample_id)
+        if number is None:
+            raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
+        before = rows.row(number - 1) if number else None
+        return rows.row(number), before, rows.row(number + 1) if number + 1 < len(rows) else None
+
+
+def _tile(dataset: str, row: Row, state: State | None) -> Tile:
+    image = row.images[0] if row.images else None
+    return Tile(
+        dataset=dataset,
+        sample_id=row.sample_id,
+        caption=row.captions[0].text if row.captions else "",
+        key=None if image is None else image.key,
+        size=None if image is None else image.geometry.target_size,
+        state=state,
+        detail="" if row.refusal is None else f"{row.refusal.reason}: {row.refusal.detail}",
+    )
+
+
+def _matches(row: Row, state: str, words: Sequence[str]) -> bool:
+    """Whether a row has all words, and is in the state as far as the manifest says it."""
+    if state and (row.refusal is not None) != (state == "refused"):
+        return False
+    if state == "unverified" and row.is_verified:
+        return False
+    if state == NO_CAPTION and any(caption.text.strip() for caption in row.captions):
+        return False
+    if not words:
+        return True
+    text = "\n".join([row.sample_id, *(caption.text for caption in row.captions)]).casefold()
+    return all(word in text for word in words)
