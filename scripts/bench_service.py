@@ -103,9 +103,7 @@ def server(root: str) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    config = uvicorn.Config(
-        handle, port=0, ws="none", access_log=False, log_level="warning"
-    )
+    config = uvicorn.Config(handle, port=0, ws="none", access_log=False, log_level="warning")
 
     async def main() -> None:
         running = uvicorn.Server(config)

@@ -18,7 +18,6 @@ from latentcache.utils.durable_files import read_small_file
 
 SESSION_S = 24 * 3600
 """Time for which a browser stays logged in."""
-MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_BYTES = 4096
 _END = re.compile(r"[0-9]{1,12}")
 _TOKEN = re.compile(r"[\x21-\x7e]{16,1024}")
@@ -38,10 +37,10 @@ def token_from(file: Path | None, variable: str) -> str | None:
 
     The error never shows it.
     """
-    if file is None and not os.environ.get(variable):
-        return None
     if file is None:
-        source, text = variable, os.environ[variable]
+        source, text = variable, os.environ.get(variable)
+        if not text:
+            return None
     else:
         source = str(file)
         try:
@@ -53,10 +52,8 @@ def token_from(file: Path | None, variable: str) -> str | None:
     token = text.strip()
     if not _TOKEN.fullmatch(token):
         step = "make one with `python -c 'import secrets; print(secrets.token_urlsafe(32))'`"
-        raise ConfigError(
-            f"holds no token: one has {MIN_TOKEN_CHARS} to 1,024 printable ASCII characters and no space; {step}",
-            source=source,
-        )
+        message = "holds no token: one has 16 to 1,024 printable ASCII characters and no space"
+        raise ConfigError(f"{message}; {step}", source=source)
     return token
 
 

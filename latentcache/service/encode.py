@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Query, Request
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
+from typing_extensions import override
 
 from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError, RequestRefused
 from latentcache.precache.serving_models import EntryTask
 from latentcache.precache.workspace import Memo, Workspace
 from latentcache.service.auth import Role
-from latentcache.service.miss_encoder import MissEncoder
+from latentcache.service.miss_encoder import COUNTED, MissEncoder
 from latentcache.service.packs import OCTETS, pack_answer
-from latentcache.service.state import EncoderCollector, ServiceState
+from latentcache.service.state import ServiceState
 from latentcache.store import DiskStore
+from latentcache.types import Kind
 
 MAX_PROMPTS = 32
 """In one request. Their keys are a header of the answer."""
@@ -29,7 +33,7 @@ MAX_CHARACTERS = 1 << 14
 MAX_REQUESTS = 32
 """Requests that wait for the encoder at once: others must find room on the server."""
 MAX_IMAGES = 8
-"""Images that are being received at once: each may be large, and is in memory."""
+"""Images that are received at once, while others wait: each may be large, and is in memory."""
 KEYS_HEADER, IMAGES_HEADER = "Latentcache-Keys", "Latentcache-Images"
 
 Return = Literal["pack", "keys"]
@@ -86,7 +90,7 @@ def encode_router(state: ServiceState) -> APIRouter:
         finally:
             await asyncio.to_thread(to_close.close)
 
-    state.telemetry.registry.register(EncoderCollector(encoder.counts))
+    state.telemetry.registry.register(_EncoderCollector(encoder))
     routes, router = EncodeRoutes(state, encoder), APIRouter(prefix="/v1", tags=["encode"], lifespan=lifespan)
     options: dict[str, Any] = {"responses": _ANSWER, "response_class": Response}
     router.post("/prompts:encode", **options)(routes.encode_prompts)
@@ -100,7 +104,7 @@ class EncodeRoutes:
 
     def __init__(self, state: ServiceState, encoder: MissEncoder):
         self._state, self._encoder = state, encoder
-        self._num_requests = self._num_images = 0
+        self._receiving, self._num_requests = asyncio.Semaphore(MAX_IMAGES), 0
 
     async def encode_prompts(self, body: PromptsToEncode, request: Request) -> Response:
         """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
@@ -111,12 +115,13 @@ class EncodeRoutes:
         With `"return": "keys"` the answer is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the entry
         was there before.
         """
-        tasks = await self._state.read(self._prompt_tasks, body.prompts)
-        headers = {KEYS_HEADER: ",".join(task.key for task in tasks)}
-        return await self._answer(request, tasks, body.wanted, headers)
 
-    def _prompt_tasks(self, prompts: Sequence[PromptToEncode]) -> list[EntryTask]:
-        return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in prompts]
+        def tasks_of() -> list[EntryTask]:
+            return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in body.prompts]
+
+        tasks = await self._state.read(tasks_of)
+        headers = {KEYS_HEADER: ",".join(task.key for task in tasks)}
+        return await self._answer(request, tasks, [{"key": task.key} for task in tasks], body.wanted, headers)
 
     async def encode_image(
         self,
@@ -133,55 +138,47 @@ class EncodeRoutes:
         header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
         is the answer, as `{"entries": [...]}` with `cached` for each.
         """
-        if self._num_images >= MAX_IMAGES:
-            raise EncoderBusyError(f"{self._num_images} images are being received", retry_after_s=1)
-        self._num_images += 1
-        try:
+        async with self._receiving:
             data = await request.body()
-        finally:
-            self._num_images -= 1
         images = await self._state.read(partial(self._encoder.image, data, dataset=dataset, name=name))
         facts = [{"key": ref.key, **ref.geometry.to_json()} for ref, _ in images]
-        headers = {IMAGES_HEADER: json.dumps(facts)}
-        return await self._answer(request, [task for _, task in images], wanted, headers, facts)
+        tasks = [task for _, task in images]
+        return await self._answer(request, tasks, facts, wanted, {IMAGES_HEADER: json.dumps(facts)})
 
     async def _answer(
         self,
         request: Request,
         tasks: Sequence[EntryTask],
+        facts: Sequence[Mapping[str, Any]],
         wanted: Return,
-        headers: dict[str, str],
-        facts: Iterable[dict[str, Any]] = (),
+        headers: Mapping[str, str],
     ) -> Response:
-        keys = list(dict.fromkeys(task.key for task in tasks))
-        await self._check_may_store(request, keys)
+        """The entries of these tasks, or with `wanted` keys the `facts` of each. RequestRefused, EncoderBusyError."""
+        keys, store = list(dict.fromkeys(task.key for task in tasks)), self._state.store
+        if num_missing := len(keys) - len(await self._state.read(store.find, keys)):
+            self._check_may_store(request, num_missing)
+            if self._num_requests >= MAX_REQUESTS:
+                raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
         missing = await self._encode(tasks)
         try:
-            await self._state.read(_check_whole, self._state.store, keys)
+            await self._state.read(_check_whole, store, keys)
         except (EntryDamagedError, EntryMissingError):
             # Reading found damage, which is a miss now; or a prune was faster.
             missing |= await self._encode(tasks)
         if wanted == "keys":
-            shown = list(facts) or [{"key": task.key} for task in tasks]
-            return JSONResponse({"entries": [each | {"cached": each["key"] not in missing} for each in shown]})
+            return JSONResponse({"entries": [{**each, "cached": each["key"] not in missing} for each in facts]})
         return await pack_answer(self._state, keys, headers)
 
-    async def _check_may_store(self, request: Request, keys: Sequence[str]) -> None:
+    def _check_may_store(self, request: Request, num_missing: int) -> None:
         """RequestRefused for entries that are not there and a client that may only read: they would stay for good."""
         if self._state.access.writing_token is None or request.scope["latentcache.role"] >= Role.WRITE:
             return  # without a writing token, whoever may read is served by --encode
-        if num := len(keys) - len(await self._state.read(self._state.store.find, keys)):
-            step = "Send the writing token, or let a client that has it request them once"
-            detail = f"{num} of these entries are not cached, and storing them needs the writing token"
-            raise RequestRefused(detail, status=403, next_step=step)
+        step = "Send the writing token, or let a client that has it request them once"
+        detail = f"{num_missing} of these entries are not cached, and storing them needs the writing token"
+        raise RequestRefused(detail, status=403, next_step=step)
 
     async def _encode(self, tasks: Sequence[EntryTask]) -> set[str]:
         """Wait until all entries are there. Returns the keys of those that were not."""
-        if self._num_requests >= MAX_REQUESTS:
-            # Asked before anything is submitted: what is refused takes none of the encoder's time.
-            keys = {task.key for task in tasks}
-            if len(await self._state.read(self._state.store.find, keys)) < len(keys):
-                raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
         self._num_requests += 1
         try:
             futures = await self._state.read(self._encoder.submit, tasks)
@@ -196,3 +193,21 @@ def _check_whole(store: DiskStore, keys: Sequence[str]) -> None:
     store.rows(keys)
     for key in keys:
         store.record(key)
+
+
+class _EncoderCollector(Collector):
+    """What an encoder counts, for Prometheus."""
+
+    def __init__(self, encoder: MissEncoder):
+        self._encoder = encoder
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        for name, what in COUNTED.items():
+            yield CounterMetricFamily(f"latentcache_encoder_{name}", what, self._encoder.counts[name])
+        waiting = "Entries that wait or are being encoded."
+        yield GaugeMetricFamily("latentcache_encoder_queue", waiting, self._encoder.num_waiting)
+        loaded = GaugeMetricFamily("latentcache_encoder_loaded", "Whether encoders are on the device.", labels=["kind"])
+        for kind in get_args(Kind):
+            loaded.add_metric([kind], float(kind in self._encoder.loaded))
+        yield loaded

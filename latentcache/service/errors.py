@@ -11,45 +11,26 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from latentcache.errors import (
-    ConfigError,
-    DatasetError,
-    DeviceError,
-    EncodeError,
-    EncoderBusyError,
-    EntryDamagedError,
-    EntryMissingError,
-    ImageRefused,
-    IndexDamagedError,
-    LatentCacheError,
-    PackError,
-    ReadOnlyError,
-    RequestRefused,
-    SampleError,
-    StorageFullError,
-    StoreBusyError,
-    StoreError,
-)
+from latentcache import errors
+from latentcache.errors import LatentCacheError, RequestRefused
 
 MEDIA_TYPE = "application/problem+json"
 SENT_FIELDS = ("key", "path", "sample_id", "reason", "met", "allowed", "next_step", "part", "problem", "offenders")
 """Attributes of errors that a document carries, where an error has them."""
 STATUSES: dict[type[LatentCacheError], int] = {
-    EntryMissingError: 404,
-    SampleError: 404,
-    EntryDamagedError: 409,
-    DatasetError: 409,
-    ReadOnlyError: 403,
-    PackError: 422,
-    ConfigError: 422,
-    ImageRefused: 422,
-    EncodeError: 422,
-    EncoderBusyError: 503,
-    DeviceError: 503,
-    StorageFullError: 507,
-    StoreBusyError: 503,
-    IndexDamagedError: 503,
-    StoreError: 503,
+    errors.EntryMissingError: 404,
+    errors.SampleError: 404,
+    errors.EntryDamagedError: 409,
+    errors.DatasetError: 409,
+    errors.ReadOnlyError: 403,
+    errors.PackError: 422,
+    errors.ConfigError: 422,
+    errors.ImageRefused: 422,
+    errors.EncodeError: 422,
+    errors.EncoderBusyError: 503,
+    errors.DeviceError: 503,
+    errors.StorageFullError: 507,
+    errors.StoreError: 503,
     LatentCacheError: 500,
 }
 """HTTP status for each class of error; the first match in the error's MRO counts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path as FilePath
 from typing import Annotated
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 from latentcache.dataset.manifest import MAX_HEADER_BYTES, read_head, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
-from latentcache.service.packs import FILE, UPLOAD, body_chunks, file_answer, length_of
+from latentcache.service.packs import FILE, UPLOAD, body_chunks, file_answer, has_tag, length_of
 from latentcache.service.state import ServiceState
 from latentcache.utils.durable_files import make_folder, open_to_read, sealed_file, typed_errors, write_all
 
@@ -141,7 +142,7 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
             # Two that replace the same version, also by other processes: only the first may.
             held.enter_context(folder.lock())
             etag = _etag(folder, name)
-            _check_conditions(request.headers.get("if-match"), request.headers.get("if-none-match"), etag)
+            _check_conditions(request.headers, etag)
         folder.end(name, "")
     return facts, etag is None
 
@@ -155,13 +156,11 @@ def _etag(folder: ManifestFolder, name: str) -> str | None:
         return _DAMAGED
 
 
-def _check_conditions(if_match: str | None, if_none_match: str | None, etag: str | None) -> None:
+def _check_conditions(asked: Mapping[str, str], etag: str | None) -> None:
     """RequestRefused (412) if the manifest that is there is not the one that the client means."""
-    expected = [tag.strip() for tag in (if_match or "").split(",")]
-    differs = if_match is not None and (etag is None or (etag not in expected and "*" not in expected))
-    excluded = [tag.strip() for tag in (if_none_match or "").split(",")]
-    is_there = if_none_match is not None and etag is not None and (etag in excluded or "*" in excluded)
-    if differs or is_there:
+    if_match, if_none_match = asked.get("if-match"), asked.get("if-none-match")
+    is_other = if_match is not None and not (etag and has_tag(if_match, etag))
+    if is_other or (if_none_match is not None and etag and has_tag(if_none_match, etag)):
         step, allowed = "Read it again before you replace it", if_match or if_none_match
         detail = "the manifest has changed meanwhile"
         raise RequestRefused(detail, status=412, met=etag, allowed=allowed, next_step=step)

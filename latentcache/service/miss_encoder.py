@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from typing_extensions import override
@@ -58,23 +58,14 @@ _RETRY_S = 60.0
 logger = logging.getLogger("latentcache")
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderCounts:
-    """What was requested of a `MissEncoder` since its start, and its state now."""
-
-    num_hits: int = 0
-    """Requested entries that were there."""
-    num_misses: int = 0
-    """Requested entries that were not there: they were encoded, or another request was waiting for them already."""
-    num_encoded: int = 0
-    num_failed: int = 0
-    """Entries that could not be made."""
-    num_turned_away: int = 0
-    """Requests that found no room in the queue."""
-    num_waiting: int = 0
-    """Entries that wait to be encoded, or are being encoded, now."""
-    loaded: frozenset[Kind] = frozenset()
-    """The kinds of entries whose encoders are on the device now."""
+COUNTED: Mapping[str, str] = {
+    "hits": "Entries requested of the encoder that were there.",
+    "misses": "Entries requested of the encoder that were not there: encoded, or awaited by another request already.",
+    "entries": "Entries encoded.",
+    "failures": "Entries that could not be encoded.",
+    "turned_away": "Requests that found no room in the queue.",
+}
+"""What an encoder counts since its start."""
 
 
 class UploadedImages(SampleSource):
@@ -135,7 +126,7 @@ class MissEncoder:
         self._under_way: dict[str, _Miss] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._counts = EncoderCounts()
+        self.counts = dict.fromkeys(COUNTED, 0)
         self._seconds_per_entry = 0.0
         self._new_prompts = _NewPrompts(workspace, self.encodings, self._salt)
 
@@ -195,7 +186,8 @@ class MissEncoder:
             missing = {key: same for key, same in by_key.items() if key not in present}
             new = {key: _Miss(same, Future()) for key, same in missing.items() if key not in self._under_way}
             self._check_room(new.values())
-            self._count(num_hits=len(present), num_misses=len(missing))
+            self.counts["hits"] += len(present)
+            self.counts["misses"] += len(missing)
             for key in missing.keys() - new.keys():
                 self._under_way[key].tasks += missing[key]
             for key, miss in new.items():
@@ -214,20 +206,22 @@ class MissEncoder:
             raise EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
         num, num_bytes = len(self._waiting) + len(new), sum(miss.num_bytes for miss in (*self._waiting, *new))
         if new and (num > MAX_WAITING or (num_bytes > MAX_WAITING_BYTES and self._waiting)):
-            self._count(num_turned_away=1)
+            self.counts["turned_away"] += 1
             raise EncoderBusyError(
                 f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
                 f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
                 retry_after_s=min(60, max(1, math.ceil(len(self._waiting) * self._seconds_per_entry))),
             )
 
-    def counts(self) -> EncoderCounts:
-        """The counts now."""
-        with self._changed:
-            return replace(self._counts, num_waiting=len(self._under_way), loaded=self._models.loaded)
+    @property
+    def num_waiting(self) -> int:
+        """Entries that wait to be encoded, or are being encoded, now."""
+        return len(self._under_way)
 
-    def _count(self, **more: int) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+    @property
+    def loaded(self) -> frozenset[Kind]:
+        """The kinds of entries whose encoders are on the device now."""
+        return self._models.loaded
 
     def close(self) -> None:
         """Finish the entries that are being encoded, refuse those that wait, and free the models."""
@@ -335,7 +329,8 @@ class MissEncoder:
         with self._changed:
             for miss in misses:
                 del self._under_way[miss.tasks[0].key]
-            self._count(num_encoded=len(misses) - len(errors), num_failed=len(errors))
+            self.counts["entries"] += len(misses) - len(errors)
+            self.counts["failures"] += len(errors)
         for miss in misses:
             if error := errors.get(miss.tasks[0].key):
                 miss.future.set_exception(error)

@@ -187,10 +187,15 @@ def file_answer(path: FilePath, status: os.stat_result, etag: str, cached: str, 
     `status` is that of the file which `etag` names; `cached` is the Cache-Control.
     """
     headers = {"ETag": etag, "Cache-Control": cached}
-    tags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if etag in tags or "*" in tags:
+    if has_tag(request.headers.get("if-none-match", ""), etag):
         return Response(None, 304, headers)
     return _StoredFile(path, headers=headers, media_type=OCTETS, stat_result=status)
+
+
+def has_tag(tags: str, etag: str) -> bool:
+    """Whether a list of ETags, as a header has it, names this one or all."""
+    found = [tag.strip().removeprefix("W/") for tag in tags.split(",")]
+    return etag in found or "*" in found
 
 
 def _take(state: ServiceState, pack: str, request: Request) -> tuple[int, bool]:

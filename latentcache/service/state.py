@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from typing_extensions import override
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -23,9 +20,6 @@ from latentcache.precache.workspace import Workspace
 from latentcache.service.auth import Access, Role
 from latentcache.store.disk import DiskStore
 from latentcache.utils.locks import ReadersLock
-
-if TYPE_CHECKING:
-    from latentcache.service.miss_encoder import EncoderCounts
 
 _RELEASE_S = 60.0
 logger = logging.getLogger("latentcache")
@@ -162,28 +156,3 @@ class Telemetry:
         what = "Time until a request was answered whole."
         self.seconds = Histogram("latentcache_request_seconds", what, ["route"], registry=registry)
         self.in_progress = Gauge("latentcache_requests_in_progress", "Requests under way.", registry=registry)
-
-
-class EncoderCollector(Collector):
-    """What an encoder counts, for the registry of `Telemetry`."""
-
-    def __init__(self, counts: Callable[[], EncoderCounts]):
-        self._counts = counts
-
-    @override
-    def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
-        for name, value, what in (
-            ("hits", counts.num_hits, "Entries requested of the encoder that were there."),
-            ("misses", counts.num_misses, "Entries requested of the encoder that were not there."),
-            ("entries", counts.num_encoded, "Entries encoded."),
-            ("failures", counts.num_failed, "Entries that could not be encoded."),
-            ("turned_away", counts.num_turned_away, "Requests that found no room in the queue."),
-        ):
-            yield CounterMetricFamily(f"latentcache_encoder_{name}", what, value)
-        waiting = "Entries that wait or are being encoded."
-        yield GaugeMetricFamily("latentcache_encoder_queue", waiting, counts.num_waiting)
-        loaded = GaugeMetricFamily("latentcache_encoder_loaded", "Whether encoders are on the device.", labels=["kind"])
-        for kind in ("text", "image"):
-            loaded.add_metric([kind], float(kind in counts.loaded))
-        yield loaded

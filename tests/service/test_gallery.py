@@ -49,7 +49,7 @@ def ids(gallery: Gallery, **filters: str) -> list[str]:
     while start is not None:
         page = gallery.page(Filters(**filters), start)
         assert len(page.tiles) <= PAGE_SIZE
-        found += [tile.sample_id for tile in page.tiles]
+        found += [tile.row.sample_id for tile in page.tiles]
         start = page.next_start
     return found
 
@@ -95,7 +95,7 @@ def test_states_of_samples(gallery: Gallery, cache: Path) -> None:
     store.mark_damaged({damaged: (location, "a flipped bit")})
     assert ids(gallery, state="damaged") == ["04.png"]
     assert ids(gallery, state="missing") == ["03.png"]
-    tiles = {tile.sample_id: tile for tile in gallery.page(Filters(dataset="photos")).tiles}
+    tiles = {tile.row.sample_id: tile for tile in gallery.page(Filters(dataset="photos")).tiles}
     assert [tiles[f"0{number}.png"].state for number in (2, 3, 4)] == [None, "missing", "damaged"]
 
     found = health(store, gallery.manifests)

@@ -143,8 +143,8 @@ def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path:
             tasks: list[EntryTask] = [encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]
             tasks += [task for _, task in encoder.image((photos / "a.png").read_bytes())]
             assert encoder.submit(tasks) == {}
-            assert (encoder.counts().num_hits, encoder.counts().num_misses) == (3, 0)
-            assert encoder.counts().loaded == frozenset()
+            assert (encoder.counts["hits"], encoder.counts["misses"]) == (3, 0)
+            assert encoder.loaded == frozenset()
 
 
 def test_a_key_is_encoded_once_however_many_request_it(make_encoder: Callable[..., MissEncoder], gate: Gate) -> None:
@@ -163,9 +163,9 @@ def test_a_key_is_encoded_once_however_many_request_it(make_encoder: Callable[..
         for each in done:
             each.result(WAIT_S)
     assert gate.num_calls == 5 and len(list(workspace.store.keys())) == 5
-    counts = encoder.counts()
-    assert (counts.num_encoded, counts.num_failed, counts.num_waiting) == (5, 0, 0)
-    assert counts.num_hits + counts.num_misses == 32
+    counts = encoder.counts
+    assert (counts["entries"], counts["failures"], encoder.num_waiting) == (5, 0, 0)
+    assert counts["hits"] + counts["misses"] == 32
 
 
 def test_what_waits_becomes_one_pack(make_config: Callable[..., Config], make_encoder: Any, gate: Gate) -> None:
@@ -204,7 +204,7 @@ def test_one_that_breaks_the_encoder_costs_the_others_nothing(
                 future.result(WAIT_S)
         else:
             future.result(WAIT_S)
-    assert (encoder.counts().num_encoded, encoder.counts().num_failed) == (3, 1)
+    assert (encoder.counts["entries"], encoder.counts["failures"]) == (3, 1)
     [later] = encoder.submit([encoder.prompt("later")]).values()
     later.result(WAIT_S)
 
@@ -264,7 +264,7 @@ def test_out_of_memory_halves_the_batch(
     tasks = [task for number in range(8) for _, task in encoder.image(png(seed=number))]
     for future in encoder.submit(tasks).values():
         future.result(WAIT_S)
-    assert sizes[0] > 2 and set(sizes[-2:]) <= {1, 2} and encoder.counts().num_encoded == 8
+    assert sizes[0] > 2 and set(sizes[-2:]) <= {1, 2} and encoder.counts["entries"] == 8
 
 
 def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder]) -> None:
@@ -272,15 +272,15 @@ def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder
     for text in ("one", "two"):
         [future] = encoder.submit([encoder.prompt(text)]).values()
         future.result(WAIT_S)
-        assert encoder.counts().loaded == {"text"}
+        assert encoder.loaded == {"text"}
         until = time.monotonic() + WAIT_S
-        while (encoder.counts().loaded or encoder._thread) and time.monotonic() < until:
+        while (encoder.loaded or encoder._thread) and time.monotonic() < until:
             time.sleep(0.02)
-        assert encoder.counts().loaded == frozenset() and encoder._thread is None
+        assert encoder.loaded == frozenset() and encoder._thread is None
     [(_, task)] = encoder.image(png())
     [future] = encoder.submit([task]).values()
     future.result(WAIT_S)
-    assert encoder.counts().loaded == {"image"}
+    assert encoder.loaded == {"image"}
 
 
 def settle(encoder: MissEncoder) -> None:
@@ -340,7 +340,7 @@ def test_the_encoders_that_are_there_make_room(
     to, loaded = parts["vae"].to, []
 
     def refuse(*arguments: Any) -> Any:
-        loaded.append(encoder.counts().loaded)
+        loaded.append(encoder.loaded)
         if len(loaded) == 1:
             raise torch.OutOfMemoryError("injected")
         return to(*arguments)
@@ -349,7 +349,7 @@ def test_the_encoders_that_are_there_make_room(
     [(_, task)] = encoder.image(png())
     [future] = encoder.submit([task]).values()
     future.result(WAIT_S)
-    assert loaded[0] == {"text"} and loaded[2] == frozenset() and encoder.counts().loaded == {"image"}
+    assert loaded[0] == {"text"} and loaded[2] == frozenset() and encoder.loaded == {"image"}
 
 
 def test_an_image_that_does_not_fit_alone_gets_the_room_of_the_text_encoders(
@@ -358,7 +358,7 @@ def test_an_image_that_does_not_fit_alone_gets_the_room_of_the_text_encoders(
     loaded = []
 
     def refuse(module: torch.nn.Module, inputs: Any) -> None:
-        loaded.append(encoder.counts().loaded)
+        loaded.append(encoder.loaded)
         if len(loaded) != 2:
             raise torch.OutOfMemoryError("injected")
 
@@ -388,7 +388,7 @@ def test_the_queue_has_an_end(
     waiting = encoder.submit([encoder.prompt(f"{number}") for number in range(3)])
     with pytest.raises(EncoderBusyError, match="3 entries wait to be encoded, and there is no room for 1 more") as busy:
         encoder.submit([encoder.prompt("one more")])
-    assert busy.value.retry_after_s >= 1 and encoder.counts().num_turned_away == 1
+    assert busy.value.retry_after_s >= 1 and encoder.counts["turned_away"] == 1
     assert encoder.submit([encoder.prompt("0")]).keys() <= waiting.keys(), "joining one that waits needs no room"
     gate.opened.set()
     for future in (*first.values(), *waiting.values()):
@@ -416,7 +416,7 @@ def test_closing_finishes_what_is_under_way_and_refuses_the_rest(
         waiting.result(0)
     with pytest.raises(EncoderBusyError, match="shutting down"):
         encoder.submit([encoder.prompt("late")])
-    assert encoder.counts().loaded == frozenset()
+    assert encoder.loaded == frozenset()
 
 
 def test_a_full_disk_reaches_those_who_wait_and_nobody_else(
@@ -467,7 +467,7 @@ def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[
     with open_workspace(config.cache) as workspace, MissEncoder(config, workspace, idle_s=0.1) as encoder:
         [future] = encoder.submit([encoder.prompt("before")]).values()
         future.result(WAIT_S)
-        while encoder.counts().loaded:
+        while encoder.loaded:
             time.sleep(0.02)
         other = save_diffusers_folder(tiny_parts(seed=1), tmp_path / "other")
         for part in ("text_encoder", "vae"):

@@ -52,7 +52,7 @@ def test_the_encoders_stay_on_the_device_until_they_are_idle(
         future.result(60)
         assert moves[2:] == [("vae", device.type)]
         until = time.monotonic() + 60
-        while encoder.counts().loaded and time.monotonic() < until:
+        while encoder.loaded and time.monotonic() < until:
             time.sleep(0.05)
         assert sorted(moves[3:]) == [("text_encoder", "cpu"), ("text_encoder_2", "cpu"), ("vae", "cpu")]
     assert len(list(ours.store.keys())) == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefuse
 from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.identity import digest
 from latentcache.service.page.thumbnails import webp_of
-from latentcache.service.page.views import Gallery, State
+from latentcache.service.page.views import Gallery
 from latentcache.store.base import Store
 from latentcache.store.entry import Description
 from latentcache.types import Geometry, Record
@@ -82,49 +82,29 @@ class EntryDetails:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class SampleDetails:
-    """What a sample's page shows. `crop` is in pixels of the photo; None without an image.
+def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> dict[str, Any]:
+    """All about one sample, as its template names it. With `show_photo` the photo's file is read, if it is here.
 
-    `photo` says in words what became of the photo's file, and `has_photo` whether there is a picture of it.
-    """
-
-    dataset: str
-    row: Row
-    state: State | None
-    images: Sequence[EntryDetails]
-    captions: Sequence[EntryDetails]
-    parts: Sequence[EntryDetails]
-    """Control images and the mask."""
-    has_photo: bool
-    photo: str
-    crop: Mapping[str, float] | None
-    before: Row | None
-    after: Row | None
-
-
-def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> SampleDetails:
-    """All about one sample. With `show_photo` the photo's file is read, if it is on this machine.
-
-    RequestRefused for an unknown dataset, SampleError for an unknown sample.
+    `photo` says in words what became of that file, `has_photo` whether there is a picture of it, and `crop` is in
+    pixels of it. RequestRefused for an unknown dataset, SampleError for an unknown sample.
     """
     row, before, after = gallery.sample(dataset, sample_id)
     has_photo, photo = False, "this server shows no photos: start it with --photos"
     if show_photo:
         has_photo, photo = _examined(row)
-    return SampleDetails(
-        dataset=dataset,
-        row=row,
-        state=gallery.states([row])[0],
-        images=[_details(gallery.store, "image", ref) for ref in row.images],
-        captions=[_details(gallery.store, "caption", ref) for ref in row.captions],
-        parts=[_details(gallery.store, name, ref) for name, ref in row.named_parts()],
-        has_photo=has_photo,
-        photo=photo,
-        crop=crop_box(row.images[0].geometry) if row.images else None,
-        before=before,
-        after=after,
-    )
+    return {
+        "dataset": dataset,
+        "row": row,
+        "state": gallery.states([row])[0],
+        "images": [_details(gallery.store, "image", ref) for ref in row.images],
+        "captions": [_details(gallery.store, "caption", ref) for ref in row.captions],
+        "parts": [_details(gallery.store, name, ref) for name, ref in row.named_parts()],
+        "has_photo": has_photo,
+        "photo": photo,
+        "crop": crop_box(row.images[0].geometry) if row.images else None,
+        "before": before,
+        "after": after,
+    }
 
 
 def _details(store: Store, name: str, ref: ImageRef | CaptionRef | PartRef) -> EntryDetails:
@@ -136,19 +116,10 @@ def _details(store: Store, name: str, ref: ImageRef | CaptionRef | PartRef) -> E
 
 def crop_box(geometry: Geometry) -> dict[str, float]:
     """The crop in pixels of the photo (x, y, width, height), and the percent of it that the crop keeps."""
-    original, resized, crop, target = (
-        geometry.original_size,
-        geometry.resized_size,
-        geometry.crop_top_left,
-        geometry.target_size,
-    )
+    original, resized, target = geometry.original_size, geometry.resized_size, geometry.target_size
+    top, left = geometry.crop_top_left
     down, across = original.height / resized.height, original.width / resized.width
-    box = {
-        "x": crop.left * across,
-        "y": crop.top * down,
-        "width": target.width * across,
-        "height": target.height * down,
-    }
+    box = {"x": left * across, "y": top * down, "width": target.width * across, "height": target.height * down}
     kept = 100 * box["width"] * box["height"] / (original.width * original.height)
     return {name: round(value, 1) for name, value in {**box, "kept": min(100.0, kept)}.items()}
 

@@ -1,16 +1,16 @@
 """Small pictures of cached images: latents -> pixels -> WebP. Legend: C latent channels, h and w latent rows, columns.
 
-Pixels are uint8 [H, W, 3]. A `Decoder` is a VAE's own, where the service has one. Without it a picture comes from the
-linear approximation of the family, or, where there is none, shows the three channels that vary most: both take
+Pixels are uint8 [H, W, 3]. A VAE makes them, where the service has one that is quick. Without it a picture comes from
+the linear approximation of the family, or, where there is none, shows the three channels that vary most: both take
 milliseconds and no model.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from latentcache.families.base import Preview
 from latentcache.store.base import Store
 from latentcache.store.entry import Description
 from latentcache.types import Entry
+
+if TYPE_CHECKING:
+    from latentcache.service.page.vae_decoder import VaeDecoder  # imports diffusers
 
 SIDES = range(32, 2049)
 """Allowed for the longer side of a thumbnail, in pixels."""
@@ -41,19 +44,6 @@ WAYS: Mapping[Way, str] = {
 """How latents become a picture, in words."""
 
 
-class Decoder(Protocol):
-    """Decodes latents by a VAE. It is called by several threads."""
-
-    downscale: int
-    """Pixels for each latent row."""
-
-    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
-        """Whether latents of this shape, [C, (F,) h, w], of an entry of this identity are such as its VAE makes."""
-
-    def __call__(self, latents: torch.Tensor) -> np.ndarray:
-        """Pixels of one frame's unscaled latents [C, h, w], float32 on the CPU."""
-
-
 @dataclass(frozen=True, slots=True)
 class Thumbnails:
     """Makes thumbnails of a store's image entries. Threads may share it: it keeps nothing.
@@ -62,7 +52,7 @@ class Thumbnails:
     """
 
     store: Store
-    decoder: Decoder | None = None
+    decoder: VaeDecoder | None = None
 
     @property
     def name(self) -> str:
@@ -82,15 +72,13 @@ class Thumbnails:
     def webp(self, key: str, side: int = DEFAULT_SIDE) -> tuple[bytes, Way]:
         """The entry's picture, at most `side` pixels high and wide, never larger than what was decoded; and its way.
 
-        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents, and a side not in SIDES.
+        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents.
         """
-        if side not in SIDES:
-            allowed = f"{SIDES.start} to {SIDES.stop - 1}"
-            raise RequestRefused("a thumbnail has no such side", status=422, met=side, allowed=allowed)
         entry = self.store.get(key)
         latents, identity = first_frame(entry), entry.record.identity
-        if self.decoder is not None and self.way(identity, self.store.describe(key)) == "vae":
-            return webp_of(self.decoder(_shrunk(latents, side, self.decoder.downscale)), side), "vae"
+        way = self.way(identity, self.store.describe(key))
+        if self.decoder is not None and way == "vae":
+            return webp_of(self.decoder(_shrunk(latents, side, self.decoder.downscale)), side), way
         preview = preview_of(len(latents), identity)
         if preview is None:
             return webp_of(channel_pixels(latents), side), "channels"

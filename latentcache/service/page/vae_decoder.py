@@ -29,7 +29,7 @@ def decoder_of(config: Config) -> VaeDecoder | None:
 
 
 class VaeDecoder:
-    """Decodes latents with the VAE of a config: a `thumbnails.Decoder`. Threads may share it; one decodes at a time.
+    """Decodes latents with the VAE of a config. Threads may share it; one decodes at a time.
 
     The models must be its own, since they are moved.
     """

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
@@ -16,7 +16,6 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, RequestRefused, SampleError, StoreError
 from latentcache.store.base import Store
-from latentcache.types import Size
 
 PAGE_SIZE = 24
 """Samples that are loaded together while scrolling."""
@@ -113,18 +112,12 @@ class Filters:
         return {name: value for name in self.__slots__ if (value := getattr(self, name))}
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A sample in the gallery. `key` is that of its image, None for a refused sample that has none."""
+class Tile(NamedTuple):
+    """A sample in the gallery, and what is wrong with it."""
 
     dataset: str
-    sample_id: str
-    caption: str
-    key: str | None
-    size: Size | None
+    row: Row
     state: State | None
-    detail: str
-    """Why a refused sample is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +151,7 @@ class Gallery:
             num_found = len(shown) + sum(1 for _ in found)
         next_start = shown.pop()[0] if len(shown) > PAGE_SIZE else None
         states = self.states([row for _, _, row in shown])
-        tiles = [_tile(name, row, state) for (_, name, row), state in zip(shown, states, strict=True)]
+        tiles = [Tile(name, row, state) for (_, name, row), state in zip(shown, states, strict=True)]
         return GalleryPage(tuple(tiles), next_start, num_found)
 
     def _found(self, manifests: Sequence[Manifest], filters: Filters, start: int) -> Iterator[tuple[int, str, Row]]:
@@ -205,19 +198,6 @@ class Gallery:
             raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
         before = rows.row(number - 1) if number else None
         return rows.row(number), before, rows.row(number + 1) if number + 1 < len(rows) else None
-
-
-def _tile(dataset: str, row: Row, state: State | None) -> Tile:
-    image = row.images[0] if row.images else None
-    return Tile(
-        dataset=dataset,
-        sample_id=row.sample_id,
-        caption=row.captions[0].text if row.captions else "",
-        key=None if image is None else image.key,
-        size=None if image is None else image.geometry.target_size,
-        state=state,
-        detail="" if row.refusal is None else f"{row.refusal.reason}: {row.refusal.detail}",
-    )
 
 
 def _matches(row: Row, state: str, words: Sequence[str]) -> bool:
