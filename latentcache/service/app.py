@@ -72,23 +72,24 @@ def _app_of(state: ServiceState) -> FastAPI:
         responses=RESPONSES,
     )
     add_handlers(app)
+    app.mount("/static", StaticFiles(directory=STATIC))
 
     @app.get("/v1/healthz", tags=["cache"])
     async def healthz() -> ServerHealth:
         """Whether the server answers. It needs no token."""
         return ServerHealth(status="ok", version=latentcache.__version__)
 
-    routers = [_cache_router, pack_router, manifest_router, page_router]
+    routers = [_cache_router, pack_router, manifest_router]
     if state.settings.encode is not None:
         # It imports diffusers, which other servers do not need.
         from latentcache.service.encode import encode_router
 
         routers.append(encode_router)
+    routers.append(page_router)  # the last: it answers every other address too
     # Requests are checked by `Gate`; this only lets the OpenAPI document say that they need a token.
     token = Depends(HTTPBearer(description="The reading or the writing token.", auto_error=False))
     for router in routers:
         app.include_router(router(state), dependencies=[token])
-    app.mount("/static", StaticFiles(directory=STATIC))
     app.add_middleware(Gate, state=state)
     return app
 

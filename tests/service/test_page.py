@@ -258,6 +258,7 @@ def test_hostile_texts_are_shown_and_do_nothing(hostile: tuple[str, list[str]]) 
 def test_wrong_addresses_are_pages_with_a_reason(base: str) -> None:
     for path, status, reason in [
         ("/gallery?dataset=../../etc", 404, "no dataset '../../etc'"),
+        ("/galery", 404, "there is no page at this address"),
         ("/sample?dataset=photos&id=nope", 404, "is not in dataset photos"),
         ("/sample?dataset=photos", 422, "has a dataset and an id"),
         ("/gallery?state=lost", 422, "one of refused"),

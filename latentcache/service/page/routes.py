@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 import latentcache
 from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
@@ -67,6 +67,12 @@ def page_router(state: ServiceState) -> APIRouter:
         """
         data, way = await state.view(pages.thumbnails.webp, key, side)
         return _webp(data, {DECODED_HEADER: way})
+
+    @router.api_route("/{path:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def missing(path: str, request: Request) -> Response:
+        if path.startswith("v1/"):
+            raise HTTPException(404)
+        return await _answering(state, pages, pages.missing)(request)
 
     return router
 
@@ -145,10 +151,11 @@ class Pages:
 
             self._explainer, decoder = Explainer(config), decoder_of(config)
         self.thumbnails = Thumbnails(self._store, decoder)
+        self._decoded_by = "latents" if decoder is None else "vae"  # in the addresses of pictures, which browsers keep
 
     def _page(self, template: str, page: str = "", status: int = 200, **values: Any) -> Response:
         def thumbnail(key: str, side: int = DEFAULT_SIDE) -> str:
-            return url(f"/v1/thumbnails/{key}.webp", side=side, by=self.thumbnails.name)
+            return url(f"/v1/thumbnails/{key}.webp", side=side, by=self._decoded_by)
 
         html = rendered(
             template,
@@ -231,6 +238,10 @@ class Pages:
             raise RequestRefused("this server shows no photos", status=403, next_step="Start it with --photos")
         row, _, _ = self._gallery.sample(*_named(query))
         return _webp(photo_webp(row), {})
+
+    def missing(self, query: Fields) -> Response:
+        """The answer to an address that there is not."""
+        raise RequestRefused("there is no page at this address", status=404)
 
     def health(self, query: Fields) -> Response:
         """What is wrong, with the command that fixes it."""

@@ -89,7 +89,7 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     pixels of it. RequestRefused for an unknown dataset, SampleError for an unknown sample.
     """
     row, before, after = gallery.sample(dataset, sample_id)
-    has_photo, photo = False, "this server shows no photos: start it with --photos"
+    has_photo, photo = False, "This server shows no photos: start it with --photos"
     if show_photo:
         has_photo, photo = _examined(row)
     return {
@@ -134,8 +134,8 @@ def _examined(row: Row) -> tuple[bool, str]:
     except StoreError as error:
         return False, str(error)
     if row.source is None or digest(data) == row.source:
-        return True, "the file has the bytes that were encoded"
-    return True, "the file has other bytes than those that were encoded: precache encodes it again"
+        return True, "The file has the bytes that were encoded"
+    return True, "The file has other bytes than those that were encoded: precache encodes it again"
 
 
 def photo_webp(row: Row) -> bytes:

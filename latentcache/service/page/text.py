@@ -65,11 +65,6 @@ def time(text: str) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC") if moment.tzinfo else text
 
 
-def capitalize_first(text: str) -> str:
-    """The text with a capital first letter, and the rest as it is."""
-    return text[:1].upper() + text[1:]
-
-
 def static(name: str) -> str:
     """The address of a static file: another one with each version, so that browsers may keep it."""
     return f"/static/{name}?v={latentcache.__version__}"
@@ -91,7 +86,6 @@ def environment() -> Environment:
         "plural": plural,
         "bytes": byte_size,
         "time": time,
-        "capitalize_first": capitalize_first,
         "json": lambda value: to_bytes(value).decode(),
     }
     found.globals |= {"url": url, "static": static}

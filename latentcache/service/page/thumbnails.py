@@ -46,18 +46,10 @@ WAYS: Mapping[Way, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Thumbnails:
-    """Makes thumbnails of a store's image entries. Threads may share it: it keeps nothing.
-
-    `name` names how this service decodes: thumbnails of another name may look different.
-    """
+    """Makes thumbnails of a store's image entries. Threads may share it: it keeps nothing."""
 
     store: Store
     decoder: VaeDecoder | None = None
-
-    @property
-    def name(self) -> str:
-        """`vae` with a decoder, else `latents`."""
-        return "latents" if self.decoder is None else "vae"
 
     def way(self, identity: Mapping[str, Any], fields: Description) -> Way | None:
         """How an entry of this identity and these fields becomes a picture; None for one without latents."""

@@ -157,7 +157,7 @@ class Gallery:
     def _found(self, manifests: Sequence[Manifest], filters: Filters, start: int) -> Iterator[tuple[int, str, Row]]:
         """Number, dataset and row of each sample that matches, from number `start` on."""
         words, first = filters.search.casefold().split(), 0
-        size = PAGE_SIZE + 1 if filters.is_empty else _CHUNK
+        size = 1 if filters.is_empty else _CHUNK  # no row is parsed that is not shown
         for manifest in manifests:
             for begin in range(max(0, start - first), len(manifest.rows), size):
                 numbered = enumerate(manifest.rows.rows(begin, begin + size), first + begin)
