@@ -26,7 +26,7 @@ from latentcache.service.auth import Role, bearer_token, cookie_of
 from latentcache.service.errors import RESPONSES, add_handlers, problem_of
 from latentcache.service.manifests import manifest_router
 from latentcache.service.packs import pack_router
-from latentcache.service.page.routes import page_router
+from latentcache.service.page.routes import Pages, page_router
 from latentcache.service.page.text import STATIC
 from latentcache.service.state import Limits, ServiceSettings, ServiceState
 
@@ -71,7 +71,8 @@ def _app_of(state: ServiceState) -> FastAPI:
         lifespan=lifespan,
         responses=RESPONSES,
     )
-    add_handlers(app)
+    pages = Pages(state)
+    add_handlers(app, pages.wrong_address)
     app.mount("/static", StaticFiles(directory=STATIC))
 
     @app.get("/v1/healthz", tags=["cache"])
@@ -85,11 +86,11 @@ def _app_of(state: ServiceState) -> FastAPI:
         from latentcache.service.encode import encode_router
 
         routers.append(encode_router)
-    routers.append(page_router)  # the last: it answers every other address too
     # Requests are checked by `Gate`; this only lets the OpenAPI document say that they need a token.
     token = Depends(HTTPBearer(description="The reading or the writing token.", auto_error=False))
     for router in routers:
         app.include_router(router(state), dependencies=[token])
+    app.include_router(page_router(state, pages), dependencies=[token])
     app.add_middleware(Gate, state=state)
     return app
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -77,8 +78,8 @@ def problem_of(error: LatentCacheError) -> Response:
     return Response(json.dumps(document, default=str).encode("ascii"), status, headers, MEDIA_TYPE)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Let the app answer each error with a problem document."""
+def add_handlers(app: FastAPI, wrong_address: Callable[[Request, LatentCacheError], Response]) -> None:
+    """Let the app answer each error with a problem document, and by `wrong_address` outside of the API."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, LatentCacheError)
@@ -94,6 +95,8 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, LatentCacheError):  # FastAPI could not read the body, and this is why
             return problem_of(error.__cause__)
+        if error.status_code == HTTPStatus.NOT_FOUND and not request.url.path.startswith("/v1/"):
+            return wrong_address(request, RequestRefused("there is no page at this address", status=404))
         step = "The OpenAPI document at /v1/openapi.json lists what there is"
         detail = f"{request.method} {request.url.path}: {error.detail}"
         answer = problem_of(RequestRefused(detail, status=error.status_code, next_step=step))

@@ -26,6 +26,7 @@ from latentcache.identity import digest
 from latentcache.precache.run import run_precache
 from latentcache.service.auth import Access
 from latentcache.service.page.text import byte_size, environment, query_of, static, url
+from latentcache.service.page.views import FILTERS
 from latentcache.store import DiskStore
 from latentcache.types import Refusal
 
@@ -133,6 +134,82 @@ def test_the_gallery_is_paged_searched_and_filtered(base: str) -> None:
     refused = fetch(base, "/gallery?state=refused")
     assert "broken.jpg" in refused.text
     assert "truncated: the JPEG data ends" in refused.text
+
+
+def ids(base: str, **filters: str) -> list[str]:
+    """All sample_ids that match, page by page."""
+    found: list[str] = []
+    path: str | None = url("/gallery", **filters)
+    while path is not None:
+        page = fetch(base, path)
+        assert page.status == 200
+        links = [str(attributes["href"]) for _, attributes in page.elements if attributes.get("class") == "tile"]
+        assert len(links) <= 24
+        found += [query_of(link.partition("?")[2].encode())["id"] for link in links]
+        path = next(
+            (attributes["hx-get"] for _, attributes in page.elements if attributes.get("class") == "more"), None
+        )
+    return found
+
+
+def test_every_sample_is_there_once_and_search_finds_each_word(base: str) -> None:
+    photos = [f"{number:03d}.png" for number in range(40)]
+    assert ids(base) == ["000.png", "001.png", *photos, "broken.jpg"]
+    assert ids(base, dataset="photos", search="RED 17") == ["017.png"]
+    assert ids(base, dataset="photos", search="a STREET at") == ["001.png"]
+    assert ids(base, search="BROKEN") == ["broken.jpg"]
+    assert ids(base, search="street house") == []
+    assert ids(base, dataset="photos", search="red") == [name for name in photos if name != "001.png"]
+
+
+def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
+    manifest = photo_cache(tmp_path, 6)
+    rows = dict(manifest.rows)
+    image, caption = rows["002.png"].images[0], rows["003.png"].captions[0]
+    rows["002.png"] = replace(rows["002.png"], images=(replace(image, trust="unverified"),))
+    rows["003.png"] = replace(rows["003.png"], captions=(replace(caption, text=""),))
+    folder = ManifestFolder(tmp_path / "cache" / "manifests")
+    folder.write(Manifest("photos", "train", 1, {**COMMON, "imported": {"format": "kohya"}}, rows))
+    with DiskStore(tmp_path / "cache") as store:
+        store.remove([rows["004.png"].captions[0].key])
+        damaged = rows["005.png"].images[0].key
+        [location] = store.catalog.look_up([damaged])
+        assert location is not None
+        store.mark_damaged({damaged: (location, "a flipped bit")})
+    with page_of(tmp_path / "cache") as base:
+        states = {state: ids(base, state=state) for state in FILTERS}
+        assert states == {
+            "refused": ["broken.jpg"],
+            "damaged": ["005.png"],
+            "missing": ["004.png"],
+            "unverified": ["002.png"],
+            "no caption": ["003.png"],
+        }
+        overview = fetch(base, "/").text.replace("\n", "")
+        assert "Usable samples8of 9" in overview and "Refused1" in overview and "Without a caption1" in overview
+        assert "kohya" in overview
+        health = fetch(base, "/health").text.replace("\n", "")
+        for shown in ("Samples that lack an entry2", "Damaged entries1", "Unverified samples1", "Refused samples1"):
+            assert shown in health, shown
+        assert "the JPEG data ends after 12,345 bytes" in health
+
+        # A manifest that is replaced is read again, and one that is damaged hides no other.
+        folder.write(replace(manifest, rows={"000.png": manifest.rows["000.png"]}))
+        assert ids(base, dataset="photos") == ["000.png"]
+        (folder.path / "held-out.safetensors").write_bytes(b"no manifest")
+        assert ids(base, dataset="photos") == ["000.png"]
+        assert fetch(base, "/gallery").status == 409
+        for path in ("/", "/health"):
+            assert "held-out.safetensors" in fetch(base, path).text
+
+
+def test_an_empty_cache_says_what_to_run(tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "empty"):
+        pass
+    with page_of(tmp_path / "empty") as base:
+        for path in ("/", "/gallery"):
+            assert "Run latentcache precache CONFIG" in fetch(base, path).text
+        assert "Nothing to fix" in fetch(base, "/health").text
 
 
 def test_a_sample_shows_photo_crop_captions_and_records(base: str) -> None:

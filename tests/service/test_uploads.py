@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import time
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -22,8 +21,6 @@ from service_samples import entry, fill, manifest
 from latentcache.dataset.manifest import manifest_parts
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import canonical_json
-from latentcache.service.page import views as page_views
-from latentcache.service.page.views import Manifests
 from latentcache.service.state import Limits
 from latentcache.store import DiskStore
 from latentcache.store.entry import OwnedEntry, own_entry
@@ -319,23 +316,3 @@ def test_the_identity_of_an_odd_file_name_comes_back(cache, server):
     assert server.put(f"/v1/packs/{name}", data).status == 201
     with DiskStore(cache.path, read_only=True) as store:
         assert store.record(odd.record.key).provenance == {"path": "photos/\udcff.jpg"}
-
-
-def test_views_of_manifests_have_a_bound(cache, monkeypatch):
-    """Those that nobody looked at for the longest time go, and those of manifests that are gone."""
-    folder = ManifestFolder(cache.path / "manifests")
-    views, names = Manifests(folder), [f"bounded{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        folder.write(manifest(name, [entry(number)]))
-    num_bytes = folder.file(names[0]).stat().st_size
-    monkeypatch.setattr(page_views, "MAX_VIEWED_BYTES", 3 * num_bytes)
-    before = {name: weakref.ref(views.get(name).rows) for name in (*names[:3], names[0], names[3])}
-    assert [name for name, view in before.items() if view() is not None] == [names[0], *names[2:]]
-    assert all(views.get(name).rows is before[name]() for name in (names[0], *names[2:]))
-    monkeypatch.setattr(page_views, "MAX_VIEWED_BYTES", num_bytes // 2)
-    gone = weakref.ref(views.get(names[1]).rows)  # one stays, however large it is
-    assert gone() is not None and not any(before[name]() for name in (names[0], *names[2:]))
-    (folder.path / f"{names[1]}.safetensors").unlink()
-    assert views.get(names[0]) and gone() is None
-    for name in (names[0], *names[2:]):
-        (folder.path / f"{name}.safetensors").unlink()

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 import latentcache
 from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
@@ -37,14 +37,13 @@ Fields = Mapping[str, str]
 Side = Annotated[int, Query(ge=SIDES.start, lt=SIDES.stop, description="Of the longer side, in pixels, at most.")]
 
 
-def page_router(state: ServiceState) -> APIRouter:
+def page_router(state: ServiceState, pages: Pages) -> APIRouter:
     """The pages, and the pictures that they show.
 
     Each is made in a thread. Errors are a page too, with the error's own words. Where reading needs a token, a form
     takes it, and a cookie that no script can read remembers it.
     """
-    environment()
-    pages, router = Pages(state), APIRouter()
+    router = APIRouter()
     views = {
         "/": pages.overview,
         "/gallery": pages.gallery,
@@ -67,12 +66,6 @@ def page_router(state: ServiceState) -> APIRouter:
         """
         data, way = await state.view(pages.thumbnails.webp, key, side)
         return _webp(data, {DECODED_HEADER: way})
-
-    @router.api_route("/{path:path}", methods=["GET", "HEAD"], include_in_schema=False)
-    async def missing(path: str, request: Request) -> Response:
-        if path.startswith("v1/"):
-            raise HTTPException(404)
-        return await _answering(state, pages, pages.missing)(request)
 
     return router
 
@@ -138,6 +131,7 @@ class Pages:
     """What each address shows, from the fields of its query. Threads share it."""
 
     def __init__(self, state: ServiceState):
+        environment()
         self._store, settings = state.store, state.settings
         self._manifests = Manifests(state.manifests)
         self._gallery = Gallery(self._store, self._manifests)
@@ -170,6 +164,10 @@ class Pages:
             **values,
         )
         return Response(html, status, {**HEADERS, **NOT_KEPT}, "text/html; charset=utf-8")
+
+    def wrong_address(self, request: Request, error: LatentCacheError) -> Response:
+        """The answer to an address outside of the API that there is not."""
+        return self.login_form(401) if request.scope["latentcache.role"] < Role.READ else self.problem(error)
 
     def problem(self, error: LatentCacheError) -> Response:
         """The page that says what is wrong."""
@@ -238,10 +236,6 @@ class Pages:
             raise RequestRefused("this server shows no photos", status=403, next_step="Start it with --photos")
         row, _, _ = self._gallery.sample(*_named(query))
         return _webp(photo_webp(row), {})
-
-    def missing(self, query: Fields) -> Response:
-        """The answer to an address that there is not."""
-        raise RequestRefused("there is no page at this address", status=404)
 
     def health(self, query: Fields) -> Response:
         """What is wrong, with the command that fixes it."""

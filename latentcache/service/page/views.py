@@ -206,7 +206,7 @@ def _matches(row: Row, state: str, words: Sequence[str]) -> bool:
         return False
     if state == "unverified" and row.is_verified:
         return False
-    if state == NO_CAPTION and any(caption.text.strip() for caption in row.captions):
+    if state == NO_CAPTION and any(caption.text for caption in row.captions):
         return False
     if not words:
         return True
