@@ -379,7 +379,7 @@ class ModelConfig(Section):
     which the run says."""
     path: UserText = DEFAULT_REPOSITORY
     """Hub id, diffusers folder, one .safetensors checkpoint, `tiny-photos` (a tiny model in the package, which knows
-    the quickstart's photos), or `tiny` (the family's tiny model with random weights, for tests)."""
+    the quickstart's photos), or `tiny` (one of the default family with random weights, for trials)."""
     vae: UserText | None = None
     """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
     config: UserText | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +24,11 @@ def families_page() -> Iterator[str]:
     """One table of bytes, then a section for each family."""
     from latentcache.families import FAMILIES, family_named
 
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from helpers.tiny_models import tiny_model
+
     families = [family_named(name) for name in FAMILIES]
-    parts = {family.name: family.tiny() for family in families}
+    parts = {family.name: tiny_model(family.name) for family in families}
     yield from ("# Model families", "")
     yield "What is cached of each family, from its declaration in `latentcache/families/`. `model.family` names one."
     yield "Without it the pipeline in the folder's `model_index.json` says which it is. Latents are stored unscaled:"

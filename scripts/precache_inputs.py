@@ -14,9 +14,8 @@ from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.families.tiny_parts import seeded
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_parts
+from latentcache.models.tiny import seeded, tiny_parts
 
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")

@@ -39,7 +39,7 @@ from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.families.sdxl import FAMILY, SCALING_FACTOR
 from latentcache.identity import digest
-from latentcache.models.model_files import TINY_PHOTOS_FOLDER
+from latentcache.models.files import TINY_PHOTOS_FOLDER
 from latentcache.models.tiny import tiny_parts
 from latentcache.types import Size
 

@@ -60,7 +60,7 @@ OWNERS = {
     "psutil": ("doctor/environment.py",),
     "pyarrow": ("dataset/tables.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
-    "transformers": ("families/", "models/"),
+    "transformers": ("models/",),
     "matplotlib": ("validation/",),
     "cyclopts": ("cli/",),
     "fastapi": ("service/",),

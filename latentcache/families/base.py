@@ -250,13 +250,6 @@ class Family(ABC):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    @abstractmethod
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        """All parts of a tiny model with random weights, the denoiser and the scheduler too: float32, CPU, frozen.
-
-        One seed gives one set of weights. The global random state is left as it was.
-        """
-
     @property
     def denoiser_word(self) -> str:
         """What messages call the denoiser."""

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
-from latentcache.families.tiny_parts import flow_model, image_vae, seeded, t5_model, t5_tokenizer
 from latentcache.types import Padding
 
 _MASK = "prompt_attention_mask"
@@ -79,28 +78,6 @@ class Chroma(PackedFamily):
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
         kwargs = super().pipeline_kwargs(embeds, negative) | {_MASK: _mask(embeds)}
         return kwargs | ({} if negative is None else {f"negative_{_MASK}": _mask(negative)})
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
-        tokenizer = t5_tokenizer()
-        with seeded(seed):
-            vae = image_vae(self.latent.channels, scaling_factor=0.3611, shift_factor=0.1159)
-            transformer = diffusers.ChromaTransformer2DModel(
-                in_channels=64,
-                num_layers=1,
-                num_single_layers=1,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=32,
-                axes_dims_rope=(4, 4, 8),
-                approximator_num_channels=32,
-                approximator_hidden_dim=32,
-                approximator_layers=1,
-            )
-            encoder = t5_model(tokenizer)
-        return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _mask(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -11,15 +11,6 @@ from typing_extensions import override
 from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.clip import pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
-from latentcache.families.tiny_parts import (
-    clip_text_model,
-    clip_tokenizer,
-    flow_model,
-    image_vae,
-    seeded,
-    t5_model,
-    t5_tokenizer,
-)
 
 _GUIDANCE = 3.5
 """Of the distilled guidance while training: the default of diffusers' train_dreambooth_lora_flux.py."""
@@ -92,33 +83,6 @@ class Flux(PackedFamily):
     def uses_negative(self, guidance_scale: float) -> bool:
         """Never: guidance is an input of the denoiser."""
         return False
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
-        clip, t5 = clip_tokenizer(), t5_tokenizer()
-        with seeded(seed):
-            vae = image_vae(self.latent.channels, scaling_factor=0.3611, shift_factor=0.1159)
-            transformer = diffusers.FluxTransformer2DModel(
-                in_channels=64,
-                num_layers=1,
-                num_single_layers=1,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=32,
-                pooled_projection_dim=32,
-                guidance_embeds=True,
-                axes_dims_rope=(4, 4, 8),
-            )
-            parts = {
-                "vae": vae,
-                "text_encoder": clip_text_model(clip, 32),
-                "text_encoder_2": t5_model(t5),
-                "tokenizer": clip,
-                "tokenizer_2": t5,
-            }
-        return flow_model(transformer, seed, **parts)
 
 
 FAMILY = Flux()

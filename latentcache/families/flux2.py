@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from latentcache.families import tiny_parts
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
@@ -131,18 +130,6 @@ class Flux2(Family):
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Scaled latents [B, 4C, h, w] of [B, C, 2h, 2w], of which `pipeline` undid the scaling by 0 and 1 alone."""
         return patchified(latents)
-
-    def tiny_encoder(self, tokenizer: Any) -> Any:
-        """The text encoder of the tiny model, of 16 features: it has a layer more than is read."""
-        return tiny_parts.qwen3_model(tokenizer, max(self.layers) + 1, "Qwen3ForCausalLM")
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        tokenizer = tiny_parts.qwen_tokenizer()
-        with tiny_parts.seeded(seed):
-            vae, encoder = tiny_parts.flux2_vae(self.latent.channels, seed), self.tiny_encoder(tokenizer)
-            transformer = tiny_parts.flux2_transformer(4 * self.latent.channels, 16 * len(self.layers), self.is_guided)
-        return tiny_parts.flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 FAMILY = Flux2()

@@ -9,14 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families import tiny_parts
 from latentcache.families.base import LLM_SETTINGS, Part, TextField
 from latentcache.families.flux2 import Flux2
-
-_TINY_TEMPLATE = (  # Mistral's, reduced: messages are lists of blocks
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% for block in message.content %}{{ block.text }}{% endfor %}<|im_end|>\n{% endfor %}"
-)
 
 
 class Flux2Dev(Flux2):
@@ -61,20 +55,6 @@ class Flux2Dev(Flux2):
         """Scaled latents [B, 4C, h, w] of the pipeline's tokens [B, h * w, 4C]."""
         pixels = 2 * self.latent.downscale
         return latents.transpose(1, 2).reshape(len(latents), -1, height // pixels, width // pixels)
-
-    @override
-    def tiny_encoder(self, tokenizer: Any) -> Any:
-        import transformers
-
-        tokenizer.chat_template = _TINY_TEMPLATE
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 2}
-        text = {"vocab_size": len(tokenizer), "num_hidden_layers": max(self.layers) + 1, "num_key_value_heads": 1}
-        vision = {"model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
-        config = transformers.Mistral3Config(
-            text_config={"model_type": "mistral", "max_position_embeddings": 4096, **sizes, **text},
-            vision_config={**vision, **sizes},
-        )
-        return tiny_parts.randomised(transformers.Mistral3ForConditionalGeneration(config), 4)
 
 
 FAMILY = Flux2Dev()

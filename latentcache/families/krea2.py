@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families import tiny_parts
 from latentcache.families.base import (
     LLM_SETTINGS,
     MASK,
@@ -117,37 +116,6 @@ class Krea2(PackedFamily):
     @override
     def uses_negative(self, guidance_scale: float) -> bool:
         return guidance_scale > 0
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
-        tokenizer = tiny_parts.qwen_tokenizer()
-        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-        text, vision = {"head_dim": 8, "rope_parameters": rope}, {"deepstack_visual_indexes": [0]}
-        with tiny_parts.seeded(seed):
-            encoder = tiny_parts.qwen_vl_model(
-                tokenizer, 36, "Qwen3VL", "Qwen3VLModel", text, {**vision, "num_position_embeddings": 16}
-            )
-            vae = tiny_parts.video_vae("AutoencoderKLQwenImage", seed)
-            transformer = diffusers.Krea2Transformer2DModel(
-                in_channels=64,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                intermediate_size=32,
-                timestep_embed_dim=32,
-                text_hidden_dim=16,
-                num_text_layers=len(_LAYERS),
-                text_num_attention_heads=2,
-                text_num_key_value_heads=2,
-                text_intermediate_size=32,
-                num_layerwise_text_blocks=1,
-                num_refiner_text_blocks=1,
-                axes_dims_rope=(8, 4, 4),
-            )
-        return tiny_parts.flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 @cache

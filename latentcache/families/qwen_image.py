@@ -10,7 +10,6 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families import tiny_parts
 from latentcache.families.base import (
     LLM_SETTINGS,
     MASK,
@@ -108,30 +107,6 @@ class QwenImage(PackedFamily):
     @override
     def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
         return {"true_cfg_scale": guidance_scale}
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
-        tokenizer = tiny_parts.qwen_tokenizer()
-        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
-        vision = {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
-        class_name = "Qwen2_5_VLForConditionalGeneration"
-        with tiny_parts.seeded(seed):
-            encoder = tiny_parts.qwen_vl_model(
-                tokenizer, 3, "Qwen2_5_VL", class_name, {"rope_parameters": rope}, vision
-            )
-            vae = tiny_parts.video_vae("AutoencoderKLQwenImage", seed)
-            transformer = diffusers.QwenImageTransformer2DModel(
-                in_channels=64,
-                out_channels=16,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=16,
-                axes_dims_rope=(8, 4, 4),
-            )
-        return tiny_parts.flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 @cache

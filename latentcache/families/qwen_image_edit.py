@@ -14,7 +14,6 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError
-from latentcache.families import tiny_parts
 from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, Part, Upload
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
@@ -126,11 +125,6 @@ class QwenImageEdit(QwenImage):
         images = [noisy, *control_latents(batch, noisy)]
         shapes = [(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in images]
         return {**super().conditions(denoiser, noisy, batch), "img_shapes": [shapes] * len(noisy)}
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        parts = super().tiny(seed)
-        return {**parts, "processor": tiny_parts.qwen_vl_processor(parts.pop("tokenizer"))}
 
 
 def _pipeline_module() -> Any:

@@ -10,12 +10,10 @@ from typing_extensions import override
 
 from latentcache.families.base import VAE_WEIGHTS, LatentSpace, Part, Preview, TextField, TimestepSampling
 from latentcache.families.clip import ClipFamily
-from latentcache.families.tiny_parts import clip_text_model, clip_tokenizer, frozen, image_vae, seeded
 from latentcache.types import Geometry
 
 SCALING_FACTOR = 0.13025
 """Of latents, where a file states nothing (`scaling_factor` in vae/config.json)."""
-_TINY_WIDTHS, _TINY_TIME_EMBED_DIM = (32, 40), 8
 
 
 class SDXL(ClipFamily):
@@ -101,46 +99,6 @@ class SDXL(ClipFamily):
             f"has no {needed} (SDXL's embedding of sizes and pooled text), and its cross_attention_dim is {width}: it "
             "is incomplete, or a UNet of Stable Diffusion 1 or 2"
         )
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        """As `Family.tiny`: SDXL's topology, 0.4 M parameters without the UNet. The second tokenizer pads with `!`."""
-        import diffusers
-
-        tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")
-        with seeded(seed):
-            encoders = (
-                clip_text_model(tokenizers[0], _TINY_WIDTHS[0], "CLIPTextModel", hidden_act="quick_gelu"),
-                clip_text_model(tokenizers[1], _TINY_WIDTHS[1], "CLIPTextModelWithProjection", hidden_act="gelu"),
-            )
-            vae = image_vae(self.latent.channels, scaling_factor=SCALING_FACTOR, force_upcast=True)
-        with seeded(seed):
-            unet = diffusers.UNet2DConditionModel(
-                sample_size=8,
-                in_channels=self.latent.channels,
-                out_channels=self.latent.channels,
-                layers_per_block=1,
-                block_out_channels=(32, 64, 64),
-                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                attention_head_dim=(2, 4, 8),
-                transformer_layers_per_block=(1, 1, 2),
-                use_linear_projection=True,
-                cross_attention_dim=sum(_TINY_WIDTHS),
-                addition_embed_type="text_time",
-                addition_time_embed_dim=_TINY_TIME_EMBED_DIM,
-                projection_class_embeddings_input_dim=6 * _TINY_TIME_EMBED_DIM + _TINY_WIDTHS[1],
-                norm_num_groups=8,
-            )
-        scheduler = diffusers.EulerDiscreteScheduler(
-            beta_start=0.00085,
-            beta_end=0.012,
-            beta_schedule="scaled_linear",
-            timestep_spacing="leading",
-            steps_offset=1,
-        )
-        names = ("vae", *self.names("text_encoder"), *self.names("tokenizer"), "unet", "scheduler")
-        return frozen(dict(zip(names, (vae, *encoders, *tokenizers, unet, scheduler), strict=True)))
 
 
 FAMILY = SDXL()

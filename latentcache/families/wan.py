@@ -27,7 +27,6 @@ from latentcache.families.base import (
     TimestepSampling,
     Upload,
 )
-from latentcache.families.tiny_parts import frozen, randomised, seeded, t5_model, t5_tokenizer, video_vae
 from latentcache.types import Padding
 
 _IMAGE_TO_VIDEO = "makes videos from a first frame (36 channels: noise, a mask, latents of that frame): not supported"
@@ -117,31 +116,6 @@ class Wan(Family):
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
         """For one frame, a still image; the pipeline's own default is 81."""
         return {**super().pipeline_kwargs(embeds, negative), "num_frames": 1}
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
-        tokenizer = t5_tokenizer()
-        with seeded(seed):
-            parts = {
-                "vae": video_vae("AutoencoderKLWan", seed),
-                "text_encoder": t5_model(tokenizer, "UMT5"),
-                "tokenizer": tokenizer,
-            }
-            transformer = diffusers.WanTransformer3DModel(
-                num_attention_heads=2,
-                attention_head_dim=16,
-                text_dim=32,
-                freq_dim=16,
-                ffn_dim=32,
-                num_layers=2,
-                rope_max_seq_len=64,
-            )
-        scheduler = diffusers.UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        )
-        return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
 
 
 FAMILY = Wan()

@@ -11,7 +11,6 @@ from typing_extensions import override
 from latentcache.errors import ConfigError
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
 from latentcache.families.hidden_states import HiddenStates
-from latentcache.families.tiny_parts import flow_model, image_vae, qwen3_model, qwen_tokenizer, seeded
 from latentcache.types import Padding
 
 
@@ -54,12 +53,6 @@ class ZImage(Family):
             message, tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
         return found
-
-    @override
-    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[Caption]:
-        """The texts as they were given: the pipeline puts them into the template itself."""
-        counted = super().tokenize(parts, texts)
-        return [Caption(text, each.num_tokens) for text, each in zip(texts, counted, strict=True)]
 
     @override
     def encode_text(
@@ -105,27 +98,6 @@ class ZImage(Family):
     @override
     def uses_negative(self, guidance_scale: float) -> bool:
         return guidance_scale > 0
-
-    @override
-    def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
-        tokenizer = qwen_tokenizer()
-        with seeded(seed):
-            vae = image_vae(self.latent.channels, scaling_factor=0.3611, shift_factor=0.1159)
-            transformer = diffusers.ZImageTransformer2DModel(
-                in_channels=16,
-                dim=32,
-                n_layers=2,
-                n_refiner_layers=1,
-                n_heads=2,
-                n_kv_heads=2,
-                cap_feat_dim=16,
-                axes_dims=[8, 4, 4],
-                axes_lens=[1024, 64, 64],
-            )
-            encoder = qwen3_model(tokenizer, 4, "Qwen3Model")
-        return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _rows(batch: Mapping[str, Any]) -> list[torch.Tensor]:

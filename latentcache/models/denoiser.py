@@ -24,12 +24,11 @@ from latentcache.config import ModelConfig
 from latentcache.errors import CheckpointError, ModelError
 from latentcache.families.base import Family, class_named
 from latentcache.models.family import family_of
-from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
-from latentcache.models.model_files import (
-    TINY,
+from latentcache.models.files import (
     config_folder,
     has_weights,
     is_checkpoint,
+    is_tiny,
     load_pretrained,
     loading,
     local_part,
@@ -38,6 +37,7 @@ from latentcache.models.model_files import (
     refused,
     weights_name,
 )
+from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
 from latentcache.models.tiny import tiny_denoiser
 
 ORIGINAL_PREFIX = "model.diffusion_model."
@@ -96,8 +96,8 @@ class _Denoisers:
 
     def load(self, name: str) -> Any:
         part = self.part
-        if name == TINY:
-            return torch.nn.Module.to(tiny_denoiser(family=self.family.name), self.dtype)
+        if is_tiny(name, self.family):
+            return torch.nn.Module.to(tiny_denoiser(), self.dtype)
         if os.path.isdir(name):
             return self._from_folder(Path(name))
         if is_checkpoint(part, name):
@@ -298,8 +298,8 @@ class _Denoisers:
     def _architecture(self) -> Mapping[str, Any]:
         """The settings of the model's denoiser: those that weights without a config must fit."""
         model, part = self.model, self.subfolder
-        if model.config is None and model.path == TINY:
-            return dict(tiny_denoiser(family=self.family.name).config)
+        if model.config is None and is_tiny(model.path, self.family):
+            return dict(tiny_denoiser().config)
         folder, _, _ = config_folder(model.path, model.config, [f"{part}/config.json"], model.revision)
         if not (folder / part / "config.json").is_file():
             raise self._refused(

@@ -10,7 +10,7 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_pipeline
 from latentcache.families.base import Family
-from latentcache.models.model_files import TINY, TINY_PHOTOS, is_checkpoint, loading, local_folder
+from latentcache.models.files import TINY, TINY_PHOTOS, is_checkpoint, loading, local_folder
 
 
 def family_of(config: ModelConfig) -> tuple[Family, str]:

@@ -24,7 +24,7 @@ from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
-from latentcache.models.model_files import is_checkpoint, loading, refused
+from latentcache.models.files import is_checkpoint, loading, refused
 from latentcache.utils.durable_files import typed_errors, write_sealed
 
 SETTINGS_KEY = "lora"

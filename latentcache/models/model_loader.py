@@ -23,7 +23,7 @@ from latentcache.errors import ModelError, TrainableEncoderError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.identity import PartIdentity, canonical_json, digest
-from latentcache.models.model_files import loading
+from latentcache.models.files import loading
 from latentcache.models.origin import ModelOrigin, find_model, find_vae
 from latentcache.models.part_identity import module_identity, tokenizer_identity
 from latentcache.models.vae import VaeFacts, vae_facts

@@ -21,10 +21,10 @@ from diffusers.loaders.single_file_utils import (
 from typing_extensions import override
 
 from latentcache.families.base import Family
-from latentcache.models.model_files import (
-    TINY,
+from latentcache.models.files import (
     config_folder,
     is_checkpoint,
+    is_tiny,
     load_pretrained,
     loading,
     local_folder,
@@ -75,16 +75,16 @@ class TinyOrigin(ModelOrigin):
     @override
     def vae_config_file(self) -> Mapping[str, Any]:
         [name] = self.family.names("vae")
-        return dict(tiny_part(name, family=self.family.name).config)
+        return dict(tiny_part(name).config)
 
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         # torch's own `to`: diffusers' warns of modules to keep in float32.
-        return {part: torch.nn.Module.to(tiny_part(part, family=self.family.name), dtype)}
+        return {part: torch.nn.Module.to(tiny_part(part), dtype)}
 
     @override
     def load_tokenizers(self) -> dict[str, Any]:
-        return {name: tiny_part(name, family=self.family.name) for name in self.family.names("tokenizer")}
+        return {name: tiny_part(name) for name in self.family.names("tokenizer")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class FileOrigin(ModelOrigin):
 
 def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
-    if path == TINY:
+    if is_tiny(path, family):
         return TinyOrigin(path, family)
     if not os.path.isdir(path) and is_checkpoint("model", path):
         return FileOrigin(path, family, Path(path), _configs_of(family, path, config))

@@ -20,7 +20,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from latentcache.errors import EncodeError
-from latentcache.models.model_files import first_line, refused
+from latentcache.models.files import first_line, refused
 
 logger = logging.getLogger("latentcache")
 

@@ -13,15 +13,17 @@ from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.families.base import Family
 from latentcache.models.family import family_of
-from latentcache.models.model_files import (
+from latentcache.models.files import (
     TINY,
     config_folder,
     is_checkpoint,
+    is_tiny,
     loading,
     local_folder,
     read_config,
     refused,
 )
+from latentcache.models.tiny import tiny_part
 
 logger = logging.getLogger("latentcache")
 
@@ -43,8 +45,8 @@ def load_scheduler(
     for name in dict.fromkeys((model.path if path is None else str(path), model.path)):
         marks |= _scheduler_marks(name)
         scheduler = None
-        if name == TINY:
-            scheduler = (family or family_of(model)[0]).tiny()["scheduler"]
+        if name == TINY and is_tiny(name, family or family_of(model)[0]):
+            scheduler = tiny_part("scheduler")
         elif (folder := _scheduler_folder(name, model)) is not None:
             scheduler = _scheduler_from(name, folder)
         if scheduler is not None:

@@ -22,7 +22,7 @@ from latentcache.errors import ConfigError, EncodeError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family, inference
 from latentcache.families.scaling import Scaling, latents_from_moments, posterior_std
-from latentcache.models.model_files import first_line, refused
+from latentcache.models.files import first_line, refused
 from latentcache.models.running import free_cached_memory, is_out_of_memory, pinned_numerics
 from latentcache.types import ImageOutput
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_models import tiny_encoders, tiny_folder, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,7 +26,6 @@ from latentcache.dataset.images import decode_frames, preparation_policy
 from latentcache.errors import ConfigError, ImageRefused, StoreError
 from latentcache.families import family_named
 from latentcache.identity import Preparation
-from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
@@ -200,7 +200,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
                     "frames": {"count": 9, "fps": 10},
                 }
             ],
-            "model": {"path": "tiny", "family": "wan"},
+            "model": {"path": tiny_folder("wan"), "family": "wan"},
             "encode": {"device": "cpu", "num_workers": 2},
         }
     )
@@ -217,7 +217,7 @@ def changed(config: Config, **changes: Any) -> Config:
 
 
 def test_clips_are_cached_as_the_vae_encodes_their_frames(cached: Config) -> None:
-    vae = tiny_parts(family="wan")["vae"]
+    vae = tiny_encoders("wan")["vae"]
     with LatentCache(cached.cache.path) as cache:
         for name, num_frames in (("a.gif", 9), ("b.webp", 9), ("short.png", 1), ("still.png", None)):
             ref = cache.row(name)[1].images[0]
@@ -265,7 +265,7 @@ def test_without_frames_an_animation_is_refused(cached: Config) -> None:
 
 
 def test_a_family_of_images_takes_no_clips(cached: Config) -> None:
-    model = cached.model.model_copy(update={"family": "sdxl"})
+    model = cached.model.model_copy(update={"path": "tiny", "family": None})
     with pytest.raises(ConfigError, match="models of sdxl take no clips; leave frames out") as caught:
         run_precache(cached.model_copy(update={"model": model}), dry_run=True)
     assert caught.value.key == "datasets.frames"
@@ -324,5 +324,7 @@ def test_a_batch_of_clips_goes_from_the_cache_into_the_denoiser(cached: Config) 
     assert batch["prompt_embeds"].shape == (2, 512, 32)
     items = [dataset[index] for index in range(4)]
     assert [item["latents"].shape[1] for item in items] == [3, 3, 1, 1]
-    found = family.predict(family.tiny()["transformer"], batch["latents"], torch.tensor([200.0, 700.0]), batch)
+    found = family.predict(
+        tiny_model(family.name)["transformer"], batch["latents"], torch.tensor([200.0, 700.0]), batch
+    )
     assert found.shape == batch["latents"].shape and found.isfinite().all()

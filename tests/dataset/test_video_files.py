@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.tiny_models import tiny_folder
 
 from latentcache import LatentCache
 from latentcache.config import FramesConfig, ImagesConfig, SourceConfig
@@ -188,7 +189,7 @@ def test_a_folder_has_videos_where_they_become_clips(tmp_path: Path) -> None:
         {
             "cache": {"path": tmp_path / "cache"},
             "datasets": [dataset],
-            "model": {"path": "tiny", "family": "wan"},
+            "model": {"path": tiny_folder("wan"), "family": "wan"},
             "encode": {"device": "cpu", "num_workers": 2},
         }
     )

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.tiny_models import frozen, randomised, tiny_model
 
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK
-from latentcache.families.tiny_parts import frozen, randomised
 
 FILE = Path(__file__).with_name("golden_texts.json")
 TEXTS = ("cat", "a red cat on the table")
@@ -27,7 +27,7 @@ TEXTS = ("cat", "a red cat on the table")
 def text_numbers(name: str) -> dict[str, Any]:
     """Of each text and field: the number of rows, mean, deviation, and the first features of the first and last row."""
     family = family_named(name)
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     for number, encoder in enumerate(family.names("text_encoder")):
         randomised(parts[encoder], 100 + number)
     parts = frozen(parts)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_encoders, tiny_folder
 
 from latentcache import Config, LatentCache, LoadedModels, run_precache
 from latentcache.families import family_named
-from latentcache.models.tiny import tiny_parts
 
 PLAIN, LEARNED = "a validation prompt", "a <my-style> prompt"
 POOLED = {"sdxl": "text_encoder_2", "flux": "text_encoder"}
@@ -20,7 +20,7 @@ SETTINGS = {"encode.text_store_dtype": "float32", "encode.batch_size": 1, "valid
 
 def parts_of(family: str, *, eos_token_id: int | None = 2, added: bool = True) -> dict[str, Any]:
     """A tiny model whose tokenizers have a learned token. Published models have 2 as the end of a text."""
-    parts = tiny_parts(family=family)
+    parts = tiny_encoders(family)
     encoder = parts[POOLED[family]]
     tokenizer = parts[POOLED[family].replace("text_encoder", "tokenizer")]
     if added:
@@ -41,7 +41,7 @@ def filled(make_config: Callable[..., Config]) -> Callable[..., dict[str, Any]]:
     """Runs with these parts: each prompt's entry, and how it was encoded."""
 
     def filled(family: str, parts: dict[str, Any]) -> dict[str, Any]:
-        config = make_config(**SETTINGS, **{"model.family": family})
+        config = make_config(**SETTINGS, **{"model.path": tiny_folder(family)})
         report = run_precache(config, models=LoadedModels(family=family_named(family), **parts))
         assert report.num_refused == 0
         with LatentCache(config.cache.path) as cache:

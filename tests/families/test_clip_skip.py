@@ -6,17 +6,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_encoders, tiny_folder
 
 from latentcache import Config, LatentCache, run_precache
-from latentcache.models.tiny import tiny_parts
 
 
 @pytest.mark.parametrize("clip_skip", [0, 1, 2])
 def test_an_entry_of_sd15_is_the_normed_state_of_that_layer(make_config: Callable[..., Config], clip_skip: int) -> None:
-    options = {"model.family": "sd15", "encode.text_store_dtype": "float32", "encode.batch_size": 1}
+    options = {
+        "model.family": "sd15",
+        "model.path": tiny_folder("sd15"),
+        "encode.text_store_dtype": "float32",
+        "encode.batch_size": 1,
+    }
     config = make_config(**options, **{"encode.clip_skip": clip_skip})
     assert run_precache(config).num_refused == 0
-    parts = tiny_parts(family="sd15")
+    parts = tiny_encoders("sd15")
     encoder, text = parts["text_encoder"], "a validation prompt"
     ids = parts["tokenizer"](text, padding="max_length", max_length=77, return_tensors="pt").input_ids
     layers = getattr(encoder, "text_model", encoder)  # transformers before 5.6 has all of it there

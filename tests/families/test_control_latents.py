@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.family_runs import recorded
+from helpers.tiny_models import tiny_model
 from PIL import Image
 
 from latentcache.families import family_named
@@ -55,7 +56,7 @@ def pipeline_call(family: Family, parts: Mapping[str, Any], noise: torch.Tensor,
 @pytest.mark.parametrize(("name", "num"), [("flux", 1), ("flux2", 1), ("flux2", 2), ("flux2-dev", 1)])
 def test_control_latents_are_tokens_as_in_the_pipeline(name: str, num: int) -> None:
     family = family_named(name)
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     noise = torch.randn(NOISE[name], generator=torch.Generator().manual_seed(0))
     call, timesteps, batch = pipeline_call(family, parts, noise, control_images(num))
     with recorded(parts["transformer"]) as calls, torch.no_grad():

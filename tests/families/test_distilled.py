@@ -9,6 +9,7 @@ import diffusers
 import pytest
 import torch
 from helpers.family_runs import family_config
+from helpers.tiny_models import tiny_folder, tiny_model
 
 from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config, ModelConfig, ValidationConfig
@@ -28,7 +29,7 @@ NAMES = [name for name in FAMILIES if family_named(name).pipeline_settings]
 @pytest.mark.parametrize("name", NAMES)
 def test_images_are_those_of_the_distilled_pipeline(name: str) -> None:
     family = family_named(name)
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     recipe = {**family.text_recipe(), "max_length": 48}
     with torch.no_grad():
@@ -65,7 +66,7 @@ def test_the_models_folder_says_it(tmp_path: Path) -> None:
     assert pipeline_settings(distilled, klein) == DISTILLED
     assert pipeline_settings(distilled, sdxl) == {} == pipeline_settings(distilled, family_named("flux2-dev"))
     assert pipeline_settings(folder_of(tmp_path / "two", '{"_class_name": "Krea2Pipeline"}'), klein) == {}
-    assert pipeline_settings(ModelConfig(path="tiny", family="flux2"), klein) == {}
+    assert pipeline_settings(ModelConfig(path=tiny_folder("flux2"), family="flux2"), klein) == {}
     with pytest.raises(ModelError, match="could not be loaded"):
         pipeline_settings(folder_of(tmp_path / "three", "3"), klein)
 
@@ -73,7 +74,7 @@ def test_the_models_folder_says_it(tmp_path: Path) -> None:
 @pytest.mark.families
 def test_a_validation_asks_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, seen = family_named("krea2"), []
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     family.pipeline(**parts, **DISTILLED).save_pretrained(tmp_path / "model")
     folder = tmp_path / "model"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
+from helpers.tiny_models import randomised
 
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
-from latentcache.families.tiny_parts import randomised
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun
+from helpers.tiny_models import tiny_folder, tiny_model
 from peft import LoraConfig
 from safetensors.torch import save_file
 
@@ -56,7 +57,7 @@ def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 
 def adapted(run: FamilyRun) -> Any:
     """A denoiser with a LoRA whose weights are all random."""
-    made = run.family.tiny()[run.family.denoiser]
+    made = tiny_model(run.family.name)[run.family.denoiser]
     made.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=[*run.family.lora_targets]))
     for name, parameter in made.named_parameters():
         if "lora_" in name:
@@ -67,7 +68,7 @@ def adapted(run: FamilyRun) -> Any:
 @pytest.fixture(scope="module")
 def other(run: FamilyRun) -> Iterator[Any]:
     """A denoiser that is not the tiny model's own."""
-    yield run.family.tiny(seed=4)[run.family.denoiser]
+    yield tiny_model(run.family.name, seed=4)[run.family.denoiser]
 
 
 @pytest.mark.parametrize("form", ["model folder", "own folder", "file", "checkpoint", "part of a checkpoint"])
@@ -80,19 +81,19 @@ def test_a_denoiser_in_every_form(run: FamilyRun, other: Any, form: str, tmp_pat
         save_checkpoint(path, model=other if form == "checkpoint" else {family.denoiser: other})
     else:
         other.save_pretrained(path / family.denoiser if form == "model folder" else path)
-    model = ModelConfig(path="tiny", family=family.name)
+    model = ModelConfig(path=tiny_folder(family.name), family=family.name)
     check_same(load_denoiser(path, dtype=F32, model=model), other)
     assert load_denoiser(path, dtype=torch.bfloat16, model=model).dtype == torch.bfloat16
 
 
 def test_tiny_is_the_families_own(run: FamilyRun) -> None:
-    model = ModelConfig(path="tiny", family=run.family.name)
+    model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
     check_same(load_denoiser(dtype=F32, model=model), run.denoiser)
     assert type(load_scheduler(model=model)) is type(run.parts["scheduler"])
 
 
 def test_weights_that_are_left_over_or_missing_are_refused(run: FamilyRun, other: Any, tmp_path: Path) -> None:
-    model = ModelConfig(path="tiny", family=run.family.name)
+    model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
     tensors = {name: value.contiguous().clone() for name, value in other.state_dict().items()}
     first, *_, last = tensors
     save_file({**tensors, f"{first}_extra": torch.ones(2)}, more := tmp_path / "more.safetensors")
@@ -107,13 +108,15 @@ def test_weights_that_are_left_over_or_missing_are_refused(run: FamilyRun, other
 def test_a_lora_that_is_saved_is_the_one_that_is_loaded(run: FamilyRun, tmp_path: Path) -> None:
     trained = adapted(run)
     expected = output(run, trained)
-    assert not torch.equal(output(run, run.family.tiny()[run.family.denoiser]), expected)
+    assert not torch.equal(output(run, tiny_model(run.family.name)[run.family.denoiser]), expected)
     assert save_lora(trained, tmp_path, family=run.family) == tmp_path / LORA_FILE
-    plain = run.family.tiny()[run.family.denoiser]
+    plain = tiny_model(run.family.name)[run.family.denoiser]
     load_lora(plain, tmp_path, family=run.family)
     assert torch.equal(output(run, plain), expected)
     # diffusers' own loading says the same.
-    pipeline = run.family.pipeline(**{run.family.denoiser: (theirs := run.family.tiny()[run.family.denoiser])})
+    pipeline = run.family.pipeline(
+        **{run.family.denoiser: (theirs := tiny_model(run.family.name)[run.family.denoiser])}
+    )
     pipeline.load_lora_weights(tmp_path)
     assert torch.equal(output(run, theirs), expected)
 
@@ -121,7 +124,7 @@ def test_a_lora_that_is_saved_is_the_one_that_is_loaded(run: FamilyRun, tmp_path
 def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
     trained = adapted(run)
     save_checkpoint(tmp_path / "step", model=trained, extra={"lora": lora_settings(trained)})
-    model = ModelConfig(path="tiny", family=run.family.name)
+    model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
     assert torch.equal(output(run, load_denoiser(tmp_path / "step", dtype=F32, model=model)), output(run, trained))
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers.family_references import generator
 from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
+from helpers.tiny_models import tiny_model
 from models.single_file import save_vae, vae_tensors
 from safetensors.torch import save_file
 
@@ -70,7 +71,7 @@ def test_padding_does_not_change_what_the_denoiser_predicts(run: FamilyRun) -> N
 @ALL
 def test_padding_is_dropped_only_where_that_is_exact(name: str, tmp_path: Path) -> None:
     family = family_named(name)
-    models, config = loaded_models(family, family.tiny()), family_config(tmp_path, padding="drop")
+    models, config = loaded_models(family, tiny_model(family.name)), family_config(tmp_path, padding="drop")
     if family.is_exact:
         assert choose_encodings(config, models, {}).text.settings["keeps_padding"] is False
     else:
@@ -97,17 +98,17 @@ def changes_of(family: Family) -> dict[str, dict[str, Any]]:
 @ALL
 def test_each_setting_of_a_recipe_changes_the_key(name: str, tmp_path: Path) -> None:
     family = family_named(name)
-    models = loaded_models(family, family.tiny())
+    models = loaded_models(family, tiny_model(family.name))
     keys = {"as it is": text_key(models, tmp_path)}
     for change, settings in changes_of(family).items():
         keys[change] = text_key(models, tmp_path, **settings)
     keys["another text"] = text_key(models, tmp_path, TEXTS[0])
     for encoder in family.names("text_encoder"):
-        parts = family.tiny()
+        parts = tiny_model(family.name)
         read = family.parts[encoder].weights
         next(weight for name, weight in parts[encoder].named_parameters() if name.startswith(read)).add_(1e-3)
         keys[f"another {encoder}"] = text_key(loaded_models(family, parts), tmp_path)
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     next(parts[family.denoiser].parameters()).add_(1e-3)
     assert text_key(loaded_models(family, parts), tmp_path) == keys["as it is"], "the denoiser does not count"
     if "clip_skip" in changes_of(family):
@@ -153,11 +154,14 @@ SHARED = [("flux", "z-image"), ("flux", "chroma"), ("qwen-image", "krea2"), ("qw
 @pytest.mark.parametrize("pair", [pair for pair in SHARED if set(pair) <= {*FAMILIES}], ids="-".join)
 def test_families_with_one_vae_share_latents(pair: tuple[str, str], tmp_path: Path) -> None:
     first, second = map(family_named, pair)
-    parts = first.tiny()
-    models = [loaded_models(first, parts), loaded_models(second, {**second.tiny(1), "vae": parts["vae"]})]
+    parts = tiny_model(first.name)
+    models = [loaded_models(first, parts), loaded_models(second, {**tiny_model(second.name, 1), "vae": parts["vae"]})]
     encodings = [choose_encodings(family_config(tmp_path), each, {}).image for each in models]
     assert encodings[0] == encodings[1]
-    assert choose_encodings(family_config(tmp_path), loaded_models(second, second.tiny(1)), {}).image != encodings[0]
+    assert (
+        choose_encodings(family_config(tmp_path), loaded_models(second, tiny_model(second.name, 1)), {}).image
+        != encodings[0]
+    )
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +214,7 @@ IMAGE_VAES = [name for name in FAMILIES if family_named(name).parts["vae"].class
 def test_a_vae_of_one_file_gives_the_same_latents(name: str, tmp_path: Path) -> None:
     """As ae.safetensors of FLUX.1 and vae-ft-mse of Stable Diffusion have it. Other VAEs come in folders alone."""
     family, config = family_named(name), family_config(tmp_path)
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     family.pipeline(**parts).save_pretrained(tmp_path / "folder")
     file = save_vae(parts["vae"], tmp_path / "vae.safetensors")
     models = ModelLoader(str(tmp_path / "folder"), vae=str(file), family=family)
@@ -222,7 +226,7 @@ def test_a_vae_of_one_file_gives_the_same_latents(name: str, tmp_path: Path) -> 
 def test_a_checkpoint_of_stable_diffusion_gives_the_same(tmp_path: Path) -> None:
     """As v1-5-pruned-emaonly.safetensors has it."""
     family = family_named("sd15")
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     family.pipeline(**parts).save_pretrained(tmp_path / "configs")
     encoder = parts["text_encoder"].state_dict()
     with_prefix = {
@@ -241,7 +245,7 @@ def test_a_checkpoint_of_stable_diffusion_gives_the_same(tmp_path: Path) -> None
 def test_a_file_of_the_denoiser_alone_is_refused(name: str, tmp_path: Path) -> None:
     """As the single files of these models are published: their encoders come in folders."""
     family = family_named(name)
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     family.pipeline(**parts).save_pretrained(tmp_path / "configs")
     weights = parts[family.denoiser].state_dict()
     save_file({key: value.contiguous().clone() for key, value in weights.items()}, tmp_path / "model.safetensors")
@@ -277,7 +281,7 @@ EXACT = [name for name in FAMILIES if family_named(name).is_exact and not family
 @pytest.mark.parametrize("name", EXACT)
 def test_a_caption_of_forty_tokens_has_a_tenth_of_the_rows(name: str) -> None:
     family, recipe = family_named(name), family_named(name).text_recipe()
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     made = family.encode_text(parts, family.tokenize(parts, [" ".join(["a"] * 40)]), recipe)
     for field in family.fields:
         assert 40 <= int(made[field + MASK].sum()) <= recipe["max_length"] / 10

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_config
 from helpers.loss_cases import noise_of, timestep_of
+from helpers.tiny_models import tiny_model
 
 from latentcache import LatentCache, ValidationRunner, validate
 from latentcache.config import Config, ValidationConfig
@@ -85,7 +86,7 @@ def config(name: str, tmp_path: Path) -> Config:
 
 
 def test_a_cold_cache_is_filled_and_validated(name: str, config: Config) -> None:
-    parts = family_named(name).tiny()
+    parts = tiny_model(name)
     run_precache(config.model_copy(update={"datasets": config.datasets[:1]}))
     with LatentCache(config.cache) as cache:
         report = ValidationRunner(parts, cache, config).run(3)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_runs import TEXTS, family_config
+from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ConfigError
 from latentcache.families import FAMILIES, family_named
@@ -25,7 +26,7 @@ EXACT = [name for name in FAMILIES if family_named(name).is_exact]
 
 
 def models_of(family: Family, **changed: Any) -> LoadedModels:
-    parts = {name: part for name, part in family.tiny().items() if name in family.parts}
+    parts = {name: part for name, part in tiny_model(family.name).items() if name in family.parts}
     return LoadedModels(family=family, **{**parts, **changed})
 
 
@@ -95,7 +96,7 @@ def test_where_padding_is_dropped_it_is_refused(name: str, tmp_path: Path) -> No
 )
 def test_numbers_that_it_does_not_hold_are_refused_and_not_clipped(factor: float, message: str, tmp_path: Path) -> None:
     family = family_named("flux")
-    encoder = family.tiny()["text_encoder_2"]
+    encoder = tiny_model(family.name)["text_encoder_2"]
     encoder.encoder.final_layer_norm.weight.mul_(factor)
     models = models_of(family, text_encoder_2=encoder)
     texts, report = texts_of(tmp_path, family, models, FLOAT8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named, family_of_pipeline
@@ -26,7 +27,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="module")
 def parts(family: Family) -> dict[str, Any]:
-    return family.tiny()
+    return tiny_model(family.name)
 
 
 def encoded(family: Family, parts: dict[str, Any], texts: list[str], **settings: Any) -> dict[str, torch.Tensor]:
@@ -72,9 +73,9 @@ def test_padding_is_stored_because_the_denoiser_attends_to_it(family: Family, pa
 
 
 def test_latents_are_scaled_by_the_statistics_in_float32(tmp_path: Path) -> None:
-    parts = KLEIN.tiny()
+    parts = tiny_model(KLEIN.name)
     KLEIN.pipeline(**parts).save_pretrained(tmp_path)
-    rounded = KLEIN.tiny()["vae"].to(torch.bfloat16).float()
+    rounded = tiny_model(KLEIN.name)["vae"].to(torch.bfloat16).float()
     models = ModelLoader(str(tmp_path), family=KLEIN)
     models.vae(torch.bfloat16)
     assert models.vae_facts() == vae_facts(parts["vae"])
@@ -88,14 +89,14 @@ def test_latents_are_scaled_by_the_statistics_in_float32(tmp_path: Path) -> None
 
 
 def test_statistics_that_a_caller_s_vae_rounded_are_refused() -> None:
-    vae = KLEIN.tiny()["vae"].to(torch.bfloat16)
+    vae = tiny_model(KLEIN.name)["vae"].to(torch.bfloat16)
     with pytest.raises(
         ModelError, match=r"statistics .* \(bn\) are torch\.bfloat16.*Load the VAE in float32"
     ) as caught:
         LoadedModels(family=KLEIN, vae=vae).vae_facts()
     assert caught.value.part == "vae"
-    vae.bn = KLEIN.tiny()["vae"].bn
-    assert LoadedModels(family=KLEIN, vae=vae).vae_facts() == vae_facts(KLEIN.tiny()["vae"])
+    vae.bn = tiny_model(KLEIN.name)["vae"].bn
+    assert LoadedModels(family=KLEIN, vae=vae).vae_facts() == vae_facts(tiny_model(KLEIN.name)["vae"])
 
 
 def test_a_pipeline_without_vae_returns_scaled_latents(family: Family, parts: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from families.golden_texts import FILE, text_numbers
+from helpers.tiny_models import tiny_model
 
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK
@@ -26,7 +27,7 @@ def test_hidden_states_mean_what_they_meant(name: str) -> None:
 
 def test_z_image_reads_the_output_of_the_last_layer_but_one() -> None:
     family = family_named("z-image")
-    parts, seen = family.tiny(), []
+    parts, seen = tiny_model(family.name), []
     parts["text_encoder"].layers[-2].register_forward_hook(lambda module, given, output: seen.append(output))
     made = family.encode_text(parts, family.tokenize(parts, ["a red cat"]), family.text_recipe())
     assert torch.equal(made["prompt_embeds"][0], seen[0][0][: int(made[f"prompt_embeds{MASK}"].sum())])

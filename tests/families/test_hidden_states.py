@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ModelError
 from latentcache.families import family_named
@@ -29,7 +30,7 @@ PICTURE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
 
 @functools.cache
 def tiny(name: str) -> dict[str, Any]:
-    return family_named(name).tiny()
+    return tiny_model(name)
 
 
 def encoded(family: Family, text: str = "a red cat", num_rows: int = 24) -> torch.Tensor:

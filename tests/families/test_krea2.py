@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 
 from latentcache.families import family_named
 from latentcache.families.packed import packed
@@ -18,7 +19,7 @@ SHORT = KREA.text_recipe(max_length=48)
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    return KREA.tiny()
+    return tiny_model(KREA.name)
 
 
 def encoded(parts: dict[str, Any], texts: list[str]) -> dict[str, torch.Tensor]:

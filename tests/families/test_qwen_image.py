@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from diffusers import QwenImagePipeline
+from helpers.tiny_models import byte_symbols, tiny_model
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.qwen_image import NUM_DROPPED
-from latentcache.families.tiny_parts import byte_symbols
 from latentcache.models.part_identity import module_identity
 from latentcache.models.vae import encode_images
 
@@ -23,7 +23,7 @@ TEXTS = ["cat", "a {red} cat, {} and {0}"]
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    return QWEN.tiny()
+    return tiny_model(QWEN.name)
 
 
 def encoded(parts: dict[str, Any], texts: list[str], **settings: Any) -> dict[str, torch.Tensor]:
@@ -123,9 +123,9 @@ def test_images_have_one_frame_and_one_identity_with_krea2(parts: dict[str, Any]
     with torch.no_grad():
         assert torch.equal(moments, parts["vae"].encode(frames).latent_dist.parameters)
     assert moments.shape == (2, 32, 1, 4, 6)
-    assert torch.equal(encode_images(KREA.tiny()["vae"], pixels, KREA), moments)
+    assert torch.equal(encode_images(tiny_model(KREA.name)["vae"], pixels, KREA), moments)
     identities = {
         module_identity("vae", model["vae"], torch.float32, family.parts["vae"].weights)
-        for family, model in ((QWEN, parts), (KREA, KREA.tiny()))
+        for family, model in ((QWEN, parts), (KREA, tiny_model(KREA.name)))
     }
     assert len(identities) == 1

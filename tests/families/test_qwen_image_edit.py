@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.family_runs import CONTROL, SIDE, TEXTS, FamilyRun, family_config, family_run, loaded_models, recorded
 from helpers.photo_files import write_photo
+from helpers.tiny_models import randomised, tiny_model
 from PIL import Image
 
 from latentcache import LatentCache
@@ -21,7 +22,6 @@ from latentcache.config import Config
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
-from latentcache.families.tiny_parts import randomised
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.vae import vae_facts
 from latentcache.precache.prompts import cache_prompts
@@ -35,7 +35,7 @@ PIPELINE = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qweni
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    return EDIT.tiny()
+    return tiny_model(EDIT.name)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_text_has_no_length_to_set() -> None:
 
 
 def test_how_the_processor_prepares_images_is_its_identity(parts: dict[str, Any]) -> None:
-    other, own = EDIT.tiny(), parts["processor"].image_processor
+    other, own = tiny_model(EDIT.name), parts["processor"].image_processor
     read = other["processor"].image_processor
 
     def is_same() -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.wan import pipeline_wan
+from helpers.tiny_models import tiny_denoiser, tiny_folder, tiny_model
 from safetensors.torch import save_file
 
 from latentcache import LatentCache
@@ -19,7 +20,6 @@ from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
-from latentcache.models.tiny import tiny_denoiser
 from latentcache.models.vae import encode_images, keep_output, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.plan import TextTask
@@ -36,7 +36,7 @@ TEXTS = ["cat", "a red cat &amp; a  table ", ""]
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    return WAN.tiny()
+    return tiny_model(WAN.name)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_a_denoiser_of_image_to_video_is_refused_by_what_it_is(parts, form, tmp_
         tensors = {prefix + name: value.contiguous() for name, value in denoiser.state_dict().items()}
         save_file(tensors, path := tmp_path / "wan_i2v.safetensors")
     with pytest.raises(ModelError, match="makes videos from a first frame"):
-        load_denoiser(path, dtype=torch.float32, model=ModelConfig(path="tiny", family="wan"))
+        load_denoiser(path, dtype=torch.float32, model=ModelConfig(path=tiny_folder("wan"), family="wan"))
 
 
 def test_a_prediction_is_the_pipelines_own_call(parts, pipeline):
@@ -224,7 +224,7 @@ def test_a_prediction_is_the_pipelines_own_call(parts, pipeline):
 
 
 def test_a_cached_training_step_equals_a_live_one(make_config: Callable[..., Config], parts: dict[str, Any]) -> None:
-    config = make_config(**{"model.family": "wan", "validation.prompts": []})
+    config = make_config(**{"model.path": tiny_folder("wan"), "validation.prompts": []})
     assert run_precache(config).num_refused == 0
     with LatentCache(config.cache.path) as cache:
         manifest, row = cache.row("a.png")
@@ -242,7 +242,7 @@ def test_a_cached_training_step_equals_a_live_one(make_config: Callable[..., Con
     scaled = vae_facts(parts["vae"]).scaling.apply(latents)
     gradients = []
     for embeds in (texts["prompt_embeds"], live):
-        denoiser = tiny_denoiser(family="wan")
+        denoiser = tiny_denoiser("wan")
         timesteps = torch.tensor([250.0, 800.0])
         sigma = (timesteps / 1000).view(-1, 1, 1, 1, 1)
         noisy = (1 - sigma) * scaled + sigma * noise
@@ -255,7 +255,7 @@ def test_a_cached_training_step_equals_a_live_one(make_config: Callable[..., Con
 def test_buckets_that_the_denoiser_does_not_take_are_refused(make_config: Callable[..., Config]) -> None:
     buckets = {"area": 96 * 96, "step": 8}
     with pytest.raises(ConfigError, match="sides that are multiples of 16 pixels; set step") as caught:
-        run_precache(make_config(**{"model.family": "wan", "datasets.0.buckets": buckets}))
+        run_precache(make_config(**{"model.path": tiny_folder("wan"), "datasets.0.buckets": buckets}))
     assert caught.value.key == "datasets.buckets"
     with_sdxl = make_config(**{"datasets.0.buckets": buckets})
     assert run_precache(with_sdxl, dry_run=True).num_misses > 0
@@ -265,7 +265,7 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An encoder of a cluster without ftfy, of which the driver has one; or with another diffusers."""
-    config = make_config(**{"model.family": "wan", "validation.prompts": [], "encode.device": "cpu"})
+    config = make_config(**{"model.path": tiny_folder("wan"), "validation.prompts": [], "encode.device": "cpu"})
     models = load_models(config.model, {})
     planned = choose_encodings(config, models, {})
     texts = TextKeys(WAN, models.tokenizers, planned.text, "")

@@ -9,6 +9,7 @@ import diffusers
 import pytest
 import torch
 from helpers.family_runs import SIDE, family_config
+from helpers.tiny_models import tiny_model
 
 from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
@@ -31,7 +32,8 @@ EXPERTS = ("transformer", "transformer_2")
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
     """The second expert predicts other numbers than the first."""
-    made = diffusers.WanPipeline(**WAN.tiny(), transformer_2=WAN.tiny(seed=4)["transformer"], boundary_ratio=0.875)
+    second = tiny_model(WAN.name, seed=4)["transformer"]
+    made = diffusers.WanPipeline(**tiny_model(WAN.name), transformer_2=second, boundary_ratio=0.875)
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -91,7 +93,7 @@ def test_the_named_expert_is_loaded(pipeline: Any, folder: Path) -> None:
 
 
 def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None:
-    shift, boundary = WAN.tiny()["scheduler"].config.flow_shift, 0.875
+    shift, boundary = tiny_model(WAN.name)["scheduler"].config.flow_shift, 0.875
     first = 1000 * boundary / (shift - (shift - 1) * boundary)  # of the unshifted schedule
     high, low = (validate(of_expert(cached, name)).report.loss for name in EXPERTS)
     assert high is not None and low is not None and high == validate(cached).report.loss

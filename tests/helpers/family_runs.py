@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from helpers.family_references import generator
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_model
 from PIL import Image
 
 from latentcache import LatentCache
@@ -346,7 +347,7 @@ def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Fa
     """A family's tiny model, and a cache that `run_precache` filled by it. `settings` are those of `encode`."""
     family = family_named(name)
     reads_controls = family.text_reads_control
-    parts, config = family.tiny(seed), family_config(folder, with_controls=reads_controls, **settings)
+    parts, config = tiny_model(family.name, seed), family_config(folder, with_controls=reads_controls, **settings)
     models = loaded_models(family, parts)
     num_empty = 0
     if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch

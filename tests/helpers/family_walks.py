@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_folder
 from PIL import Image
 
 from latentcache.config import Config
@@ -120,7 +121,7 @@ def walk_config(
         {
             "cache": {"path": folder / "cache"},
             "datasets": [{"name": "walk", "buckets": buckets, "images": MINIMAL_IMAGES, **dataset}],
-            "model": {"path": "tiny", "family": family},
+            "model": {"path": tiny_folder(family), "family": family},
             "encode": {"device": "cpu", "num_workers": 1, "batch_size": 1, **encode},
             "validation": {"prompts": ["a validation prompt"], "negative_prompt": "ugly"},
         }

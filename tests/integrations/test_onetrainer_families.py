@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.pipeline_sdxl import Run, Setup, concept
+from helpers.tiny_models import clip_tokenizer
 
 from latentcache.errors import PipelineError
-from latentcache.families.tiny_parts import clip_tokenizer
 from latentcache.integrations.onetrainer.description import describe
 
 NUM = 4

@@ -20,8 +20,8 @@ import pytest
 import torch
 from helpers import pipeline_host
 from helpers.pipeline_sdxl import Run, Setup, concept
+from helpers.tiny_models import tiny_model
 
-from latentcache.families import family_named
 from latentcache.integrations.onetrainer.description import describe
 from latentcache.integrations.onetrainer.upstream import RECOGNISED
 
@@ -96,7 +96,7 @@ def keeping(name: str, settings: dict[str, Any]) -> Any:
 @EACH
 def test_every_module_is_known_and_each_of_its_settings_is_read(pipeline: SimpleNamespace, family: str) -> None:
     for module, (name, recorded) in zip(
-        made(pipeline, family, family_named(family).tiny()), RECORDED[family]["modules"], strict=True
+        made(pipeline, family, tiny_model(family)), RECORDED[family]["modules"], strict=True
     ):
         assert name in RECOGNISED
         if name != "MapData":  # what it gives is a text, which counts as it is
@@ -138,9 +138,7 @@ def test_texts_of_the_loader_are_cached_and_come_back(
     for number, path in enumerate(sorted(folder.glob("*.txt"))):
         path.write_text(" ".join(["red"] * (2 + number)), encoding="utf-8")
     models = {"vae": parts["vae"]} | {
-        name: part
-        for name, part in family_named(family).tiny().items()
-        if name.startswith(("text_encoder", "tokenizer"))
+        name: part for name, part in tiny_model(family).items() if name.startswith(("text_encoder", "tokenizer"))
     }
     if family == "sd15" and not hasattr(models["text_encoder"], "text_model"):
         pytest.skip("mgds reads the final norm of `CLIPTextModel.text_model`, which this transformers does not have")

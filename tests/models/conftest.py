@@ -8,7 +8,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from helpers.model_folder import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder
 from single_file import save_checkpoint
 
 from latentcache.models.tiny import tiny_parts

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.errors import EncodeError, ModelError
-from latentcache.models.tiny import tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_pipeline
 from latentcache.models.vae import decode_fitting, decode_latents
 
 SIZE = {"height": 64, "width": 96}
@@ -245,7 +246,7 @@ def test_numbers_that_are_not_finite_become_black(
 
 @pytest.mark.parametrize("family", ["qwen-image", "wan"])
 def test_a_vae_of_video_decodes_in_tiles_and_its_settings_come_back(family: str) -> None:
-    vae = tiny_parts(family=family)["vae"]
+    vae = tiny_encoders(family)["vae"]
     latents = torch.randn(1, 16, 1, 8, 12, generator=torch.Generator().manual_seed(0))
     whole, was_tiled = decode_fitting(vae, latents)
     assert not was_tiled and whole.shape == (1, 1, 64, 96, 3)

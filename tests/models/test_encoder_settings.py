@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ModelError
 from latentcache.families import FamilyName, family_named
@@ -64,7 +65,7 @@ def config_of(model: str, release: str, **changes: Any) -> dict[str, Any]:
 def digest_of(family_name: FamilyName, config: dict[str, Any]) -> str:
     """What a key has of an encoder with this config. Its weights are those of the tiny model."""
     family, (part, _) = family_named(family_name), ENCODERS[family_name]
-    encoder = family.tiny()[part].requires_grad_(False)
+    encoder = tiny_model(family.name)[part].requires_grad_(False)
     # transformers' modules read their config when they are made: from here on it only describes.
     encoder.config = SimpleNamespace(to_dict=lambda: config)
     return LoadedModels(family=family, **{part: encoder}).identity(part, torch.float32).config
@@ -127,7 +128,7 @@ def test_a_config_of_another_form_is_refused() -> None:
 
 @pytest.mark.parametrize(("family", "part"), FROZEN)
 def test_keys_of_encoders_whose_configs_never_changed_stay(family: FamilyName, part: str) -> None:
-    found = family_named(family).tiny()[part]
+    found = tiny_model(family)[part]
     if isinstance(found, torch.nn.Module):
         found.requires_grad_(False)
     models = LoadedModels(family=family_named(family), **{part: found})

@@ -11,14 +11,16 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from helpers.tiny_models import tiny_folder
 
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser, family_of_pipeline
-from latentcache.models import model_files
+from latentcache.models import files
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
+from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 
@@ -145,14 +147,24 @@ def test_a_checkpoint_s_config_says_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["tiny", "tiny-photos"])
 def test_the_tiny_models_are_of_the_default_family(path: str) -> None:
     assert family_of(ModelConfig(path=path))[0].name == DEFAULT
-    assert family_of(ModelConfig(path=path, family="flux"))[0].name == "flux"
+
+
+def test_tiny_is_refused_for_another_family(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"model.family": "flux"})
+    for load in (
+        lambda: run_precache(config, dry_run=True),
+        lambda: load_denoiser(dtype=torch.float32, model=config.model),
+        lambda: load_scheduler(model=config.model),
+    ):
+        with pytest.raises(ModelError, match=r"tiny is a model of sdxl, but the family is flux\."):
+            load()
 
 
 def test_a_hub_id_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(path: str, **options: object) -> str:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(model_files, "snapshot_download", offline)
+    monkeypatch.setattr(files, "snapshot_download", offline)
     with pytest.raises(ModelError, match=r"someone/a-model is no local path.*no network"):
         family_of(ModelConfig(path="someone/a-model"))
     assert family_of(ModelConfig(path="someone/a-model", family="flux"))[0].name == "flux"
@@ -162,7 +174,7 @@ def test_the_report_says_the_family_and_why(make_config: Callable[..., Config]) 
     report = run_precache(make_config(), dry_run=True)
     assert report.placement["family"] == "sdxl: tiny is of this family where model.family names no other one"
     assert "family    sdxl: " in report.to_text()
-    report = run_precache(make_config(**{"model.family": "sd15"}), dry_run=True)
+    report = run_precache(make_config(**{"model.family": "sd15", "model.path": tiny_folder("sd15")}), dry_run=True)
     assert report.placement["family"] == "sd15: model.family says so"
     report = run_precache(make_config(), models=LoadedModels(**tiny_parts()), dry_run=True)
     assert report.placement["family"] == "sdxl: the caller said so"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.model_folder import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder
 from huggingface_hub.utils import filter_repo_objects
 from model_identities import F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
@@ -14,7 +14,7 @@ from single_file import save_checkpoint, save_vae
 
 from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling
-from latentcache.models import model_files
+from latentcache.models import files
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
@@ -156,7 +156,7 @@ SDXL_FILES = [
 @pytest.mark.parametrize(("variant", "infix", "other"), [(None, "", ".fp16"), ("fp16", ".fp16", "")])
 def test_only_the_needed_files_are_downloaded(variant, infix, other, folder, monkeypatch):
     call = {}
-    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: call.update(kw, name=name) or str(folder))
+    monkeypatch.setattr(files, "snapshot_download", lambda name, **kw: call.update(kw, name=name) or str(folder))
     ModelLoader("stabilityai/sdxl", variant=variant).origin("vae")
     downloaded = set(
         filter_repo_objects(SDXL_FILES, allow_patterns=call["allow_patterns"], ignore_patterns=call["ignore_patterns"])

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers.tiny_models import tiny_denoiser, tiny_folder
 from original_layouts import denoiser_tensors
 from safetensors.torch import save_file
 
@@ -15,7 +16,6 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
-from latentcache.models.tiny import tiny_denoiser
 
 F32 = torch.float32
 
@@ -37,8 +37,8 @@ FILES = [
 
 @pytest.mark.parametrize(("name", "prefix"), FILES)
 def test_every_tensor_of_the_file_is_used(name: str, prefix: str, tmp_path: Path) -> None:
-    model = ModelConfig(path="tiny", family=name)
-    denoiser = tiny_denoiser(seed=4, family=name)
+    model = ModelConfig(path=tiny_folder(name), family=name)
+    denoiser = tiny_denoiser(name, 4)
     tensors = denoiser_tensors("flux2" if name == "flux2-dev" else name, denoiser, prefix)
     save_file(tensors, file := tmp_path / "model.safetensors")
     check_same(load_denoiser(file, dtype=F32, model=model), denoiser.state_dict())
@@ -56,7 +56,7 @@ def test_every_tensor_of_the_file_is_used(name: str, prefix: str, tmp_path: Path
 def test_files_whose_conversion_needs_the_published_width(name: str, tmp_path: Path) -> None:
     """diffusers' code for FLUX.1 and Chroma has 3072 in it: one block of each kind, in float8, with few numbers."""
     family = family_named(name)
-    settings = {key: value for key, value in tiny_denoiser(family=name).config.items() if not key.startswith("_")}
+    settings = {key: value for key, value in tiny_denoiser(name).config.items() if not key.startswith("_")}
     settings |= {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56)}
     model_class: Any = getattr(diffusers, family.denoiser_class.split(".")[1])
     with torch.device("meta"):
@@ -77,7 +77,7 @@ def test_files_whose_conversion_needs_the_published_width(name: str, tmp_path: P
 
 @pytest.mark.parametrize("scale", ["scaled_fp8", "blocks.0.attn.wq.scale_weight", "first.weight_scale"])
 def test_weights_with_scales_of_their_own_are_refused(scale: str, tmp_path: Path) -> None:
-    tensors = denoiser_tensors("krea2", tiny_denoiser(family="krea2"), ORIGINAL_PREFIX)
+    tensors = denoiser_tensors("krea2", tiny_denoiser("krea2"), ORIGINAL_PREFIX)
     save_file({**tensors, ORIGINAL_PREFIX + scale: torch.ones(1)}, file := tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=rf"quantised, with scales of their own .*{scale}.*in bfloat16 or float16"):
-        load_denoiser(file, dtype=F32, model=ModelConfig(path="tiny", family="krea2"))
+        load_denoiser(file, dtype=F32, model=ModelConfig(path=tiny_folder("krea2"), family="krea2"))

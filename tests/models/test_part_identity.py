@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_encoders
 from model_identities import F16, F32, identities
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint
@@ -170,7 +171,7 @@ def test_the_layout_of_transformers_before_5_6_is_the_same_model():
 
 def test_weights_under_other_names_are_refused_and_not_left_out():
     """Their digest would be that of nothing: one key for all of them."""
-    encoder = tiny_parts(family="krea2")["text_encoder"]
+    encoder = tiny_encoders("krea2")["text_encoder"]
     wrapped = torch.nn.Module()
     wrapped.config, wrapped.model = encoder.config, encoder
     models = LoadedModels(family=family_named("krea2"), text_encoder=wrapped)

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.model_folder import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder, tiny_denoiser, tiny_encoders
 
 from latentcache import LatentCache
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ConfigError, ModelError
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.scheduler import load_scheduler
-from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache.run import run_precache
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -29,8 +28,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     repository = tmp_path / "hub" / "models--someone--model"
     for seed, commit, ref in ((1, OLD, "v1"), (2, NEW, "main")):
         family = "sd15" if commit == OLD else "sdxl"
-        folder = save_diffusers_folder(tiny_parts(seed, family), tmp_path / commit, family)
-        unet = tiny_denoiser(family=family)
+        folder = save_diffusers_folder(tiny_encoders(family, seed), tmp_path / commit, family)
+        unet = tiny_denoiser(family)
         torch.nn.init.constant_(unet.conv_in.bias, seed)
         unet.save_pretrained(folder / "unet")
         scheduler = folder / "scheduler" / "scheduler_config.json"

@@ -19,7 +19,7 @@ from latentcache.config import ModelConfig
 from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import digest
 from latentcache.integrations.diffusers import load_scheduler, load_unet
-from latentcache.models.model_files import TINY_PHOTOS_FOLDER
+from latentcache.models.files import TINY_PHOTOS_FOLDER
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.part_identity import weights_digest
 from latentcache.models.tiny import tiny_photos_pipeline

@@ -20,7 +20,7 @@ from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.integrations.diffusers import check_conditioning, load_unet
-from latentcache.models import model_files
+from latentcache.models import files
 from latentcache.models.lora import lora_settings
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
@@ -119,7 +119,7 @@ def test_a_checkpoints_configs_are_those_that_diffusers_infers(unet, folder, tmp
     mark = {"conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias": torch.zeros(1)}
     file = save_unet(unet, tmp_path / "model.safetensors", **mark)
     calls = []
-    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: calls.append((name, kw)) or str(folder))
+    monkeypatch.setattr(files, "snapshot_download", lambda name, **kw: calls.append((name, kw)) or str(folder))
     model = ModelConfig(path=str(file))
     check_same(load_unet(dtype=F32, model=model), unet)
     assert load_scheduler(model=model).config.beta_schedule == "scaled_linear"

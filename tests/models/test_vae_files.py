@@ -8,13 +8,13 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers.tiny_models import flux2_vae, image_vae, randomised
 from model_identities import F32
 from original_layouts import autoencoder_tensors
 from safetensors.torch import save_file
 
 from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
-from latentcache.families.tiny_parts import flux2_vae, image_vae, randomised
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_part
 from latentcache.models.vae import vae_facts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.model_folder import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder, tiny_denoiser
 from model_identities import F32
 from original_layouts import autoencoder_tensors, denoiser_tensors
 from safetensors.torch import save_file
@@ -19,7 +19,7 @@ from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import tiny_denoiser, tiny_parts
+from latentcache.models.tiny import tiny_parts
 
 pytestmark = pytest.mark.families
 
@@ -69,7 +69,7 @@ def test_every_part_is_that_of_the_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"sdxl", "sd15", "flux", "chroma"}))
 def test_a_file_with_the_denoiser_alone_is_no_model(name: str, tmp_path: Path) -> None:
-    tensors: Any = denoiser_tensors("flux2" if name == "flux2-dev" else name, tiny_denoiser(family=name))
+    tensors: Any = denoiser_tensors("flux2" if name == "flux2-dev" else name, tiny_denoiser(name))
     loader = loader_of(name, saved(tensors, tmp_path / "model.safetensors"))
     with pytest.raises(ModelError, match=r"lacks .* of the .* weights.*as model\.vae"):
         loader.vae(F32)

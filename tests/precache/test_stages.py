@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.fake_streams import Streams
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_folder
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -293,7 +294,7 @@ def test_an_encoder_whose_layers_are_read_is_not_compiled(
 
     monkeypatch.setattr(texts, "text_settings", noted)
     monkeypatch.setattr(images, "vae_settings", noted)
-    config = make_config(**{"encode.compile": True, "model.family": "z-image"})
+    config = make_config(**{"encode.compile": True, "model.path": tiny_folder("z-image")})
     run_precache(config)
     assert asked == [False, True]
     assert "encode.compile is without effect on text encoders of z-image" in caplog.text

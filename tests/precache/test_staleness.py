@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_encoders
 from PIL import Image
 
 import latentcache.identity as fingerprint
@@ -348,7 +349,7 @@ def test_each_input_changed_alone_is_a_miss_with_its_reason(
         change.prepare(photos)
     base = make_config(**change.base)
     family = family_named(change.family)
-    parts = tiny_parts(family=change.family)
+    parts = tiny_encoders(change.family)
     first = run_precache(base, models=LoadedModels(family=family, **parts))
     assert first.num_refused == 0 and first.num_encoded > 0
     again = run_precache(base, models=LoadedModels(family=family, **parts), dry_run=True)
@@ -358,7 +359,7 @@ def test_each_input_changed_alone_is_a_miss_with_its_reason(
         change.edit(photos)
     if change.patch is not None:
         change.patch(monkeypatch)
-    parts = tiny_parts(family=change.family)
+    parts = tiny_encoders(change.family)
     if change.models is not None:
         change.models(parts)
     models = LoadedModels(family=family, **parts)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.far_stores import served_store
-from helpers.model_folder import save_diffusers_folder
 from helpers.pack_answers import entries_in
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
+from helpers.tiny_models import save_diffusers_folder
 
 from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers.model_folder import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder
 from PIL import Image
 
 from latentcache import LatentCache

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 import torch
 from helpers.page_server import page_of
+from helpers.tiny_models import tiny_encoders, tiny_model
 from PIL import Image
 
 from latentcache.config import Config
 from latentcache.families import FAMILIES, family_named
-from latentcache.models.model_loader import ModelLoader
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import decode_latents, vae_facts
 from latentcache.precache.run import run_precache
 from latentcache.service.page import sample
 from latentcache.service.page.sample import CutCaption
 from latentcache.service.page.text import url
 from latentcache.service.page.thumbnails import first_frame, webp_of
-from latentcache.service.page.vae_decoder import decoder_of
+from latentcache.service.page.vae_decoder import VaeDecoder, decoder_of
 from latentcache.store import DiskStore
 
 LONG = "a red house " * 40
@@ -94,7 +95,7 @@ def test_captions_are_cut_where_the_tokenizer_cuts_them() -> None:
 def test_captions_are_cut_where_the_family_s_encoder_stops_reading(name: str) -> None:
     """What is cut changes no embedding: the encoder of the tiny model is asked."""
     family = family_named(name)
-    parts = {part: value for part, value in family.tiny().items() if part in family.parts}
+    parts = {part: value for part, value in tiny_model(family.name).items() if part in family.parts}
     tokenizers = {part: parts[part] for part in family.names("tokenizer")}
     # Some templates alone are longer than that.
     text = " ".join(["a red cat on the table"] * 60)
@@ -119,12 +120,12 @@ def test_captions_are_cut_where_the_family_s_encoder_stops_reading(name: str) ->
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Callable[..., Config]) -> None:
     """An odd number of rows is what halving a picture may leave; joined in pairs, the last one has no partner."""
-    decoder, family = decoder_of(make_config(**{"model.family": name})), family_named(name)
-    assert decoder is not None
+    family = family_named(name)
+    decoder = VaeDecoder(make_config(), LoadedModels(family=family, **tiny_encoders(name)))
     assert decoder.downscale == family.latent.downscale
     latents = torch.randn(family.latent.channels, 9, 8, generator=torch.Generator().manual_seed(0))
     pixels = decoder(latents)
-    rows = 8 if vae_facts(vae := family.tiny()["vae"]).scaling.rule == "batch_norm" else 9
+    rows = 8 if vae_facts(vae := tiny_model(family.name)["vae"]).scaling.rule == "batch_norm" else 9
     frame = latents[None, :, None] if family.latent.is_video else latents[None, :, :rows]
     with torch.no_grad():
         whole = vae.decode(frame, return_dict=False)[0][0]
@@ -137,10 +138,13 @@ def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Call
 
 def test_a_vae_decodes_the_latents_of_its_own_class_and_factors(make_config: Callable[..., Config]) -> None:
     """FLUX.1, Z-Image, Qwen-Image and Wan all have 16 channels, and only the first two have one VAE."""
-    decoders = {name: decoder_of(make_config(**{"model.family": name})) for name in ("flux", "qwen-image", "wan")}
+    decoders = {
+        name: VaeDecoder(make_config(), LoadedModels(family=family_named(name), **tiny_encoders(name)))
+        for name in ("flux", "qwen-image", "wan")
+    }
 
     def takers(identity: dict[str, Any], shape: tuple[int, ...]) -> set[str]:
-        return {name for name, decoder in decoders.items() if decoder is not None and decoder.takes(identity, shape)}
+        return {name for name, decoder in decoders.items() if decoder.takes(identity, shape)}
 
     flux = {"vae": {"class_name": "AutoencoderKL"}, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     wan = {"vae": {"class_name": "AutoencoderKLWan"}, "scaling_factor": 1.0, "shift_factor": None}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.page_caches import image_entry, text_entry
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -98,7 +99,7 @@ def test_colours_are_not_guessed_for_the_latents_of_another_vae(factor: Any) -> 
 def test_each_family_s_images_have_a_thumbnail(name: str) -> None:
     """The tiny model's encoding of two halves, dark and bright: they differ in the picture, whatever its colours."""
     family = family_named(name)
-    vae = family.tiny()[family.names("vae")[0]]
+    vae = tiny_model(family.name)[family.names("vae")[0]]
     pixels = np.zeros((1, 64, 128, 3), np.uint8)
     pixels[:, :, 64:] = 255
     facts = vae_facts(vae)

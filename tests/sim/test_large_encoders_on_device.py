@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.config import Config
 from latentcache.devices.placement import device_of
@@ -44,7 +45,7 @@ def test_layer_by_layer_gives_the_same_bits(
     name: str, device: torch.device, set_free_memory: Callable[[float], None]
 ) -> None:
     family = family_named(name)
-    parts = tiny_parts(family=name)
+    parts = tiny_encoders(name)
     encoders = {part: parts[part] for part in family.names("text_encoder")}
     recipe = family.text_recipe()
     texts = family.tokenize(parts, TEXTS)

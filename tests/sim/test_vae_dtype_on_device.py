@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from helpers.model_folder import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder, tiny_encoders
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.families import family_named
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 
 
@@ -49,13 +48,18 @@ def test_the_dtype_follows_the_file(
     expected: str,
     reason: str,
 ) -> None:
-    folder = save_diffusers_folder(tiny_parts(family=family), tmp_path / "model", family)
+    folder = save_diffusers_folder(tiny_encoders(family), tmp_path / "model", family)
     state_upcast(folder / "vae", stated)
-    settings = {"encode.device": str(device), "encode.text_dtype": "float32", "model.family": family}
+    settings = {
+        "encode.device": str(device),
+        "encode.text_dtype": "float32",
+        "model.family": family,
+        "model.path": (family),
+    }
     models = None
     if form == "loaded":
         vae = AutoencoderKL.from_pretrained(folder / "vae").requires_grad_(False)
-        models = LoadedModels(family=family_named(family), **{**tiny_parts(family=family), "vae": vae})
+        models = LoadedModels(family=family_named(family), **{**tiny_encoders(family), "vae": vae})
     elif form == "file":
         settings["model.vae"] = str(folder / "vae" / "diffusion_pytorch_model.safetensors")
     config = make_config(**settings, **{"model.path": str(folder)})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_folder, tiny_model
 from PIL import Image
 
 from latentcache import LatentCache, LoadedModels, ValidationRunner, validate
@@ -53,7 +54,7 @@ def config_of(folder: Path, family: str, *, role: str = "validation", **dataset:
                     **dataset,
                 }
             ],
-            "model": {"path": "tiny", "family": family},
+            "model": {"path": tiny_folder(family), "family": family},
             "encode": {"device": "cpu", "num_workers": 1},
             "validation": {"num_timesteps": 1, "path": folder / "validation"},
         }
@@ -78,7 +79,7 @@ def loss(config: Config, parts: dict[str, Any], batch_size: int) -> LossReport:
 
 def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(folder: Path) -> None:
     family, config = family_named("flux"), config_of(folder, "flux")
-    parts = family.tiny()
+    parts = tiny_model(family.name)
     models = LoadedModels(family=family, **{name: parts[name] for name in family.parts})
     report = run_precache(config, models=models)
     assert report.num_refused == 0 and report.notes == []
@@ -117,7 +118,7 @@ def test_control_images_that_nobody_reads_are_refused_before_anything_is_loaded(
     folder: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(folder, "sdxl")
-    parts = family_named("sdxl").tiny()
+    parts = tiny_model("sdxl")
     report = run_precache(config)
     assert report.num_refused == 0, "code of the user's own may read them"
     note = "pairs: control images are cached for code of your own: the denoiser of sdxl is not given them"
@@ -155,7 +156,7 @@ def test_control_images_that_nobody_reads_are_refused_before_anything_is_loaded(
 
 def test_a_validation_set_that_is_not_cached_is_known_by_its_config(folder: Path) -> None:
     config = config_of(folder, "sdxl")
-    parts = {"unet": torch.nn.Linear(1, 1), "scheduler": family_named("sdxl").tiny()["scheduler"]}
+    parts = {"unet": torch.nn.Linear(1, 1), "scheduler": tiny_model("sdxl")["scheduler"]}
     with LatentCache(store=MemoryStore(), manifests=ManifestMemory()) as cold:
         ValidationRunner(parts, cold, without_controls(config))
         with pytest.raises(ConfigError, match=UNREAD):

@@ -11,7 +11,7 @@ import torch
 
 from latentcache.config import Config
 from latentcache.devices.placement import device_named, placed
-from latentcache.models.model_files import TINY, TINY_PHOTOS
+from latentcache.models.files import TINY, TINY_PHOTOS
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import decode_fitting, vae_dtype
 from latentcache.precache.encodings import load_models

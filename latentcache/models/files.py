@@ -20,9 +20,11 @@ from huggingface_hub import snapshot_download
 from transformers.utils import logging as transformers_logging
 
 from latentcache.errors import ModelError
+from latentcache.families import DEFAULT
+from latentcache.families.base import Family
 
 TINY = "tiny"
-"""The name of the model that is built in code (`models.tiny`), with random weights."""
+"""The name of the model of the family DEFAULT that is built in code (`models.tiny`), with random weights."""
 TINY_PHOTOS = "tiny-photos"
 """The name of the model in `TINY_PHOTOS_FOLDER`."""
 TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
@@ -35,6 +37,14 @@ _HUB_STEP = "Download it once while online, or name a local folder"
 def refused(part: str, message: str) -> ModelError:
     """The error for a part of a model that cannot be used."""
     return ModelError(f"{part}: {message}", part=part)
+
+
+def is_tiny(path: str, family: Family) -> bool:
+    """Whether `path` names the model that is built in code. ModelError if it does, for a family that it is not of."""
+    if path == TINY and family.name != DEFAULT:
+        step = f"Name a diffusers folder or hub id of a model of {family.name}, e.g. {family.repositories[0]}"
+        raise refused("model", f"{TINY} is a model of {DEFAULT}, but the family is {family.name}. {step}.")
+    return path == TINY
 
 
 def weights_name(part: str, variant: str | None = None) -> str:

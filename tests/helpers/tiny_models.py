@@ -1,0 +1,474 @@
+"""Tiny models of all families, built in code with random weights: as parts, and as folders that people have.
+
+Statistics of latents are uneven on purpose, so that an error in their scaling shows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from latentcache.families import DEFAULT, family_named
+from latentcache.models.tiny import (
+    byte_symbols,
+    clip_text_model,
+    clip_tokenizer,
+    frozen,
+    image_vae,
+    seeded,
+    tiny_part,
+    tiny_parts,
+)
+
+CHANNEL_MEANS = tuple(round(0.9 * (-1) ** i * (i % 5) / 3 - 0.1, 4) for i in range(16))
+CHANNEL_STDS = tuple(round(1.1 + 0.37 * ((i * 7) % 5), 4) for i in range(16))
+"""Uneven statistics for VAEs that have them for each of their 16 channels."""
+
+_T5_WORDS = ("▁a", "▁cat", "▁red", "▁on", "▁the", "▁table", "▁cats", "▁of", "▁in")
+_QWEN_SPECIALS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+    "<|video_pad|>",
+)
+# Of the system prompts that the pipelines drop by a fixed number of tokens: 34, and 64 for editing.
+_QWEN_TEXT = (
+    "system user assistant Describe 's Ġ( ), Ġthe Ġimage Ġby Ġdetailing Ġcolor Ġshape Ġsize Ġtexture "
+    "Ġquantity Ġtext Ġspatial Ġrelationships Ġof Ġobjects Ġand Ġbackground color Ġkey Ġfeatures Ġinput "
+    "Ġthen Ġexplain Ġhow Ġuser Ġinstruction Ġshould Ġalter Ġor Ġmodify Ġa Ġnew Ġthat Ġmeets "
+    "Ġrequirements Ġwhile Ġmaintaining Ġconsistency Ġwith Ġoriginal Ġwhere Ġappropriate ĠGenerate"
+)
+_CHAT_TEMPLATE = (  # Qwen3's, reduced: the user's turn, the generation prompt, an empty block where thinking is off
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+_BLOCK_TEMPLATE = (  # Mistral's, reduced: messages are lists of blocks
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for block in message.content %}{{ block.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+def tiny_model(family: str = DEFAULT, seed: int = 0) -> dict[str, Any]:
+    """All parts of the family's tiny model, the denoiser and the scheduler too: float32, CPU, frozen, a copy."""
+    return copy.deepcopy(_built(family, seed))
+
+
+def tiny_encoders(family: str, seed: int = 0) -> dict[str, Any]:
+    """What `LoadedModels` takes of it: VAE, text encoders and tokenizers."""
+    made = tiny_model(family, seed)
+    return {name: made[name] for name in family_named(family).parts}
+
+
+def tiny_denoiser(family: str, seed: int = 0) -> Any:
+    """Its denoiser, trainable."""
+    return tiny_model(family, seed)[family_named(family).denoiser].train().requires_grad_(True)
+
+
+def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DEFAULT) -> Path:
+    """Write the parts, and the tiny model's others, as a diffusers folder, which `ModelLoader` and diffusers read."""
+    family_named(family).pipeline(**{**tiny_model(family), **parts}).save_pretrained(path, safe_serialization=True)
+    return path
+
+
+@cache
+def tiny_folder(family: str) -> str:
+    """The tiny model as a diffusers folder, for `model.path`. Shared by a process: tests do not change it."""
+    folder = tempfile.mkdtemp(prefix=f"tiny-{family}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(save_diffusers_folder({}, Path(folder), family))
+
+
+@cache
+def _built(family: str, seed: int) -> dict[str, Any]:
+    """Building a model takes longer than copying it."""
+    return _BUILDERS[family](seed)
+
+
+def _default(seed: int) -> dict[str, Any]:
+    return {**tiny_parts(seed), **{name: tiny_part(name, seed) for name in ("unet", "scheduler")}}
+
+
+def _sd15(seed: int) -> dict[str, Any]:
+    tokenizer = clip_tokenizer()
+    with seeded(seed):
+        encoder = clip_text_model(tokenizer, 32)
+        vae = image_vae(4, scaling_factor=0.18215)
+        unet = diffusers.UNet2DConditionModel(
+            sample_size=8,
+            layers_per_block=1,
+            block_out_channels=(16, 32),
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+            attention_head_dim=4,
+            cross_attention_dim=32,
+            norm_num_groups=8,
+        )
+    scheduler = diffusers.DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
+    )
+    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+    return frozen({**parts, "unet": randomised(unet, seed), "scheduler": scheduler})
+
+
+def _flux(seed: int) -> dict[str, Any]:
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    with seeded(seed):
+        vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
+        transformer = diffusers.FluxTransformer2DModel(
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 4, 8),
+        )
+        parts = {
+            "vae": vae,
+            "text_encoder": clip_text_model(clip, 32),
+            "text_encoder_2": t5_model(t5),
+            "tokenizer": clip,
+            "tokenizer_2": t5,
+        }
+    return flow_model(transformer, seed, **parts)
+
+
+def _chroma(seed: int) -> dict[str, Any]:
+    tokenizer = t5_tokenizer()
+    with seeded(seed):
+        vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
+        transformer = diffusers.ChromaTransformer2DModel(
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(4, 4, 8),
+            approximator_num_channels=32,
+            approximator_hidden_dim=32,
+            approximator_layers=1,
+        )
+        encoder = t5_model(tokenizer)
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+
+
+def _z_image(seed: int) -> dict[str, Any]:
+    tokenizer = qwen_tokenizer()
+    with seeded(seed):
+        vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
+        transformer = diffusers.ZImageTransformer2DModel(
+            in_channels=16,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[8, 4, 4],
+            axes_lens=[1024, 64, 64],
+        )
+        encoder = qwen3_model(tokenizer, 4, "Qwen3Model")
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+
+
+def _wan(seed: int) -> dict[str, Any]:
+    tokenizer = t5_tokenizer()
+    with seeded(seed):
+        parts = {
+            "vae": video_vae("AutoencoderKLWan", seed),
+            "text_encoder": t5_model(tokenizer, "UMT5"),
+            "tokenizer": tokenizer,
+        }
+        transformer = diffusers.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            text_dim=32,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=64,
+        )
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+
+
+def _qwen_image(seed: int) -> dict[str, Any]:
+    tokenizer = qwen_tokenizer()
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    vision = {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
+    class_name = "Qwen2_5_VLForConditionalGeneration"
+    with seeded(seed):
+        encoder = qwen_vl_model(tokenizer, 3, "Qwen2_5_VL", class_name, {"rope_parameters": rope}, vision)
+        vae = video_vae("AutoencoderKLQwenImage", seed)
+        transformer = diffusers.QwenImageTransformer2DModel(
+            in_channels=64,
+            out_channels=16,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(8, 4, 4),
+        )
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+
+
+def _qwen_image_edit(seed: int) -> dict[str, Any]:
+    parts = _qwen_image(seed)
+    return {**parts, "processor": qwen_vl_processor(parts.pop("tokenizer"))}
+
+
+def _krea2(seed: int) -> dict[str, Any]:
+    tokenizer = qwen_tokenizer()
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text, vision = {"head_dim": 8, "rope_parameters": rope}, {"deepstack_visual_indexes": [0]}
+    with seeded(seed):
+        encoder = qwen_vl_model(
+            tokenizer, 36, "Qwen3VL", "Qwen3VLModel", text, {**vision, "num_position_embeddings": 16}
+        )
+        vae = video_vae("AutoencoderKLQwenImage", seed)
+        transformer = diffusers.Krea2Transformer2DModel(
+            in_channels=64,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=32,
+            timestep_embed_dim=32,
+            text_hidden_dim=16,
+            num_text_layers=12,
+            text_num_attention_heads=2,
+            text_num_key_value_heads=2,
+            text_intermediate_size=32,
+            num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1,
+            axes_dims_rope=(8, 4, 4),
+        )
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+
+
+def _flux2(seed: int) -> dict[str, Any]:
+    """An encoder of 16 features, which has a layer more than is read."""
+    tokenizer = qwen_tokenizer()
+    with seeded(seed):
+        vae, encoder = flux2_vae(seed), qwen3_model(tokenizer, 28, "Qwen3ForCausalLM")
+        transformer = flux2_transformer(guidance_embeds=False)
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+
+
+def _flux2_dev(seed: int) -> dict[str, Any]:
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = _BLOCK_TEMPLATE
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 2}
+    text = {"vocab_size": len(tokenizer), "num_hidden_layers": 31, "num_key_value_heads": 1}
+    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", "max_position_embeddings": 4096, **sizes, **text},
+        vision_config={**vision, **sizes},
+    )
+    with seeded(seed):
+        vae = flux2_vae(seed)
+        encoder = randomised(transformers.Mistral3ForConditionalGeneration(config), 4)
+        transformer = flux2_transformer(guidance_embeds=True)
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+
+
+def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """The module with every parameter random, of a size that lets texts and conditions through.
+
+    Some models begin with gates of zero, or with memory that is not set: their outputs would depend on nothing.
+    """
+    with torch.no_grad(), seeded(seed):
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.ndim >= 2:
+                    fan_in = 1 if isinstance(part, torch.nn.Embedding) else parameter[0].numel()
+                    parameter.normal_(0, fan_in**-0.5)
+                else:
+                    parameter.normal_(0 if name == "bias" else 1, 0.1)
+    return module
+
+
+def t5_tokenizer() -> Any:
+    """A T5 tokenizer over letters and a few words, of 512 tokens a text."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0)]
+    pieces += [(word, -2.0) for word in _T5_WORDS] + [(chr(code), -5.0) for code in range(33, 127)]
+    tokenizer_class: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]  # made when asked for
+    return tokenizer_class(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def t5_model(tokenizer: Any, name: str = "T5", width: int = 32) -> Any:
+    """A T5 encoder of two layers, or one of UMT5."""
+    config, model = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}EncoderModel")
+    return randomised(
+        model(
+            config(
+                vocab_size=len(tokenizer),
+                d_model=width,
+                d_kv=8,
+                d_ff=64,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=0.1,
+                feed_forward_proj="gated-gelu",
+                pad_token_id=0,
+                eos_token_id=1,
+                decoder_start_token_id=0,
+            )
+        ),
+        2,
+    )
+
+
+def qwen_tokenizer() -> Any:
+    """A Qwen tokenizer of bytes. The words of the system prompts are whole tokens: a fixed number is dropped."""
+    vocab = {symbol: index for index, symbol in enumerate(byte_symbols())}
+    merges: list[tuple[str, str]] = []
+    made: Any = transformers.Qwen2Tokenizer  # its types say less than it takes
+    for word in _QWEN_TEXT.split():
+        pieces = [token.value for token in made(vocab=vocab, merges=merges).backend_tokenizer.model.tokenize(word)]
+        for piece in pieces[1:]:
+            merges.append((pieces[0], piece))
+            pieces[0] += piece
+            vocab.setdefault(pieces[0], len(vocab))
+    vocab |= {special: len(vocab) + index for index, special in enumerate(_QWEN_SPECIALS)}
+    tokenizer = made(vocab=vocab, merges=merges, model_max_length=4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_SPECIALS[1:])})
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def qwen3_model(tokenizer: Any, num_layers: int, class_name: str) -> Any:
+    """A Qwen3 of this class, as `Qwen3Model`."""
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return randomised(getattr(transformers, class_name)(config), 3)
+
+
+def qwen_vl_model(
+    tokenizer: Any, num_layers: int, name: str, class_name: str, text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> Any:
+    """A Qwen that reads images too: `name` as `Qwen2_5_VL`, with more settings of its two configs."""
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    specials = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    config = getattr(transformers, f"{name}Config")(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 4096,
+            "bos_token_id": None,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            **text,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+            **vision,
+        },
+        **dict(zip(tokens, map(tokenizer.convert_tokens_to_ids, specials), strict=True)),
+    )
+    return randomised(getattr(transformers, class_name)(config), 4)
+
+
+def qwen_vl_processor(tokenizer: Any) -> Any:
+    """A processor of texts and images. That of the library has one of videos too, which needs torchvision."""
+
+    class TinyProcessor(transformers.Qwen2VLProcessor):
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[no-untyped-call]
+
+        def check_argument_for_proper_class(self, *_: Any) -> None:  # it looks in a table that needs torchvision
+            return None
+
+    return TinyProcessor(transformers.Qwen2VLImageProcessor(), tokenizer)
+
+
+def video_vae(class_name: str, seed: int = 0) -> Any:
+    """A VAE of this class whose 16 channels have uneven statistics: 8 pixels per latent row."""
+    vae = getattr(diffusers, class_name)(
+        base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=list(CHANNEL_MEANS),
+        latents_std=list(CHANNEL_STDS),
+    )
+    return randomised(vae, seed)
+
+
+def flux2_vae(seed: int) -> Any:
+    """An AutoencoderKLFlux2 of 8 pixels per latent row, whose batch norm has uneven statistics."""
+    vae: Any = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 16, 16, 16), latent_channels=32, norm_num_groups=4, sample_size=64
+    )
+    randomised(vae, seed)
+    with seeded(seed):
+        vae.bn.running_mean.normal_(0.3, 1)
+        vae.bn.running_var.uniform_(0.2, 3)
+    return vae
+
+
+def flux2_transformer(*, guidance_embeds: bool) -> Any:
+    """A denoiser of FLUX.2, of two blocks, for scaled latents and three layers of 16 features."""
+    return diffusers.Flux2Transformer2DModel(
+        in_channels=128,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds,
+    )
+
+
+def flow_model(transformer: Any, seed: int, **parts: Any) -> dict[str, Any]:
+    """These parts, a transformer whose parameters are made random, and the scheduler of most flow models: frozen."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+
+
+_BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "sdxl": _default,
+    "sd15": _sd15,
+    "flux": _flux,
+    "chroma": _chroma,
+    "z-image": _z_image,
+    "wan": _wan,
+    "qwen-image": _qwen_image,
+    "qwen-image-edit": _qwen_image_edit,
+    "krea2": _krea2,
+    "flux2": _flux2,
+    "flux2-dev": _flux2_dev,
+}
