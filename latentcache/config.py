@@ -433,9 +433,6 @@ class EncodeConfig(Section):
     """Seed of `image_output: sample`."""
     num_workers: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Threads that decode images. `auto`: one per core."""
-    compile: bool = False
-    """torch.compile for the encoders. Off: each bucket and batch size costs a compilation, and the last bits differ.
-    Text encoders of which single layers are read (LLMs) are never compiled."""
 
 
 class ValidationConfig(Section):

@@ -63,8 +63,6 @@ class Provenance:
     computed_dtype: str
     float32_precision: Mapping[str, str] | None = None
     """How float32 was multiplied, by kind of operator: `ieee`, or `tf32` with 10 bits of mantissa. None without one."""
-    compiled: bool = False
-    """Whether torch.compile made the encoder: its last bits differ from the eager one's."""
     num_tokens: int | None = None
     """Text entries: tokens of the caption, with start and end. More than the tokenizer's limit were cut off."""
     note: str | None = None
@@ -72,4 +70,4 @@ class Provenance:
     def to_json(self) -> dict[str, Any]:
         """The provenance as JSON, with host, time and versions of this moment."""
         facts = {name: getattr(self, name) for name in self.__slots__}
-        return provenance_json(**facts | {"models": dict(self.models), "compiled": self.compiled or None})
+        return provenance_json(**facts | {"models": dict(self.models)})

@@ -203,7 +203,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "float16", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
     )
-    parser.add_argument("--compile", action="store_true", help="encode.compile")
     parser.add_argument(
         "--full_size", action=argparse.BooleanOptionalAction, help="SDXL's sizes; default: not on a CPU"
     )
@@ -219,8 +218,6 @@ def main() -> None:
     options = parse()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder))
-        if options.tiny:  # a minute of compiling would show nothing
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
         result = run(Path(folder), options)
     options.sizes = repr(options.sizes)
     benchmarking.emit(result, options, table)

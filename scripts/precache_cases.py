@@ -25,7 +25,7 @@ from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed
 from latentcache.identity import digest
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.running import text_settings, vae_settings
+from latentcache.models.running import vae_settings
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.plan import TEXT_BATCH_SIZE
@@ -53,7 +53,6 @@ class Case:
             "text_dtype": self.options.dtype,
             "store_dtype": "float16",
             "image_output": "mean",
-            "compile": self.options.compile,
         }
         path = self.folder / f"cache-{next(self._numbers)}"
         return parse_config({"cache": {"path": path}, "datasets": [dataset], "encode": encode})
@@ -96,7 +95,7 @@ def chunks(items: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
 def encoder_alone(case: Case, batches: Sequence[torch.Tensor], device: torch.device) -> float:
     """Seconds of the VAE over uint8 batches that lie on the device."""
     vae = case.models.vae(DTYPES[case.options.dtype])
-    with placed(vae, device), vae_settings(vae, compile=case.options.compile):
+    with placed(vae, device), vae_settings(vae):
         encode_images(vae, batches[0])
         synchronize(device)
         start = time.perf_counter()
@@ -174,7 +173,6 @@ def captions_alone(case: Case, batches: Sequence[Sequence[torch.Tensor]], device
     with (
         placed(encoders[0], device),
         placed(encoders[1], device),
-        text_settings(encoders, compile=case.options.compile),
         torch.no_grad(),
     ):
 

@@ -210,8 +210,6 @@ class Family(ABC):
     """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
     renders: ClassVar[bool] = False
     """Whether `rendered` needs the tokenizer, as a chat template does."""
-    compiles_text: ClassVar[bool] = True
-    """Whether its text encoders may be compiled: not where single layers of them are read, see `HiddenStates`."""
     text_reads_control: ClassVar[bool] = False
     """Whether the text encoder reads a caption together with the sample's control images: `tokenize_with_control`."""
     has_zero_negative: ClassVar[bool] = False

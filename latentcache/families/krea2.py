@@ -59,7 +59,7 @@ class Krea2(PackedFamily):
     fields = {"prompt_embeds": TextField("text_hidden_dim", Padding(512, num_last=_NUM_SUFFIX), (12, 2560))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, _LAYERS)), "num_dropped": NUM_DROPPED}
-    can_keep_padding, compiles_text = False, False
+    can_keep_padding = False
 
     @override
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding:

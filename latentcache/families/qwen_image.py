@@ -60,7 +60,7 @@ class QwenImage(PackedFamily):
     max_length = 512
     longest: ClassVar[int | None] = 1024
     recipe = {"layers": "-1", "num_dropped": NUM_DROPPED}
-    can_keep_padding, compiles_text = False, False
+    can_keep_padding = False
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:

@@ -35,7 +35,7 @@ class ZImage(Family):
     patch = 2
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512
-    renders, compiles_text = True, False
+    renders = True
 
     @override
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:

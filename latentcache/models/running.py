@@ -20,16 +20,13 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from latentcache.errors import EncodeError
-from latentcache.models.files import first_line, refused
+from latentcache.models.files import first_line
 
 logger = logging.getLogger("latentcache")
 
 Item = TypeVar("Item")
 Launched = TypeVar("Launched")
 Result = TypeVar("Result")
-
-RECOMPILE_LIMIT = 256
-"""Graphs of one module: one for each bucket and batch size. Beyond it torch would go on without compiling."""
 
 # Messages that accelerate's list lacks: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
 _OUT_OF_MEMORY = ("ALLOC_FAILED", "not enough memory: you tried to allocate", "out of memory")
@@ -245,15 +242,12 @@ def _restore(owner: Any, name: str, before: Any) -> None:
 
 
 @contextmanager
-def vae_settings(vae: Any, *, compile: bool = False) -> Iterator[None]:
-    """The VAE's encoder with the settings for its device and dtype; the weights' memory format and flags are restored.
+def vae_settings(vae: Any) -> Iterator[None]:
+    """The VAE in channels_last for half precision on an accelerator; afterwards as it was.
 
-    The settings, with their reasons:
-    * channels_last for half precision on an accelerator: torch's and cuDNN's advice for convolutions in float16 and
-      bfloat16, as tensor cores read it without transposing. Not in float32, for which it is not given. Not on a CPU:
-      there an entry equals the live pipeline's output bit by bit, and oneDNN rounds otherwise in channels_last.
-    * `compile`: off by default. Each bucket and batch size costs a compilation, one graph each, and the last bits are
-      not those of the eager encoder. ModelError if it fails.
+    torch and cuDNN advise it for convolutions in float16 and bfloat16, as tensor cores read it without transposing.
+    Not in float32, for which it is not given, and not on a CPU: there an entry equals the live pipeline's output bit by
+    bit, and oneDNN rounds otherwise in channels_last.
     """
     parameter = next(vae.parameters())
     is_half = parameter.device.type != "cpu" and parameter.dtype in (torch.float16, torch.bfloat16)
@@ -262,45 +256,7 @@ def vae_settings(vae: Any, *, compile: bool = False) -> Iterator[None]:
     try:
         if to_channels_last:
             vae.to(memory_format=torch.channels_last)
-        with _compiled("vae", [vae.encoder] if compile else []):
-            yield
+        yield
     finally:
         if to_channels_last:
             vae.to(memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def text_settings(encoders: Sequence[torch.nn.Module], *, compile: bool = False) -> Iterator[None]:
-    """The text encoders, compiled with `compile` as in `vae_settings`: one graph for each batch size."""
-    with _compiled("text_encoder", list(encoders) if compile else []):
-        yield
-
-
-@contextmanager
-def _compiled(part: str, modules: list[torch.nn.Module]) -> Iterator[None]:
-    """The modules compiled in place: no wrapper, so that parameters and state_dict keep their names."""
-    if not modules:
-        yield
-        return
-    # Slow to import, and needed here only.
-    from torch._dynamo import config
-    from torch._dynamo.exc import TorchDynamoException
-
-    # A module that its owner has compiled stays as it is.
-    ours = [module for module in modules if module._compiled_call_impl is None]
-    try:
-        for module in ours:
-            module.compile(dynamic=False)
-        # Every torch since 2.6 knows the limit by this name; only newer ones take it as an argument of `compile`.
-        with config.patch(cache_size_limit=RECOMPILE_LIMIT):
-            yield
-    except TorchDynamoException as error:
-        reason = " ".join(str(error).partition("\n\n")[0].split())  # what follows is advice for torch's developers
-        raise refused(
-            part,
-            f"it cannot be compiled here ({reason}). Set encode.compile to false, or install what torch.compile needs, "
-            "such as a C++ compiler or triton.",
-        ) from error
-    finally:
-        for module in ours:
-            module._compiled_call_impl = None

@@ -34,8 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 TILE = 512
-"""Side of a tile in pixels, at most. diffusers' own is often the VAE's sample_size: with 1024 an image of 1024x1024
-would not be cut at all."""
+"""Side of a tile in pixels, at most. diffusers takes the VAE's sample_size: an image of 1024x1024 would not be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +228,8 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> n
     Of latents with frames, [B, C, F, h, w], the frames: [B, frames, H, W, 3]. The bits are those of the pipelines for
     the same latents, where these have no watermark. The latents go to the VAE's device and dtype; the VAE runs where it
     is, without gradients and without a surrounding autocast. A float16 VAE with `force_upcast` computes in float32, as
-    in the pipelines. Unlike there, its own float16 weights are restored after an error too. `tiled` cuts images into
-    overlapping tiles of at most TILE pixels and blends them: other pixels, less memory. The VAE's tiling settings are
-    restored; without `tiled` they apply as they are. A number that is not finite becomes black, with a logged warning.
+    in the pipelines. Unlike there, its own float16 weights are restored after an error too. `tiled` turns the VAE's
+    tiling on meanwhile: other pixels, less memory. A number that is not finite becomes black, with a logged warning.
     """
     device = device_of(vae)
     facts = vae_facts(vae)
@@ -239,7 +237,8 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> n
         stack.enter_context(inference(device))
         if facts.force_upcast and next(vae.parameters()).dtype == torch.float16:
             stack.enter_context(_in_float32(vae))
-        stack.enter_context(_tiling(vae, latents.shape[-2:], tiled))
+        if tiled:
+            stack.enter_context(_tiling(vae))
         unscaled = facts.scaling.undo(latents.to(device, next(vae.parameters()).dtype))
         decoded = vae.decode(unscaled, return_dict=False)[0]
         flat = decoded if decoded.ndim == 4 else decoded.movedim(2, 1).flatten(0, 1)
@@ -254,16 +253,14 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> n
 
 
 def decode_fitting(vae: Any, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
-    """`decode_latents`, whole where that fits into memory and in tiles where it does not; and whether it was in tiles.
+    """`decode_latents`, whole where that fits into memory, else in tiles; and whether tiling was on.
 
     Raises EncodeError (problem `out-of-memory`) if tiles do not fit either.
     """
     device, shortage = device_of(vae), ""
     for tiled in (False, True):
         try:
-            images = decode_latents(vae, latents, tiled=tiled)
-            has_own_tiles = getattr(vae, "use_tiling", False) and max(latents.shape[-2:]) > _tile_rows(vae)
-            return images, tiled or has_own_tiles
+            return decode_latents(vae, latents, tiled=tiled), tiled or bool(getattr(vae, "use_tiling", False))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -273,7 +270,7 @@ def decode_fitting(vae: Any, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
         if not tiled:
             logger.info("vae: decoding in tiles: at once it ran out of memory on %s (%s)", device, shortage)
     raise EncodeError(
-        f"vae: tiles of {TILE} pixels do not fit into the memory of {device} either ({shortage}). Free memory there, "
+        f"vae: tiles do not fit into the memory of {device} either ({shortage}). Free memory there, "
         "take a smaller validation.height and validation.width, or decode on the CPU.",
         part="vae",
         problem="out-of-memory",
@@ -300,37 +297,16 @@ def _in_float32(vae: Any) -> Iterator[None]:
             tensor.data = data
 
 
-_IMAGE_TILES = ("tile_latent_min_size", "tile_sample_min_size")
-_VIDEO_TILES = tuple(f"tile_sample_{what}_{side}" for what in ("min", "stride") for side in ("height", "width"))
-
-
-def _tile_rows(vae: Any) -> int:
-    """Latent rows of a tile, as the VAE's settings have it."""
-    if hasattr(vae, _IMAGE_TILES[0]):
-        return int(vae.tile_latent_min_size)
-    return int(vae.tile_sample_min_height) // vae_facts(vae).downscale_factor
-
-
 @contextmanager
-def _tiling(vae: Any, size: Sequence[int], tiled: bool) -> Iterator[None]:
-    """With `tiled`, tiling while inside: at least two tiles along the longer side of latents of (h, w)."""
-    names = _IMAGE_TILES if hasattr(vae, _IMAGE_TILES[0]) else _VIDEO_TILES
-    if not all(hasattr(vae, name) for name in ("use_tiling", *names)):
-        if tiled:
-            raise refused("vae", f"{type(vae).__name__} cannot decode in tiles. Decode a smaller image.")
-        yield
-        return
-    before = {name: getattr(vae, name) for name in ("use_tiling", *names)}
+def _tiling(vae: Any) -> Iterator[None]:
+    """The VAE's own tiling while inside, in tiles of at most TILE pixels where they are squares."""
+    names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
+    before = {name: getattr(vae, name) for name in names if hasattr(vae, name)}
     try:
-        if tiled:
-            factor = vae_facts(vae).downscale_factor
-            # A multiple of four: tiles overlap by a quarter, and blending needs whole latent rows.
-            side = max(4, min(TILE // factor, max(size) // 2) // 4 * 4)
-            vae.enable_tiling()
-            pixels = side * factor
-            sizes = (side, pixels) if names is _IMAGE_TILES else (pixels, pixels, pixels * 3 // 4, pixels * 3 // 4)
-            for name, value in zip(names, sizes, strict=True):
-                setattr(vae, name, value)
+        vae.enable_tiling()
+        if len(before) == len(names) and vae.tile_sample_min_size > TILE:
+            vae.tile_latent_min_size = vae.tile_latent_min_size * TILE // vae.tile_sample_min_size
+            vae.tile_sample_min_size = TILE
         yield
     finally:
         for name, value in before.items():

@@ -78,7 +78,7 @@ class ImageStage:
             with timed(context.report, "load"):
                 vae = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
             context.progress.start("encode images", sum(map(len, batches)))
-            stack.enter_context(vae_settings(vae, compile=context.encode.compile))
+            stack.enter_context(vae_settings(vae))
             decoders = ThreadPoolExecutor(num_threads, "latentcache-decode")
             stack.enter_context(decoders)
             worker = stack.enter_context(storing_worker(placement.device))
@@ -192,7 +192,6 @@ class ImageStage:
                     device=str(self._placement.device),
                     computed_dtype=computed_dtype,
                     float32_precision=float32_precision(self._placement.device),
-                    compiled=context.encode.compile and note is None,
                     note=note,
                 )
                 record = Record(task.key, "image", task.identity.to_json(), provenance.to_json())

@@ -219,7 +219,6 @@ def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, mod
                 logger.warning("%s has %d tokens, %d are used", sample_ids[entry.record.key], num_tokens, limit)
             writer.add(entry)
 
-        # Not compiled: that takes longer than a few prompts.
         context = RunContext(EncodeConfig(), encodings, models, add, fail, Report(), Progress(), stop=threading.Event())
         TextStage(context).run(batches)
         writer.seal()

@@ -43,9 +43,7 @@ class ServingModels:
     """
 
     def __init__(self, config: Config, models: Models, memo: MutableMapping[str, str]):
-        # Never compiled: the last bits would differ, and each batch size would cost a compilation.
-        encode = config.encode.model_copy(update={"compile": False})
-        self._config, self._models, self._memo = config.model_copy(update={"encode": encode}), models, memo
+        self._config, self._models, self._memo = config, models, memo
         self._placed: dict[Kind, tuple[Encodings, ExitStack]] = {}
         self.encodings = choose_encodings(self._config, models, memo)
         models.release()

@@ -21,7 +21,7 @@ from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import DeviceError, ImageRefused
 from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
-from latentcache.models.running import BatchRunner, float32_precision, pinned_numerics, text_settings
+from latentcache.models.running import BatchRunner, float32_precision, pinned_numerics
 from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import text_dtypes
@@ -63,7 +63,6 @@ class TextStage:
         self._context = context
         self._family = context.encodings.family
         self._placement = context.encodings.text_encoders
-        self._compiles = context.encode.compile and self._family.compiles_text
         self._transfer = transfer_to(self._placement.device)
         self._parts: dict[str, Any] = {}
         self._parts_ahead: dict[str, Any] = {}
@@ -84,12 +83,8 @@ class TextStage:
                 # Tokenizing ahead must not change how the encoding's own calls pad and cut.
                 self._parts_ahead = {**encoders, **context.models.tokenizers_ahead()}
                 context.report.placement |= stack.enter_context(encoders_placed(encoders, placement.device))
-            if self._compiles != context.encode.compile:
-                message = "encode.compile is without effect on text encoders of %s: single layers of them are read"
-                logger.warning(message, self._family.name)
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
-            stack.enter_context(text_settings([*encoders.values()], compile=self._compiles))
             executor = stack.enter_context(ThreadPoolExecutor(1, "latentcache-tokenize"))
             worker = stack.enter_context(storing_worker(placement.device))
             groups = self._groups(batches, executor)
@@ -220,7 +215,6 @@ class TextStage:
                 device=str(self._placement.device),
                 computed_dtype=computed_dtype,
                 float32_precision=float32_precision(self._placement.device),
-                compiled=self._compiles and note is None,
                 num_tokens=item.tokens.num_tokens,
                 note=note,
             )

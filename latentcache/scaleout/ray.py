@@ -84,10 +84,7 @@ class RayCluster:
         self._settings, self._address = config.ray, address
         self._ray = _import_ray()
         self.device = _device(config)
-        encode = config.encode
-        if encode.compile:
-            logger.warning("encode.compile is without effect on Ray: each encoder would compile each bucket again")
-        encode = encode.model_copy(update={"device": self.device.type, "compile": False})
+        encode = config.encode.model_copy(update={"device": self.device.type})
         self.config = config.model_copy(
             update={"encode": encode, "cache": _absolute_paths(config.cache), "model": _absolute_paths(config.model)}
         )

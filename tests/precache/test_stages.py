@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from helpers.fake_streams import Streams
 from helpers.photo_files import write_photo
-from helpers.tiny_models import tiny_folder
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -265,39 +263,3 @@ def test_captions_are_encoded_in_groups_that_ranks_agree_on(
     config = make_config()
     report = run_precache(config, models=LoadedModels(**parts))
     assert report.num_refused == 0 and sizes[0] == 16 and sum(sizes) == report.num_encoded - more_photos
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
-def test_a_compiled_encoder_is_noted_in_the_provenance_and_not_in_the_key(make_config: Callable[..., Config]) -> None:
-    with torch.compiler.set_stance("force_eager"):
-        run_precache(make_config(**{"encode.compile": True}))
-    config = make_config()
-    assert run_precache(config).num_misses == 0, "it is no part of the key"
-    with LatentCache(config.cache.path) as cache:
-        records = [cache.store.record(key) for key in cache.store.keys()]
-    assert all(record.provenance["compiled"] is True for record in records)
-    other = make_config(**{"cache.salt": "other"})
-    run_precache(other)
-    with LatentCache(other.cache.path) as cache:
-        assert sum("compiled" not in cache.store.record(key).provenance for key in cache.store.keys()) == len(records)
-
-
-def test_an_encoder_whose_layers_are_read_is_not_compiled(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[bool] = []
-
-    @contextmanager
-    def noted(models: Any, *, compile: bool) -> Iterator[None]:
-        asked.append(compile)
-        yield
-
-    monkeypatch.setattr(texts, "text_settings", noted)
-    monkeypatch.setattr(images, "vae_settings", noted)
-    config = make_config(**{"encode.compile": True, "model.path": tiny_folder("z-image")})
-    run_precache(config)
-    assert asked == [False, True]
-    assert "encode.compile is without effect on text encoders of z-image" in caplog.text
-    with LatentCache(config.cache.path) as cache:
-        records = [cache.store.record(key) for key in cache.store.keys()]
-    assert {(record.kind, "compiled" in record.provenance) for record in records} == {("text", False), ("image", True)}
