@@ -69,6 +69,13 @@ def family_of_pipeline(class_name: str) -> Family | None:
     return None
 
 
+def settings_of(class_name: str) -> tuple[str, ...] | None:
+    """The settings that count of a part of this class, in any family; None for a class that no family names."""
+    found = [part for each in map(family_named, FAMILIES) for part in each.parts.values()]
+    named = [part.settings for part in found if part.class_name.endswith(f".{class_name}")]
+    return tuple({name: None for settings in named for name in settings}) if named else None
+
+
 def unread_controls(family: Family) -> str | None:
     """Why training of this family ignores control images, for messages; None where its denoiser is given them."""
     if family.reads_controls:

@@ -32,19 +32,19 @@ class Part:
     """One part of a model. `class_name` names its library too, as `diffusers.AutoencoderKL`.
 
     `weights` are the first parts of the names of those weights that its outputs depend on. `settings` are the names of
-    those settings of its config, as `text_config.hidden_act`, but for what shapes of weights show. None: all but
-    `part_identity.IGNORED_CONFIG`, which is right where all releases of transformers fill in the same. A file in the
-    layout of the model's authors is converted as one of the class `layout`, with these first parts of names `renamed`;
-    by default as one of its own class. `needs` is a package that the class cannot be made without.
+    those settings of its config, as `text_config.hidden_act`, but for what shapes of weights show; of a processor those
+    by which it reads images. A file in the layout of the model's authors is converted as one of the class `layout`,
+    with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
+    cannot be made without.
     """
 
     role: Role
     class_name: str
     weights: tuple[str, ...] = ("",)
+    settings: tuple[str, ...] = ()
     layout: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     needs: str | None = None
-    settings: tuple[str, ...] | None = None
 
     @property
     def is_any_class(self) -> bool:
@@ -76,8 +76,22 @@ LLM_SETTINGS = tuple(
 )
 """The same of the language model of Qwen2.5-VL, Qwen3-VL and Mistral 3 (transformers' modeling files of these)."""
 
+QWEN3_SETTINGS = (
+    *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings"),
+    *("rms_norm_eps", "use_cache", "tie_word_embeddings", "rope_parameters", "attention_bias", "use_sliding_window"),
+    *("sliding_window", "max_window_layers", "layer_types", "pad_token_id", "bos_token_id", "eos_token_id"),
+)
+"""Settings of a Qwen3. With those that change nothing: their keys were made so."""
+
 VAE_WEIGHTS = ("encoder.", "quant_conv.")
 """Of a VAE only these make latents. A finetuned decoder gives the same latents."""
+KL_SETTINGS = (
+    *("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "act_fn", "latent_channels"),
+    *("norm_num_groups", "use_quant_conv", "mid_block_add_attention"),
+)
+KL_VAE = Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS, KL_SETTINGS)
+"""The VAE of Stable Diffusion's class. Its scaling is a field of an entry's identity of its own."""
 
 
 @dataclass(frozen=True, slots=True)

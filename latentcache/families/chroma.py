@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
 from latentcache.types import Padding
 
@@ -28,7 +28,7 @@ class Chroma(PackedFamily):
     pipeline_names = ("ChromaImg2ImgPipeline", "ChromaInpaintPipeline")
     repositories = ("lodestones/Chroma1-HD", "lodestones/Chroma1-Base")
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
+        "vae": KL_VAE,
         "text_encoder": Part("text_encoder", "transformers.T5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }

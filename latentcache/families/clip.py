@@ -6,6 +6,7 @@ Legend: B captions, T tokens, D and P features.
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from typing_extensions import override
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families.base import Encoded, Family, Upload, inference
+
+CLIP_SETTINGS = (
+    *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers"),
+    *("num_attention_heads", "max_position_embeddings", "hidden_act", "layer_norm_eps"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "dropout"),
+)
+"""Settings of a text encoder of CLIP. With those that change nothing, as `dropout`: keys of SDXL were made so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +88,31 @@ class ClipFamily(Family):
     ) -> Encoded:
         """As `Family.encode_text`: the bits of the pipeline's `encode_prompt` for the same batch, device and dtype.
 
-        `encode_prompt` itself runs, with tokenizers that return the known tokens. Tokens on the encoders' device are
-        not copied, and then the host waits for nothing. The same caption may differ in the last bits in a batch of
-        another size (measured on the CPU: the pooled output does). The attention kernel is the encoders' own:
-        transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
-        Raises ModelError if the encoders have fewer layers than `clip_skip` needs, or if this diffusers requests tokens
-        in another way than one call for all captions.
+        Tokens that `upload` brought to the encoders' device are not copied, and then the host waits for nothing. The
+        same caption may differ in the last bits in a batch of another size (measured on the CPU: the pooled output
+        does). The attention kernel is the encoders' own: transformers takes torch's scaled_dot_product_attention unless
+        a config says otherwise. Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
         """
-        clip_skip: int = recipe["clip_skip"]
-        encoders: dict[str, Any] = {name: parts[name] for name in self.names("text_encoder")}
-        limit = min(encoder.config.num_hidden_layers for encoder in encoders.values()) - self.layers_above
-        if not 0 <= clip_skip <= limit:
-            message = f"clip_skip is {clip_skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip."
+        skip: int = recipe["clip_skip"]
+        names = self.names("text_encoder")
+        limit = min(parts[name].config.num_hidden_layers for name in names) - self.layers_above
+        if not 0 <= skip <= limit:
+            message = f"clip_skip is {skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip."
             raise ModelError(f"text_encoder: {message}", part="text_encoder")
-        where = next(next(iter(encoders.values())).parameters()).device
+        where = next(parts[names[0]].parameters()).device
         columns = [torch.cat(column) for column in zip(*[each.input_ids for each in texts], strict=True)]
-        known = [_KnownTokens(column if upload is None else upload(column)) for column in columns]
-        pipeline = self.pipeline(
-            **{name: _LocatedEncoder(encoder) for name, encoder in encoders.items()},
-            **dict(zip(self.names("tokenizer"), known, strict=True)),
-        )
-        pooled = self.names("text_encoder")[-1], self.names("tokenizer")[-1]
-        with inference(where), pooling(parts[pooled[0]], parts[pooled[1]], recipe):
-            made = pipeline.encode_prompt(
-                [""] * len(texts),
-                device=where,
-                num_images_per_prompt=1,
-                do_classifier_free_guidance=False,
-                clip_skip=clip_skip or None,
-            )
-        # (prompt_embeds, negative ones) and, of two encoders, (pooled ones, negative ones). diffusers 0.42 moves
-        # prompt_embeds only: the pooled output stays on the encoder's device.
-        return {name: tensor.to(where) for name, tensor in zip(self.fields, made[::2], strict=True)}
+        states = []
+        with inference(where), pooling(parts[names[-1]], parts[self.names("tokenizer")[-1]], recipe):
+            for name, column in zip(names, columns, strict=True):
+                ids = column if upload is None else upload(column)
+                output = parts[name](ids.to(where), output_hidden_states=True)
+                states.append(self.read_state(parts[name], output, skip))
+        made = {"prompt_embeds": torch.cat(states, dim=-1)}
+        return made if len(self.fields) == 1 else {**made, "pooled_prompt_embeds": output.text_embeds}
+
+    @abstractmethod
+    def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
+        """The rows [B, T, D] that the pipeline reads of an encoder's output with this `clip_skip`."""
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -146,63 +147,6 @@ def pooling(encoder: Any, tokenizer: Any, recipe: Mapping[str, Any]) -> Iterator
     finally:
         for module, number in zip(found, before, strict=True):
             module.eos_token_id = number
-
-
-# Why two stand-ins, and not our own lines for what `encode_prompt` computes: an entry must have the live pipeline's
-# bits, also with the next diffusers. A stand-in is needed because captions are tokenized ahead of the encoders.
-
-
-class _KnownTokens:
-    """Stands in for a tokenizer in `encode_prompt`, and returns the tokens that are known already."""
-
-    def __init__(self, input_ids: torch.Tensor):
-        self.input_ids = input_ids
-        self.model_max_length = input_ids.shape[-1]
-
-    def tokenize(self, text: str) -> list[str]:
-        """No token of several vectors: the captions were expanded before."""
-        return []
-
-    def __call__(self, texts: Sequence[str], **options: Any) -> _KnownTokens:
-        # A call for other captions than all of the batch would get the wrong tokens.
-        if isinstance(texts, str) or any(texts) or len(texts) != len(self.input_ids):
-            version = importlib.import_module("diffusers").__version__
-            raise ModelError(
-                f"tokenizer: encode_prompt of diffusers {version} asks its tokenizer for {texts!r}, not for "
-                f"{len(self.input_ids)} captions at once: latentcache does not know this version. Install another one.",
-                part="tokenizer",
-            )
-        return self
-
-    def batch_decode(self, ids: torch.Tensor) -> list[str]:
-        """Nothing: it is asked for what was cut off, in order to log it."""
-        return []
-
-
-class _LocatedEncoder:
-    """Stands in for a text encoder in `encode_prompt`, and knows its device.
-
-    diffusers 0.42 walks all modules of each encoder twice a call to find it: 1 to 2 ms in which nothing is launched.
-    """
-
-    def __init__(self, encoder: torch.nn.Module):
-        self._encoder = encoder
-        self.device = next(encoder.parameters()).device
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """None: diffusers looks here for hooks that name a device, and an offloaded encoder moves its inputs itself."""
-        return iter(())
-
-    @property
-    def text_model(self) -> Any:
-        """What has the layers: diffusers norms a skipped layer's state by it. transformers 5.6 and later have none."""
-        return getattr(self._encoder, "text_model", self._encoder)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._encoder(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._encoder, name)
 
 
 def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
-from latentcache.families.clip import pooling, pooling_recipe
+from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.clip import CLIP_SETTINGS, pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
 
 _GUIDANCE = 3.5
@@ -24,8 +24,8 @@ class Flux(PackedFamily):
     pipeline_names = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxKontext*", "FluxControl*", "FluxFillPipeline")
     repositories = ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell")
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
-        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel"),
+        "vae": KL_VAE,
+        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel", settings=CLIP_SETTINGS),
         "text_encoder_2": Part("text_encoder", "transformers.T5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.CLIPTokenizer"),
         "tokenizer_2": Part("tokenizer", "transformers.T5TokenizerFast"),

@@ -9,13 +9,25 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    KL_SETTINGS,
+    QWEN3_SETTINGS,
+    VAE_WEIGHTS,
+    Caption,
+    Encoded,
+    Family,
+    LatentSpace,
+    Part,
+    TextField,
+    Upload,
+)
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.scaling import patchified
 
 _GUIDANCE = 3.5
 """While training, where guidance is distilled: the default of diffusers' train_dreambooth_lora_flux2.py."""
+_VAE_SETTINGS = (*KL_SETTINGS, "decoder_block_out_channels", "patch_size")
 _RENAMED = ("encoder.quant_conv.", "quant_conv."), ("decoder.post_quant_conv.", "post_quant_conv.")
 """Of the VAE's weights in the layout of its authors; the others' names are those of AutoencoderKL's."""
 
@@ -47,12 +59,13 @@ class Flux2(Family):
     is_guided: ClassVar[bool] = False
     """Whether guidance is an input of the denoiser, and there is no negative prompt."""
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS, "AutoencoderKL", _RENAMED),
+        "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS, _VAE_SETTINGS, "AutoencoderKL", _RENAMED),
         # A hidden state is the output of the layer before it; those above are not read.
         "text_encoder": Part(
             "text_encoder",
             "transformers.Qwen3ForCausalLM",
             ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(max(layers)))),
+            QWEN3_SETTINGS,
         ),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }

@@ -12,7 +12,6 @@ from typing_extensions import override
 from latentcache.families.base import (
     LLM_SETTINGS,
     MASK,
-    VAE_WEIGHTS,
     Caption,
     Encoded,
     LatentSpace,
@@ -22,7 +21,7 @@ from latentcache.families.base import (
 )
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
-from latentcache.families.qwen_image import NUM_DROPPED, check_prefix
+from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
 from latentcache.types import Padding
 
 _LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
@@ -44,7 +43,7 @@ class Krea2(PackedFamily):
     pipeline_settings = ("is_distilled",)
     repositories = ("krea/Krea-2-Raw",)
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
+        "vae": QwenImage.parts["vae"],
         # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
         "text_encoder": Part(
             "text_encoder",

@@ -25,6 +25,10 @@ from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
 from latentcache.types import Padding
 
+_VAE_SETTINGS = (
+    *("base_dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample", "dropout"),
+    "input_channels",
+)
 NUM_DROPPED = 34
 """Tokens of the system prompt, whose rows the pipeline drops."""
 STATES = {-1: "language_model.norm"}
@@ -45,7 +49,7 @@ class QwenImage(PackedFamily):
     )
     repositories: ClassVar[tuple[str, ...]] = ("Qwen/Qwen-Image",)
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
+        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, _VAE_SETTINGS, "AutoencoderKLWan"),
         "text_encoder": Part(
             "text_encoder",
             "transformers.Qwen2_5_VLForConditionalGeneration",

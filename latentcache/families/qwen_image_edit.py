@@ -29,6 +29,10 @@ _VISION_SETTINGS = (
     *(f"vision_config.{name}" for name in ("spatial_merge_size", "temporal_patch_size", "tokens_per_second")),
     "vision_config.window_size",
 )
+_IMAGE_SETTINGS = (
+    *("size", "do_convert_rgb", "do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "patch_size"),
+    *("temporal_patch_size", "merge_size", "image_mean", "image_std"),
+)
 _PLACEHOLDER = re.compile(r"<\|(image|video)_pad\|>")
 """In a caption it would stand for an image that is not there, and the processor would fail."""
 
@@ -61,7 +65,7 @@ class QwenImageEdit(QwenImage):
             weights=("model.language_model.", "model.visual."),
             settings=(*LLM_SETTINGS, *_VISION_SETTINGS),
         ),
-        "processor": Part("tokenizer", "transformers.Qwen2VLProcessor", needs="torchvision"),
+        "processor": Part("tokenizer", "transformers.Qwen2VLProcessor", settings=_IMAGE_SETTINGS, needs="torchvision"),
     }
     longest = None
     recipe = {"layers": "-1", "num_dropped": _NUM_DROPPED, "control_area": _AREA, "control_resample": "lanczos"}

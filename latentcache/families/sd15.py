@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from latentcache.families.base import VAE_WEIGHTS, LatentSpace, Part, TextField, TimestepSampling
-from latentcache.families.clip import ClipFamily
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families.base import KL_VAE, LatentSpace, Part, TextField, TimestepSampling
+from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
 
 
 class SD15(ClipFamily):
@@ -18,8 +23,8 @@ class SD15(ClipFamily):
     pipeline_options = {"requires_safety_checker": False}
     repositories = ("stable-diffusion-v1-5/stable-diffusion-v1-5",)
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
-        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel"),
+        "vae": KL_VAE,
+        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel", settings=CLIP_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.CLIPTokenizer"),
     }
     denoiser = "unet"
@@ -31,6 +36,15 @@ class SD15(ClipFamily):
     recipe = {"family": "sd15"}
     layers_above = 0
     timesteps = TimestepSampling("uniform")
+
+    @override
+    def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
+        """With the encoder's last norm, whichever layer is read."""
+        found: torch.Tensor = output.last_hidden_state
+        if skip:
+            layers: Any = getattr(encoder, "text_model", encoder)  # transformers before 5.6 has all layers there
+            found = layers.final_layer_norm(output.hidden_states[-(skip + 1)])
+        return found
 
 
 FAMILY = SD15()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import VAE_WEIGHTS, LatentSpace, Part, Preview, TextField, TimestepSampling
-from latentcache.families.clip import ClipFamily
+from latentcache.families.base import KL_VAE, LatentSpace, Part, Preview, TextField, TimestepSampling
+from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
 from latentcache.types import Geometry
 
 SCALING_FACTOR = 0.13025
@@ -25,9 +25,9 @@ class SDXL(ClipFamily):
     pipeline_options = {"add_watermarker": False}
     repositories = ("stabilityai/stable-diffusion-xl-base-1.0",)
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
-        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel"),
-        "text_encoder_2": Part("text_encoder", "transformers.CLIPTextModelWithProjection"),
+        "vae": KL_VAE,
+        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel", settings=CLIP_SETTINGS),
+        "text_encoder_2": Part("text_encoder", "transformers.CLIPTextModelWithProjection", settings=CLIP_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.CLIPTokenizer"),
         "tokenizer_2": Part("tokenizer", "transformers.CLIPTokenizer"),
     }
@@ -47,6 +47,11 @@ class SDXL(ClipFamily):
     layers_above = 1
     has_zero_negative = True
     timesteps = TimestepSampling("uniform")
+
+    @override
+    def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
+        found: torch.Tensor = output.hidden_states[-(skip + 2)]
+        return found
 
     @override
     def size_conditions(self, geometry: Geometry) -> list[int]:

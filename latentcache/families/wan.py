@@ -29,6 +29,10 @@ from latentcache.families.base import (
 )
 from latentcache.types import Padding
 
+_VAE_SETTINGS = (
+    *("base_dim", "decoder_base_dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample"),
+    *("dropout", "is_residual", "in_channels", "patch_size", "scale_factor_temporal", "scale_factor_spatial"),
+)
 _IMAGE_TO_VIDEO = "makes videos from a first frame (36 channels: noise, a mask, latents of that frame): not supported"
 _ROWS = 512
 """Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
@@ -46,7 +50,7 @@ class Wan(Family):
         *(f"Wan-AI/Wan2.2-{size}-Diffusers" for size in ("T2V-A14B", "TI2V-5B")),
     )
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLWan", VAE_WEIGHTS),
+        "vae": Part("vae", "diffusers.AutoencoderKLWan", VAE_WEIGHTS, _VAE_SETTINGS),
         "text_encoder": Part("text_encoder", "transformers.UMT5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }

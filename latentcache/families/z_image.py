@@ -9,7 +9,17 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError
-from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    KL_VAE,
+    QWEN3_SETTINGS,
+    Caption,
+    Encoded,
+    Family,
+    LatentSpace,
+    Part,
+    TextField,
+    Upload,
+)
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.types import Padding
 
@@ -25,8 +35,8 @@ class ZImage(Family):
     pipeline_names = ("ZImageImg2ImgPipeline", "ZImageInpaintPipeline", "ZImageControlNet*")
     repositories = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
-        "text_encoder": Part("text_encoder", "transformers.Qwen3Model"),
+        "vae": KL_VAE,
+        "text_encoder": Part("text_encoder", "transformers.Qwen3Model", settings=QWEN3_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
     denoiser_class = "diffusers.ZImageTransformer2DModel"

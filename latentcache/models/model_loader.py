@@ -92,8 +92,8 @@ class Models(ABC):
         self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
 
     def _tokenizer_identity(self, part: str, tokenizer: Any) -> PartIdentity:
-        found = tokenizer_identity(part, tokenizer, reads_images=self.family.text_reads_control)
         described = self.family.parts[part]
+        found = tokenizer_identity(part, tokenizer, described.settings)
         return replace(found, class_name="AutoTokenizer") if described.is_any_class else found
 
     @abstractmethod

@@ -16,43 +16,6 @@ from blake3 import blake3
 from latentcache.errors import ModelError
 from latentcache.identity import PartIdentity, canonical_json, digest
 
-IGNORED_CONFIG: Mapping[str, str] = {
-    "_class_name": "the class is a field of its own",
-    "_diffusers_version": "provenance",
-    "_name_or_path": "the origin: copies and renamed folders are the same model",
-    "_use_default_values": "which values were defaults; the values themselves count",
-    "architectures": "the class is a field of its own",
-    "attention_dropout": "acts in training mode only, and encoders run in eval mode",
-    "chunk_size_feed_forward": "splits the computation, not the result; CLIP does not read it",
-    "dtype": "the weights are digested in the dtype of the computation",
-    "force_upcast": "advice for the choice of the dtype, which is a field of its own",
-    "id2label": "for classifiers",
-    "image_processor_type": "the class is a field of its own",
-    "initializer_factor": "for new weights only",
-    "initializer_range": "for new weights only",
-    "label2id": "for classifiers",
-    "model_type": "the class is a field of its own",
-    "batch_norm_eps": "of the scaling of latents, which are stored unscaled",
-    "batch_norm_momentum": "for training only",
-    "latents_mean": "of the scaling of latents, which are stored unscaled",
-    "latents_std": "of the scaling of latents, which are stored unscaled",
-    "out_channels": "of the VAE's decoder, which a cache of latents does not use",
-    "output_attentions": "which outputs are returned, not their values",
-    "output_hidden_states": "which outputs are returned, not their values; encode_prompt passes it",
-    "problem_type": "for classifiers",
-    "processor_class": "of which processor it is a part, not what it does",
-    "return_dict": "how outputs are returned, not their values",
-    "sample_size": "read for tiling only; tile sizes count where tiling is on",
-    "scaling_factor": "a field of its own; encode() does not apply it",
-    "shift_factor": "a field of its own; encode() does not apply it",
-    "torch_dtype": "the weights are digested in the dtype of the computation",
-    "transformers_version": "provenance",
-    "up_block_types": "of the VAE's decoder, which a cache of latents does not use",
-    "use_post_quant_conv": "of the VAE's decoder, which a cache of latents does not use",
-}
-"""Config keys that cannot change an encoder's outputs, each with the reason. All other keys count, known or not, unless
-their value is None: with None a later release may fill in a key that this one does not know."""
-
 OPTIONAL_WEIGHTS = frozenset({"quant_conv."})
 """First parts of names that some models of a class do not have."""
 _TILE_SETTING = re.compile(r"tile_.*|use_framewise_.*|num_(sample|latent)_frames.*")
@@ -70,21 +33,20 @@ def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
             )
 
 
-def _counting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that count. Those of a model of several parts have configs of their own inside."""
-    counting = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
-    return {key: _counting(value) if isinstance(value, Mapping) else value for key, value in counting.items()}
-
-
 def _named(part: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Those of the settings that the config has. ModelError if it has none of those of one of its inner configs."""
+    """Those of the settings that the config has, but for None: with it a later release may fill in a key.
+
+    ModelError if it has none of those of one of its inner configs.
+    """
     found = {}
     for name in names:
         value: Any = values
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            value = {key: each for key, each in value.items() if each is not None}
         if value is not None:
-            found[name] = _counting(value) if isinstance(value, Mapping) else value
+            found[name] = value
     for inner in {name.rpartition(".")[0] for name in names} - {name.rpartition(".")[0] for name in found}:
         raise ModelError(
             f"{part}: its config has none of the settings of {inner or 'its encoder'!r} that its outputs depend on. "
@@ -98,19 +60,21 @@ def module_identity(
     part: str,
     module: torch.nn.Module,
     dtype: torch.dtype,
-    weights: Sequence[str] = ("",),
-    settings: Sequence[str] | None = None,
+    weights: Sequence[str],
+    settings: Sequence[str] | None,
 ) -> PartIdentity:
     """The identity of an encoder that computes in `dtype`: the same on every device, for a folder and a single file.
 
     Floating weights are digested as they are in `dtype`: those whose names begin with one of `weights`. `settings` are
-    those of `Part`. Raises ModelError if weights are offloaded (meta tensors), if the module has adapters such as LoRA,
-    or if its config has none of the settings.
+    those of `Part`; None: all of its config, for a class that no family has. Raises ModelError if weights are offloaded
+    (meta tensors), if the module has adapters such as LoRA, or if its config has none of the settings.
     """
     _check_no_adapters(part, module)
     config: Any = module.config
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    counting = _counting(values) if settings is None else _named(part, values, settings)
+    if settings is None:
+        settings = [name for name in values if not name.startswith("_") and name != "transformers_version"]
+    counting = _named(part, values, settings)
     if getattr(module, "use_tiling", False):
         # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
         names = sorted(filter(_TILE_SETTING.fullmatch, vars(module)))
@@ -119,13 +83,13 @@ def module_identity(
     return PartIdentity(type(module).__name__, found, digest(canonical_json(counting)))
 
 
-def tokenizer_identity(part: str, tokenizer: Any, *, reads_images: bool = False) -> PartIdentity:
+def tokenizer_identity(part: str, tokenizer: Any, image_settings: Sequence[str] = ()) -> PartIdentity:
     """The identity of a tokenizer: `weights` is its vocabulary, merges and text rules, `config` its special tokens.
 
-    With `reads_images` it is a processor's, and how that prepares images counts too. Raises ModelError for a tokenizer
-    without a `tokenizers` backend.
+    With `image_settings` it is a processor's, and these settings count by which it prepares images. Raises ModelError
+    for a tokenizer without a `tokenizers` backend.
     """
-    image_processor = getattr(tokenizer, "image_processor", None) if reads_images else None
+    image_processor = getattr(tokenizer, "image_processor", None) if image_settings else None
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one, and reads images too
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -144,9 +108,9 @@ def tokenizer_identity(part: str, tokenizer: Any, *, reads_images: bool = False)
         "truncation_side": tokenizer.truncation_side,
     }
     if image_processor is not None:
-        public = {name: value for name, value in image_processor.to_dict().items() if not name.startswith("_")}
+        counting = _named(part, image_processor.to_dict(), image_settings)
         # The class too: that of Pillow and that of torchvision resize otherwise.
-        settings["images"] = {**_counting(public), "class": type(image_processor).__name__}
+        settings["images"] = {**counting, "class": type(image_processor).__name__}
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
 
 

@@ -125,7 +125,7 @@ def test_images_have_one_frame_and_one_identity_with_krea2(parts: dict[str, Any]
     assert moments.shape == (2, 32, 1, 4, 6)
     assert torch.equal(encode_images(tiny_model(KREA.name)["vae"], pixels, KREA), moments)
     identities = {
-        module_identity("vae", model["vae"], torch.float32, family.parts["vae"].weights)
+        module_identity("vae", model["vae"], torch.float32, family.parts["vae"].weights, family.parts["vae"].settings)
         for family, model in ((QWEN, parts), (KREA, tiny_model(KREA.name)))
     }
     assert len(identities) == 1

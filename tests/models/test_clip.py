@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -90,23 +88,6 @@ def test_counting_tokens_does_not_change_later_encodings(text):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_only_the_truncation_warning_is_silenced_and_only_inside(text, pipeline):
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logger = logging.getLogger("diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl")
-    logger.addHandler(handler)
-    filters = list(logger.filters)
-    try:
-        encode_captions(text, [LONG])
-        assert heard == []
-        pipeline.encode_prompt(LONG, device="cpu")
-        assert any("truncated" in message for message in heard)
-        assert logger.filters == filters
-    finally:
-        logger.removeHandler(handler)
-
-
 def test_tokens_know_how_long_the_captions_were(text):
     captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
     tokens = SDXL.tokenize(text, captions)
@@ -143,19 +124,6 @@ def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_d
     assert torch.equal(ours["prompt_embeds"], expected[0]) and torch.equal(ours["pooled_prompt_embeds"], expected[2])
     plain = SDXL.tokenize(text, ["a photo of  on a table"])[0]
     assert SDXL.tokenize(text, captions)[0].num_tokens == plain.num_tokens + 3
-
-
-@pytest.mark.parametrize("ask", ["one by one", "as one text", "other texts"])
-def test_a_diffusers_that_asks_for_tokens_in_another_way_is_noticed(text, monkeypatch, ask):
-    def encode_prompt(self, prompt, **options):
-        asked = {"one by one": prompt[:1], "as one text": prompt[0], "other texts": [f"{text}." for text in prompt]}[
-            ask
-        ]
-        return self.tokenizer(asked, padding="max_length")
-
-    monkeypatch.setattr(StableDiffusionXLPipeline, "encode_prompt", encode_prompt)
-    with pytest.raises(ModelError, match=r"diffusers [\d.]+.* asks its tokenizer for"):
-        encode_captions(text, ["a cat", "a dog"])
 
 
 def test_the_host_waits_for_nothing_while_tokens_are_encoded(text):

@@ -17,6 +17,7 @@ import torch
 
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import PipelineError
+from latentcache.families import settings_of
 from latentcache.families.base import VAE_WEIGHTS
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.callables import function_json
@@ -140,7 +141,8 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     is_vae = part == "vae" and any(name.startswith("encoder.") for name in module.state_dict())
     names = VAE_WEIGHTS if is_vae else ("",)
     if hasattr(module, "config"):
-        identity: dict[str, Any] = {"part": dataclasses.asdict(module_identity(part, module, dtype, names))}
+        settings = settings_of(type(module).__name__)
+        identity: dict[str, Any] = {"part": dataclasses.asdict(module_identity(part, module, dtype, names, settings))}
     else:
         identity = {"part": {"class_name": class_name(module), "weights": weights_digest(part, module, dtype, names)}}
     identity["dtype"] = str(dtype)
