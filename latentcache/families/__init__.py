@@ -6,7 +6,6 @@ A file is imported when its family is named, and imports diffusers and transform
 from __future__ import annotations
 
 import importlib
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -58,15 +57,6 @@ def family_of_denoiser(denoiser: object) -> Family:
             part=found[0].denoiser,
         )
     return found[0] if found else family_named(DEFAULT)
-
-
-def family_of_pipeline(class_name: str) -> Family | None:
-    """The family that a pipeline of diffusers of this class generates with; None for a class that is not known."""
-    for name in FAMILIES:
-        family = family_named(name)
-        if any(fnmatchcase(class_name, known) for known in (family.pipeline_name, *family.pipeline_names)):
-            return family
-    return None
 
 
 def settings_of(class_name: str) -> tuple[str, ...] | None:

@@ -11,12 +11,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 
 from latentcache.checkpoints.folder import DOCUMENT, read_document, read_tensors
 from latentcache.checkpoints.state_codec import unpack
@@ -30,7 +28,6 @@ from latentcache.models.files import (
     is_checkpoint,
     is_tiny,
     load_pretrained,
-    loading,
     local_part,
     part_folder,
     read_config,
@@ -38,6 +35,7 @@ from latentcache.models.files import (
     weights_name,
 )
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
+from latentcache.models.single_file import State, converted, empty, fill, is_convertible, read_file
 from latentcache.models.tiny import tiny_denoiser
 
 ORIGINAL_PREFIX = "model.diffusion_model."
@@ -50,7 +48,6 @@ _PEFT_PREFIX = "base_model.model."
 _PEFT_MARKS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")
 _SCALES = ("scaled_fp8", ".scale_weight", ".weight_scale", ".comfy_quant", ".absmax")
 """How the names of a quantised weight's further tensors end, as ComfyUI and bitsandbytes write them."""
-_State: TypeAlias = "Mapping[str, torch.Tensor]"
 
 
 def load_denoiser(
@@ -168,7 +165,7 @@ class _Denoisers:
             raise self._refused(str(error)) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._refused(f"{folder} is not what latentcache writes: {error!r}. Save it again.") from error
-        denoiser = self._empty(self._architecture())
+        denoiser = empty(self.model_class, self._architecture())
         state = self._own_weights(saved, folder, denoiser)
         if any(mark in key for key in state for mark in _PEFT_MARKS):
             adapters = extra.get(SETTINGS_KEY) if isinstance(extra, Mapping) else None
@@ -186,7 +183,7 @@ class _Denoisers:
         self._fill(denoiser, state, str(folder))
         return denoiser
 
-    def _own_weights(self, model: _State, folder: Path, denoiser: torch.nn.Module) -> _State:
+    def _own_weights(self, model: State, folder: Path, denoiser: torch.nn.Module) -> State:
         """The denoiser's weights in a checkpoint's model part, by its own names."""
         prefix = f"{self.part}."
         state = {key.removeprefix(prefix): value for key, value in model.items() if key.startswith(prefix)}
@@ -205,15 +202,14 @@ class _Denoisers:
     # One file: a whole model in the original layout, or a denoiser by diffusers' names or by the original ones.
 
     def _from_file(self, file: Path) -> Any:
-        with loading(self.part, str(file)):
-            state = load_single_file_checkpoint(str(file))
+        state: State = read_file(self.part, file)
         if is_lora(state):
             raise self._lora_refused(file)
         original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
         self._check_is_denoiser(original or state, file)
         has_config = not original and (file.parent / "config.json").is_file()
         settings = self._read_settings(file.parent) if has_config else self._architecture()
-        denoiser = self._empty(settings)
+        denoiser = empty(self.model_class, settings)
         names = denoiser.state_dict().keys()
         # Both layouts may share more than half of their names. A file by diffusers' names has nearly all of them.
         if original or len(names & state.keys()) < 0.9 * len(names):
@@ -221,7 +217,7 @@ class _Denoisers:
         self._fill(denoiser, state, str(file))
         return denoiser
 
-    def _check_is_denoiser(self, state: _State, file: Path) -> None:
+    def _check_is_denoiser(self, state: State, file: Path) -> None:
         if scaled := next((key for key in state if key.endswith(_SCALES)), None):
             raise self._refused(
                 f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
@@ -236,10 +232,10 @@ class _Denoisers:
             )
         self._check_weights(state, str(file))
 
-    def _converted(self, original: _State, settings: Mapping[str, Any], name: str) -> _State:
+    def _converted(self, original: State, settings: Mapping[str, Any], name: str) -> State:
         """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
         class_name = self.model_class.__name__
-        if class_name not in SINGLE_FILE_LOADABLE_CLASSES:
+        if not is_convertible(class_name):
             raise self._refused(
                 f"{name} does not have diffusers' names, and diffusers converts no files of a {class_name}. Name a "
                 "diffusers folder, or a file with diffusers' names."
@@ -248,9 +244,7 @@ class _Denoisers:
             original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
         unused = self.family.unused_weights
         original = {key: value for key, value in original.items() if key not in unused}
-        convert = SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
-        with loading(self.part, name):
-            state: _State = convert(checkpoint=dict(original), config=settings)
+        state = converted(self.part, class_name, original, settings, name)
         # It renames, splits and joins tensors, so that only the sum of their numbers stays.
         given, placed = (sum(value.numel() for value in each.values()) for each in (original, state))
         if given != placed:
@@ -260,38 +254,9 @@ class _Denoisers:
             )
         return state
 
-    def _empty(self, settings: Mapping[str, Any]) -> Any:
-        with init_empty_weights(include_buffers=False):
-            return self.model_class.from_config(settings)
-
-    def _fill(self, denoiser: Any, state: _State, name: str) -> None:
-        """Give an empty denoiser these weights: all of them, and no others."""
-        shapes = {key: tuple(value.shape) for key, value in denoiser.state_dict().items()}
-        faults = {
-            "missing": sorted(shapes.keys() - state.keys()),
-            "without a place": sorted(state.keys() - shapes.keys()),
-            "of another shape": [
-                f"{key}: {list(state[key].shape)}, not {list(shape)}"
-                for key, shape in sorted(shapes.items())
-                if key in state and tuple(state[key].shape) != shape
-            ],
-        }
-        met = "; ".join(f"{len(keys)} {what}, e.g. {keys[0]}" for what, keys in faults.items() if keys)
-        if met:
-            raise self._refused(
-                f"the weights of {name} do not fit the model's {self.word} ({len(shapes)} tensors): {met}. Name a "
-                f"complete {self.word} of the model in model.path, or that model's configs as model.config."
-            )
-        # Copies: the tensors of a file are views of it, and it may be replaced while the denoiser is in use.
-        copies = {key: state[key].to(self._dtype_of(key, state[key]), copy=True) for key in shapes}
-        denoiser.load_state_dict(copies, assign=True)
-
-    def _dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """As `from_pretrained` has it: some modules of some models stay in float32."""
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        stay = self.model_class._keep_in_fp32_modules or ()
-        return torch.float32 if set(stay) & set(name.split(".")) else self.dtype
+    def _fill(self, denoiser: Any, state: State, name: str) -> None:
+        step = f"Name a complete {self.word} of the model in model.path, or that model's configs as model.config"
+        fill(self.part, denoiser, state, self.dtype, name, step)
 
     # What a denoiser is, by its config or its names.
 
@@ -318,7 +283,7 @@ class _Denoisers:
             raise self._refused(f"{folder} {met}. Name a {wanted} of {self.family.name}.")
         return settings
 
-    def _check_weights(self, state: _State, name: str) -> None:
+    def _check_weights(self, state: State, name: str) -> None:
         met = self.family.check_weights({key: tuple(value.shape) for key, value in state.items()})
         if met is not None:
             raise self._refused(f"{name} {met}. Name a {self.word} of {self.family.name}.")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from fnmatch import fnmatchcase
 from typing import Any
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
-from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_pipeline
+from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.families.base import Family
 from latentcache.models.files import TINY, TINY_PHOTOS, is_checkpoint, loading, local_folder
 
@@ -32,18 +33,17 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
     with loading("model", name):
         named = index["_class_name"]
         class_name = str(named[-1] if isinstance(named, list) else named)  # a list: the pipeline's own file, its class
-    family = family_of_pipeline(class_name)
-    for refusing in (family_named(each) for each in FAMILIES if family is None):
-        if met := refusing.refused_pipelines.get(class_name):
-            step = f"Name a model of {refusing.pipeline_name}, as {refusing.repositories[0]}"
+    for family in map(family_named, FAMILIES):
+        if any(fnmatchcase(class_name, known) for known in (family.pipeline_name, *family.pipeline_names)):
+            return family, f"{name} is a model of {class_name}"
+        if met := family.refused_pipelines.get(class_name):
+            step = f"Name a model of {family.pipeline_name}, as {family.repositories[0]}"
             raise ModelError(f"model: {name} is a model of {class_name}. It {met}. {step}.", part="model")
-    if family is None:
-        raise ModelError(
-            f"model: {name} is a model of {class_name}, whose family is not known. Set model.family to the one whose "
-            f"parts it has: {', '.join(FAMILIES)}.",
-            part="model",
-        )
-    return family, f"{name} is a model of {class_name}"
+    raise ModelError(
+        f"model: {name} is a model of {class_name}, whose family is not known. Set model.family to the one whose parts "
+        f"it has: {', '.join(FAMILIES)}.",
+        part="model",
+    )
 
 
 def pipeline_settings(config: ModelConfig, family: Family) -> dict[str, Any]:

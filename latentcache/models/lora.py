@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import convert_state_dict_to_diffusers, is_peft_available
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
@@ -25,6 +24,7 @@ from latentcache.devices.placement import dtype_of
 from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
 from latentcache.models.files import is_checkpoint, loading, refused
+from latentcache.models.single_file import read_file
 from latentcache.utils.durable_files import typed_errors, write_sealed
 
 SETTINGS_KEY = "lora"
@@ -51,8 +51,7 @@ def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Fa
     family = family or family_of_denoiser(denoiser)
     _need_peft()
     file = _lora_file(str(path))
-    with loading("lora", str(file)):
-        names = list(load_single_file_checkpoint(str(file)))
+    names = list(read_file("lora", file))
     _check_names(str(file), names, family)
     state, alphas, metadata = _read(file, denoiser, family)
     # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both

@@ -154,7 +154,7 @@ class ModelLoader(Models):
     @override
     def vae_facts(self) -> VaeFacts:
         origin = self._origin(self.vae_name)
-        settings, vae_class = origin.vae_config_file(), self.family.parts[self.vae_name].load_class()
+        settings, vae_class = origin.vae_config(), self.family.parts[self.vae_name].load_class()
         # Without the weights; the model class fills in the defaults of keys that are not stated.
         with loading(self.vae_name, origin.name), torch.device("meta"):
             vae = vae_class.from_config(settings)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 
 from latentcache.config import ModelConfig
 from latentcache.families.base import Family
@@ -23,6 +22,7 @@ from latentcache.models.files import (
     read_config,
     refused,
 )
+from latentcache.models.single_file import read_file
 from latentcache.models.tiny import tiny_part
 
 logger = logging.getLogger("latentcache")
@@ -74,8 +74,7 @@ def _scheduler_marks(name: str) -> dict[str, Any]:
     """Settings of the scheduler that a checkpoint file itself states."""
     if not os.path.isfile(name) or not is_checkpoint("scheduler", name):
         return {}
-    with loading("scheduler", name):
-        state = load_single_file_checkpoint(name)
+    state = read_file("scheduler", name)
     if "v_pred" not in state:
         return {}
     marks: dict[str, Any] = {"prediction_type": "v_prediction"}

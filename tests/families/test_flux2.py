@@ -10,7 +10,7 @@ import torch
 from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families import family_named, family_of_pipeline
+from latentcache.families import family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import patchified
 from latentcache.models.model_loader import LoadedModels, ModelLoader
@@ -33,11 +33,6 @@ def parts(family: Family) -> dict[str, Any]:
 def encoded(family: Family, parts: dict[str, Any], texts: list[str], **settings: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return family.encode_text(parts, family.tokenize(parts, texts), family.text_recipe(**settings))
-
-
-def test_the_variant_follows_from_the_pipeline() -> None:
-    assert family_of_pipeline("Flux2KleinPipeline") is KLEIN and family_of_pipeline("Flux2Pipeline") is DEV
-    assert KLEIN.text_recipe() != DEV.text_recipe()
 
 
 def test_the_key_is_made_of_the_text_in_the_pipelines_template(family: Family, parts: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from helpers.tiny_models import tiny_folder
 
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
-from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser, family_of_pipeline
+from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser
 from latentcache.models import files
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import family_of
@@ -66,10 +66,13 @@ def test_no_pipeline_is_of_two_families() -> None:
         ("qwen-image", ["ControlNetPipeline", "ControlNetInpaintPipeline"]),
     ],
 )
-def test_folders_of_pipelines_that_add_to_a_model_are_of_its_family(name: str, pipelines: list[str]) -> None:
+def test_folders_of_pipelines_that_add_to_a_model_are_of_its_family(
+    name: str, pipelines: list[str], tmp_path: Path
+) -> None:
     stem = family_named(name).pipeline_name.removesuffix("Pipeline")
     for pipeline in pipelines:
-        assert f"{stem}{pipeline}" in KNOWN and family_of_pipeline(f"{stem}{pipeline}") is family_named(name)
+        folder = folder_of(tmp_path / pipeline, {"_class_name": f"{stem}{pipeline}"})
+        assert f"{stem}{pipeline}" in KNOWN and family_of(ModelConfig(path=str(folder)))[0] is family_named(name)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +82,11 @@ def test_folders_of_pipelines_that_add_to_a_model_are_of_its_family(name: str, p
         *("QwenImageLayeredPipeline", "FluxPriorReduxPipeline", "WanVACEPipeline"),
     ],
 )
-def test_folders_of_other_parts_are_of_no_family(pipeline: str) -> None:
-    assert pipeline in KNOWN and family_of_pipeline(pipeline) is None
+def test_folders_of_other_parts_are_of_no_family(pipeline: str, tmp_path: Path) -> None:
+    assert pipeline in KNOWN
+    folder = folder_of(tmp_path / "model", {"_class_name": pipeline})
+    with pytest.raises(ModelError, match=rf"is a model of {pipeline}, whose family is not known.*: sdxl, sd15"):
+        family_of(ModelConfig(path=str(folder)))
 
 
 def test_the_pipeline_of_a_community_script_is_the_second_that_is_named(tmp_path: Path) -> None:
@@ -110,12 +116,6 @@ def test_a_model_with_other_channels_is_encoded_and_its_denoiser_refused(folder:
         assert loader.identity(part, torch.float32) == expected.identity(part, torch.float32)
     with pytest.raises(ModelError, match="takes 9 channels, as one for inpainting"):
         load_denoiser(dtype=torch.float32, model=model)
-
-
-def test_a_pipeline_of_no_family_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "model", {"_class_name": "LTXPipeline"})
-    with pytest.raises(ModelError, match=r"is a model of LTXPipeline.*Set model\.family.*sdxl, sd15"):
-        family_of(ModelConfig(path=str(folder)))
 
 
 @pytest.mark.parametrize("index", ["{", "[]", "{}", "", "3"])

@@ -14,7 +14,7 @@ from latentcache.errors import ModelError, TrainableEncoderError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.origin import FileOrigin, FolderOrigin
+from latentcache.models.origin import ModelOrigin
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import VaeFacts, encode_images
 
@@ -85,9 +85,8 @@ def loads(monkeypatch) -> list[str]:
 
         return count
 
-    for origin in (FolderOrigin, FileOrigin):
-        for name in ("load", "load_tokenizers"):
-            monkeypatch.setattr(origin, name, counting(getattr(origin, name)))
+    for name in ("load", "load_tokenizers"):
+        monkeypatch.setattr(ModelOrigin, name, counting(getattr(ModelOrigin, name)))
     return counted
 
 

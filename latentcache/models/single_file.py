@@ -1,0 +1,134 @@
+"""Parts of a model from one .safetensors file: by diffusers' names, or in a layout that diffusers converts.
+
+diffusers' `from_single_file` fills in or leaves out weights with a warning at most. Here every tensor of a part comes
+from the file, in its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from accelerate import init_empty_weights
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.loaders.single_file_utils import (
+    is_clip_model_in_single_file,
+    is_t5_in_single_file,
+    load_single_file_checkpoint,
+)
+
+from latentcache.families.base import Family
+from latentcache.models.files import loading, refused
+
+State: TypeAlias = Mapping[str, torch.Tensor]
+
+
+def read_file(part: str, file: Path | str) -> dict[str, torch.Tensor]:
+    """The tensors of a file by their names, for this part; they are views of it. ModelError."""
+    with loading(part, str(file)):
+        found: dict[str, torch.Tensor] = load_single_file_checkpoint(str(file))
+        return found
+
+
+def is_convertible(layout: str) -> bool:
+    """Whether diffusers converts files in the original layout of models of this class."""
+    return layout in SINGLE_FILE_LOADABLE_CLASSES
+
+
+def converted(part: str, layout: str, state: State, settings: Mapping[str, Any], name: str) -> State:
+    """Tensors in the original layout of a class, by diffusers' names. Errors call the file `name`. ModelError."""
+    with loading(part, name):
+        found: State = SINGLE_FILE_LOADABLE_CLASSES[layout]["checkpoint_mapping_fn"](
+            checkpoint=dict(state), config=settings
+        )
+        return found
+
+
+def empty(model_class: Any, settings: Mapping[str, Any]) -> Any:
+    """A model of these settings without memory for its weights."""
+    with init_empty_weights(include_buffers=False):
+        return model_class.from_config(settings)
+
+
+def fill(part: str, module: torch.nn.Module, state: State, dtype: torch.dtype, name: str, next_step: str) -> None:
+    """Give an empty model these weights, in `dtype`: all that it has, and no others.
+
+    Some modules of some classes stay in float32, as `from_pretrained` has it. Raises ModelError with `next_step`.
+    """
+    shapes = {key: tuple(value.shape) for key, value in module.state_dict().items()}
+    faults = {
+        "missing": sorted(shapes.keys() - state.keys()),
+        "without a place": sorted(state.keys() - shapes.keys()),
+        "of another shape": [
+            f"{key}: {list(state[key].shape)}, not {list(shape)}"
+            for key, shape in sorted(shapes.items())
+            if key in state and tuple(state[key].shape) != shape
+        ],
+    }
+    met = "; ".join(f"{len(keys)} {what}, e.g. {keys[0]}" for what, keys in faults.items() if keys)
+    if met:
+        fitting = f"the weights of {name} do not fit a {type(module).__name__} of this model ({len(shapes)} tensors)"
+        raise refused(part, f"{fitting}: {met}. {next_step}.")
+    in_float32 = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+
+    def dtype_of(key: str) -> torch.dtype:
+        if not state[key].is_floating_point():
+            return state[key].dtype
+        return torch.float32 if in_float32 & set(key.split(".")) else dtype
+
+    # Copies: the tensors of a file are views of it, and it may be replaced while the model is in use.
+    module.load_state_dict({key: state[key].to(dtype_of(key), copy=True) for key in shapes}, assign=True)
+
+
+def vae_of_file(family: Family, file: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    """The VAE in a file, which may hold other parts too. Raises ModelError."""
+    [part] = family.names("vae")
+    described = family.parts[part]
+    vae_class = described.load_class()
+    state = read_file(part, file)
+    with loading(part, str(file)):
+        vae: torch.nn.Module = empty(vae_class, settings)
+    names = vae.state_dict().keys()
+    if not names <= state.keys():
+        for old, new in described.renamed:
+            state |= {new + name.removeprefix(old): state[name] for name in state if name.startswith(old)}
+        # Statistics of latents have one name in both layouts.
+        state |= converted(part, described.layout or vae_class.__name__, state, settings, str(file))
+    next_step = (
+        "It is incomplete, of another model, or in a layout that diffusers does not convert. Name the vae folder of a "
+        "diffusers model, or the file in it, as model.vae"
+    )
+    fill(part, vae, {name: state[name] for name in names if name in state}, dtype, str(file), next_step)
+    return vae
+
+
+def text_encoders_of_file(
+    family: Family, file: Path, configs: Path, load_tokenizers: Callable[[], Mapping[str, Any]], dtype: torch.dtype
+) -> dict[str, torch.nn.Module]:
+    """All text encoders in a checkpoint of a whole model, with the configs in a diffusers folder. Raises ModelError."""
+    state = read_file("model", file)
+    can_read = hasattr(family.pipeline_class, "from_single_file")
+    for name in family.names("text_encoder"):
+        encoder_class = family.parts[name].load_class()
+        # diffusers would take one that is not in the file from `configs`, if that has any.
+        if not can_read or not (is_clip_model_in_single_file(encoder_class, state) or is_t5_in_single_file(state)):
+            raise refused(
+                name,
+                f"{file} has no {encoder_class.__name__} of {family.name} that diffusers can read. Name "
+                "a diffusers folder or hub id as model.path. A file can be model.vae, and the "
+                f"{family.denoiser_word} of a validation or training (--denoiser).",
+            )
+    # Only the pipeline converts text encoders; the tokenizers are given so that it does not load its own.
+    options = {"config": str(configs), "torch_dtype": dtype, "local_files_only": True, **load_tokenizers()}
+    options |= dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
+    with loading(family.names("text_encoder")[0], str(file)):
+        pipeline = family.pipeline_class.from_single_file(str(file), **family.pipeline_options, **options)
+    loaded = {name: getattr(pipeline, name) for name in family.names("text_encoder")}
+    for name, module in loaded.items():
+        # from_single_file leaves on the meta device what the file lacks.
+        lacking = next((key for key, value in module.state_dict().items() if value.is_meta), None)
+        if lacking is not None:
+            raise refused(name, f"{file} lacks {lacking}. Use a complete checkpoint.")
+    return loaded
