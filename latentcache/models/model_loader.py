@@ -6,10 +6,9 @@ The identity of a part is a digest of what can change its outputs, and of nothin
 from __future__ import annotations
 
 import copy
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.utils.json_document import recalled
 
 _MEMO = "part-identity/2"
-_IDENTITY = TypeAdapter(PartIdentity)
+_IDENTITY, _FACTS = TypeAdapter(PartIdentity), TypeAdapter(VaeFacts)
 
 
 class Models(ABC):
@@ -142,7 +141,7 @@ class ModelLoader(Models):
         found = self._identified(part, dtype)
         # A file that changed while it was read must not be remembered.
         if key is not None and key == self._memo_key(part, dtype):
-            self._memo[key] = json.dumps(asdict(found))
+            self._memo[key] = _IDENTITY.dump_json(found).decode()
         return found
 
     def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
@@ -162,11 +161,11 @@ class ModelLoader(Models):
             return self._with_stated_upcast(vae_facts(vae), settings)
         # These statistics are weights of the file. They are read in float32: a cast rounds them.
         key = self._memo_key(self.vae_name, torch.float32)
-        known = None if key is None else recalled(self._memo, f"facts {key}", VaeFacts.from_json)
+        known = None if key is None else recalled(self._memo, f"facts {key}", _FACTS.validate_json)
         if known is None:
             known = vae_facts(self._module(self.vae_name, torch.float32))
             if key is not None:
-                self._memo[f"facts {key}"] = known.to_json()
+                self._memo[f"facts {key}"] = _FACTS.dump_json(known).decode()
         return self._with_stated_upcast(known, settings)
 
     @override

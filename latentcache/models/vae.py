@@ -5,11 +5,10 @@ Legend: B images, C latent channels, H and W pixels, h and w latent rows and col
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -50,16 +49,6 @@ class VaeFacts:
     latent_channels: int
     downscale_factor: int
     frames_factor: int = 1
-
-    def to_json(self) -> str:
-        """The facts as JSON."""
-        return json.dumps({**asdict(self), "scaling": self.scaling.to_json()})
-
-    @classmethod
-    def from_json(cls, text: str) -> VaeFacts:
-        """What `to_json` gave."""
-        value = json.loads(text)
-        return cls(**{**value, "scaling": Scaling.from_json(value["scaling"])})
 
 
 def vae_facts(vae: Any) -> VaeFacts:

@@ -13,11 +13,9 @@ import transformers
 from helpers.family_references import generator
 from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
 from helpers.tiny_models import tiny_model
-from models.single_file import save_vae, vae_tensors
-from safetensors.torch import save_file
 
 from latentcache.config import ModelConfig
-from latentcache.errors import ConfigError, ModelError
+from latentcache.errors import ConfigError
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK, Family
 from latentcache.families.clip import ClipFamily
@@ -205,55 +203,6 @@ def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path) -> None
     for text in TEXTS:
         key = TextKeys(family, models.tokenizers, run.encodings.text, "").key(text, run.key_controls(text))
         assert key == run.rows[text].captions[0].key
-
-
-IMAGE_VAES = [name for name in FAMILIES if family_named(name).parts["vae"].class_name == "diffusers.AutoencoderKL"]
-
-
-@pytest.mark.parametrize("name", IMAGE_VAES)
-def test_a_vae_of_one_file_gives_the_same_latents(name: str, tmp_path: Path) -> None:
-    """As ae.safetensors of FLUX.1 and vae-ft-mse of Stable Diffusion have it. Other VAEs come in folders alone."""
-    family, config = family_named(name), family_config(tmp_path)
-    parts = tiny_model(family.name)
-    family.pipeline(**parts).save_pretrained(tmp_path / "folder")
-    file = save_vae(parts["vae"], tmp_path / "vae.safetensors")
-    models = ModelLoader(str(tmp_path / "folder"), vae=str(file), family=family)
-    assert (
-        choose_encodings(config, models, {}).image == choose_encodings(config, loaded_models(family, parts), {}).image
-    )
-
-
-def test_a_checkpoint_of_stable_diffusion_gives_the_same(tmp_path: Path) -> None:
-    """As v1-5-pruned-emaonly.safetensors has it."""
-    family = family_named("sd15")
-    parts = tiny_model(family.name)
-    family.pipeline(**parts).save_pretrained(tmp_path / "configs")
-    encoder = parts["text_encoder"].state_dict()
-    with_prefix = {
-        name if name.startswith("text_model.") else f"text_model.{name}": value for name, value in encoder.items()
-    }
-    tensors = vae_tensors(parts["vae"]) | {
-        f"cond_stage_model.transformer.{name}": with_prefix[name] for name in with_prefix
-    }
-    save_file({name: value.contiguous().clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
-    models = ModelLoader(str(tmp_path / "model.safetensors"), config=str(tmp_path / "configs"), family=family)
-    config = family_config(tmp_path)
-    assert choose_encodings(config, models, {}) == choose_encodings(config, loaded_models(family, parts), {})
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("sdxl", "sd15")])
-def test_a_file_of_the_denoiser_alone_is_refused(name: str, tmp_path: Path) -> None:
-    """As the single files of these models are published: their encoders come in folders."""
-    family = family_named(name)
-    parts = tiny_model(family.name)
-    family.pipeline(**parts).save_pretrained(tmp_path / "configs")
-    weights = parts[family.denoiser].state_dict()
-    save_file({key: value.contiguous().clone() for key, value in weights.items()}, tmp_path / "model.safetensors")
-    models = ModelLoader(str(tmp_path / "model.safetensors"), config=str(tmp_path / "configs"), family=family)
-    for part in ("vae", "text_encoder"):
-        with pytest.raises(ModelError, match=f"^{part}: .*model.safetensors") as raised:
-            models.identity(part, torch.float32)
-    assert "a diffusers folder" in str(raised.value) or "missing in the checkpoint" in str(raised.value)
 
 
 def test_a_denoiser_that_does_not_fit_is_named(run: FamilyRun) -> None:

@@ -38,10 +38,6 @@ def texts_of(folder: Path, family: Family, models: LoadedModels, dtype: str) -> 
     return {entry.record.identity["source"]: entry for entry in entries if entry.record.kind == "text"}, report
 
 
-def test_there_are_families_of_both_kinds() -> None:
-    assert {"flux", "flux2"} <= set(PADDED) and {"wan", "z-image"} <= set(EXACT)
-
-
 @pytest.mark.families
 @pytest.mark.parametrize("name", PADDED)
 def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.wan import pipeline_wan
-from helpers.tiny_models import tiny_denoiser, tiny_folder, tiny_model
+from helpers.tiny_models import tiny_folder, tiny_model
 from safetensors.torch import save_file
 
-from latentcache import LatentCache
 from latentcache.config import Config, ModelConfig, ValidationConfig
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
@@ -26,7 +25,6 @@ from latentcache.precache.plan import TextTask
 from latentcache.precache.run import run_precache
 from latentcache.precache.texts import TextKeys
 from latentcache.scaleout.ray_encoder import RayEncoder
-from latentcache.store.batch import columns_of, read_batch, stack_columns
 from latentcache.types import Padding
 from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise
 
@@ -221,35 +219,6 @@ def test_a_prediction_is_the_pipelines_own_call(parts, pipeline):
     with torch.no_grad():
         found = WAN.predict(parts["transformer"], call["hidden_states"], call["timestep"], batch)
     assert torch.equal(found, expected)
-
-
-def test_a_cached_training_step_equals_a_live_one(make_config: Callable[..., Config], parts: dict[str, Any]) -> None:
-    config = make_config(**{"model.path": tiny_folder("wan"), "validation.prompts": []})
-    assert run_precache(config).num_refused == 0
-    with LatentCache(config.cache.path) as cache:
-        manifest, row = cache.row("a.png")
-        assert manifest.common["scaling"]["rule"] == "mean_std"
-        latents = read_batch(cache.store, [row.images[0].key])["latents"]
-        recipe = WAN.text_recipe()
-        padding = {"prompt_embeds": WAN.padding("prompt_embeds", recipe)}
-        keys = [ref.key for ref in row.captions]
-        texts, own = stack_columns(keys, columns_of(keys, cache.store.rows(keys), padding), padding)
-        assert own["prompt_embeds"].sum(1).max() < 40
-    assert latents.shape == (1, 16, 1, *[side // 8 for side in row.images[0].geometry.target_size])
-    live = encoded(parts, [ref.text for ref in row.captions])["prompt_embeds"].bfloat16()
-    assert torch.equal(texts["prompt_embeds"], live)
-    noise = torch.randn(2, *latents.shape[1:], generator=torch.Generator().manual_seed(0))
-    scaled = vae_facts(parts["vae"]).scaling.apply(latents)
-    gradients = []
-    for embeds in (texts["prompt_embeds"], live):
-        denoiser = tiny_denoiser("wan")
-        timesteps = torch.tensor([250.0, 800.0])
-        sigma = (timesteps / 1000).view(-1, 1, 1, 1, 1)
-        noisy = (1 - sigma) * scaled + sigma * noise
-        found = WAN.predict(denoiser, noisy, timesteps, {"prompt_embeds": embeds.float()})
-        (found - (noise - scaled)).square().mean().backward()
-        gradients.append([each.grad for each in denoiser.parameters() if each.grad is not None])
-    assert gradients[0] and all(map(torch.equal, *gradients))
 
 
 def test_buckets_that_the_denoiser_does_not_take_are_refused(make_config: Callable[..., Config]) -> None:
