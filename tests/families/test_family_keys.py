@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers.family_references import generator
 from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import tiny_model, without_torchvision
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ConfigError
@@ -176,18 +174,8 @@ def folder(run: FamilyRun, folders: dict[str, Path], tmp_path_factory: pytest.Te
     return folders[run.family.name]
 
 
-@pytest.fixture
-def without_torchvision(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor is loaded by the tiny model's class, which reads no videos."""
-    for name in run.family.names("tokenizer"):
-        part = run.family.parts[name]
-        if part.needs is not None:
-            monkeypatch.setitem(run.family.parts, name, dataclasses.replace(part, needs=None))
-            monkeypatch.setattr(transformers, type(run.parts[name]).__mro__[1].__name__, type(run.parts[name]))
-
-
-@pytest.mark.usefixtures("without_torchvision")
-def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path) -> None:
+def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_torchvision(monkeypatch, run.family)
     family, _ = family_of(ModelConfig(path=str(folder)))
     assert family is run.family, "inferred from model_index.json"
     models = ModelLoader(str(folder), family=family)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_config
 from helpers.loss_cases import noise_of, timestep_of
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
 
 from latentcache import LatentCache, ValidationRunner, validate
 from latentcache.config import Config, ValidationConfig
@@ -66,13 +66,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def config(name: str, tmp_path: Path) -> Config:
+def config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A training set and a validation set of the same photos, and one prompt, whose model is the family's tiny one."""
     reads_controls = family_named(name).text_reads_control
     given = family_config(tmp_path, with_controls=reads_controls).model_dump(mode="json")
     [dataset] = given["datasets"]
     given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
-    given["model"]["family"] = name
+    given["model"]["path"] = tiny_folder(name)
+    without_torchvision(monkeypatch, family_named(name))
     given["validation"] |= {
         "path": str(tmp_path / "validation"),
         "prompts": [] if reads_controls else ["a cat"],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.family_runs import SIDE, family_config, loaded_models
 from helpers.loss_cases import noise_of, timestep_of
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import tiny_folder, tiny_model
 from PIL import Image
 
 from latentcache import LatentCache
@@ -62,7 +62,7 @@ def cached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         Image.fromarray(mask_pixels(name)).save(folder / "masks" / name)
     [photos] = given["datasets"]
     given["datasets"] = [{**photos, "name": "masked", "mask": {"path": str(folder / "masks")}}, photos]
-    given["model"]["family"] = family.name
+    given["model"]["path"] = tiny_folder(family.name)
     parts, config = tiny_model(family.name), parse_config(given)
     report = run_precache(config, models=loaded_models(family, parts))
     assert report.num_refused == 0 and report.misses_by_reason["mask: new"] == 3

@@ -185,15 +185,14 @@ def test_a_text_s_key_has_its_control_image(change: str, tmp_path: Path, parts: 
 
 def tiny_config(folder: Path, **changes: Any) -> Config:
     given = family_config(folder, with_controls=True).model_dump(mode="json")
-    given["model"]["family"] = EDIT.name
     given["datasets"][0] |= changes.pop("dataset", {})
     return parse_config(given | changes)
 
 
 def test_a_sample_without_a_control_image_is_refused_by_name(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
+    config, models = tiny_config(tmp_path), loaded_models(EDIT, tiny_model(EDIT.name))
     (tmp_path / "controls/1.png").unlink()
-    report = run_precache(config)
+    report = run_precache(config, models=models)
     [refusal] = report.refused
     assert (refusal.sample_id, refusal.reason) == ("1.png", "missing") and "control 1" in refusal.detail
     with LatentCache(config.cache) as cache:
@@ -201,15 +200,15 @@ def test_a_sample_without_a_control_image_is_refused_by_name(tmp_path: Path) -> 
         assert cache.dataset_names() == cache.manifests.names() == ["photos"], "no prompts"
     assert batch["control_latents_1"].shape == (2, 16, 1, 12, 8) and len(batch["prompt_embeds"]) == 2
     with pytest.raises(ConfigError, match="give dataset photos some"):
-        run_precache(tiny_config(tmp_path, dataset={"control": []}))
+        run_precache(tiny_config(tmp_path, dataset={"control": []}), models=models)
 
 
 def test_prompts_are_refused_since_they_have_no_control_image(tmp_path: Path) -> None:
+    models = loaded_models(EDIT, tiny_model(EDIT.name))
     with pytest.raises(ConfigError, match=r"qwen-image-edit generates from a prompt and control images") as raised:
-        run_precache(tiny_config(tmp_path, validation={"prompts": ["a cat"]}))
+        run_precache(tiny_config(tmp_path, validation={"prompts": ["a cat"]}), models=models)
     assert raised.value.key == "validation.prompts"
     config = tiny_config(tmp_path)
-    models = ModelLoader("tiny", family=EDIT)
     with open_workspace(config.cache) as workspace:
         with pytest.raises(ConfigError, match="a prompt has none"):
             cache_prompts(config, workspace, models, [("a cat", False)], device="cpu")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import transformers
 
 from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family
 from latentcache.models.tiny import (
     byte_symbols,
     clip_text_model,
@@ -85,6 +88,16 @@ def tiny_folder(family: str) -> str:
     folder = tempfile.mkdtemp(prefix=f"tiny-{family}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(save_diffusers_folder({}, Path(folder), family))
+
+
+def without_torchvision(patch: pytest.MonkeyPatch, family: Family) -> None:
+    """Processors of folders are loaded by the tiny model's class, which reads no videos."""
+    for name in family.names("tokenizer"):
+        part = family.parts[name]
+        if part.needs is not None:
+            made = type(_built(family.name, 0)[name])
+            patch.setitem(family.parts, name, dataclasses.replace(part, needs=None))  # type: ignore[misc]
+            patch.setattr(part.class_name, made)
 
 
 @cache
