@@ -91,7 +91,7 @@ KL_SETTINGS = (
     *("norm_num_groups", "use_quant_conv", "mid_block_add_attention"),
 )
 KL_VAE = Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS, KL_SETTINGS)
-"""The VAE of Stable Diffusion's class. Its scaling is a field of an entry's identity of its own."""
+"""An AutoencoderKL. How its latents are scaled is a field of its own in an identity."""
 
 
 @dataclass(frozen=True, slots=True)

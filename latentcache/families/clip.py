@@ -104,11 +104,13 @@ class ClipFamily(Family):
         states = []
         with inference(where), pooling(parts[names[-1]], parts[self.names("tokenizer")[-1]], recipe):
             for name, column in zip(names, columns, strict=True):
-                ids = column if upload is None else upload(column)
-                output = parts[name](ids.to(where), output_hidden_states=True)
-                states.append(self.read_state(parts[name], output, skip))
+                encoder = parts[name]
+                ids = (column if upload is None else upload(column)).to(next(encoder.parameters()).device)
+                output = encoder(ids, output_hidden_states=True)
+                # One that moves itself may leave its output elsewhere.
+                states.append(self.read_state(encoder, output, skip).to(where))
         made = {"prompt_embeds": torch.cat(states, dim=-1)}
-        return made if len(self.fields) == 1 else {**made, "pooled_prompt_embeds": output.text_embeds}
+        return made if len(self.fields) == 1 else {**made, "pooled_prompt_embeds": output.text_embeds.to(where)}
 
     @abstractmethod
     def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
         return family_named(config.family), "model.family says so"
     name = config.config or config.path
     if name in (TINY, TINY_PHOTOS):
-        return family_named(DEFAULT), f"{name} is of this family where model.family names no other one"
+        return family_named(DEFAULT), f"{name} is of this family"
     index = _index_of(config)
     if index is None:
         reason = "has no model_index.json" if os.path.isdir(name) else "is one file, which does not say it"

@@ -50,12 +50,7 @@ def test_the_dtype_follows_the_file(
 ) -> None:
     folder = save_diffusers_folder(tiny_encoders(family), tmp_path / "model", family)
     state_upcast(folder / "vae", stated)
-    settings = {
-        "encode.device": str(device),
-        "encode.text_dtype": "float32",
-        "model.family": family,
-        "model.path": (family),
-    }
+    settings = {"encode.device": str(device), "encode.text_dtype": "float32", "model.family": family}
     models = None
     if form == "loaded":
         vae = AutoencoderKL.from_pretrained(folder / "vae").requires_grad_(False)
