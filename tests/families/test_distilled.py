@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 from helpers.family_runs import family_config
-from helpers.tiny_models import tiny_folder, tiny_model
+from helpers.tiny_models import tiny_model
 
 from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config, ModelConfig, ValidationConfig
@@ -66,7 +66,7 @@ def test_the_models_folder_says_it(tmp_path: Path) -> None:
     assert pipeline_settings(distilled, klein) == DISTILLED
     assert pipeline_settings(distilled, sdxl) == {} == pipeline_settings(distilled, family_named("flux2-dev"))
     assert pipeline_settings(folder_of(tmp_path / "two", '{"_class_name": "Krea2Pipeline"}'), klein) == {}
-    assert pipeline_settings(ModelConfig(path=tiny_folder("flux2"), family="flux2"), klein) == {}
+    assert pipeline_settings(ModelConfig(path="tiny"), klein) == {}
     with pytest.raises(ModelError, match="could not be loaded"):
         pipeline_settings(folder_of(tmp_path / "three", "3"), klein)
 
