@@ -29,9 +29,10 @@ from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache.plan import Shard
+from latentcache.precache.memo import Memo
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Memo, Workspace
+from latentcache.precache.tasks import Shard
+from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 

@@ -38,7 +38,7 @@ from latentcache.identity import (
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.vae import VaeFacts
 from latentcache.precache.encodings import Encodings
-from latentcache.precache.planner import make_plan
+from latentcache.precache.plan import make_plan
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Size
 

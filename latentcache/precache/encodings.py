@@ -20,7 +20,7 @@ from latentcache.identity import ImageEncoding, TextEncoding, canonical_json, di
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
-from latentcache.precache.plan import TEXT_BATCH_SIZE, ImageTask
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, ImageTask
 from latentcache.store.entry import DTYPES
 from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled

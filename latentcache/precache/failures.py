@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import Row
-from latentcache.precache.plan import Shard
+from latentcache.precache.memo import Memo
 from latentcache.precache.report import Failure
-from latentcache.precache.workspace import Memo, Workspace
+from latentcache.precache.tasks import Shard
+from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal
 from latentcache.utils.json_document import recalled
 
@@ -65,7 +66,7 @@ class Failures:
     def read_others(self, keys: Iterable[str]) -> None:
         """Add what other ranks wrote of these keys."""
         names = {self._name(key): key for key in keys}
-        written = {} if self.shared is None else self.shared.reread(names)
+        written = {} if self.shared is None else self.shared.get_many(names)
         for name in written:
             failure = recalled(written, name, _parse_failure)
             if failure is not None:

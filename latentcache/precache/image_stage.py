@@ -15,8 +15,6 @@ alive, of 3 bytes for each pixel of each of their frames. Of a clip that is deco
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,15 +30,14 @@ import torch
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import ImageRefused
+from latentcache.identity import ImageIdentity
 from latentcache.models.running import BatchRunner, float32_precision, vae_settings
 from latentcache.models.vae import encode_images, keep_output, problems
-from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import Encodings
-from latentcache.precache.plan import ImageTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
-from latentcache.provenance import Provenance
+from latentcache.precache.tasks import ImageTask, num_threads
 from latentcache.store.entry import DTYPES
-from latentcache.types import Entry, Record
+from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, bounded_map
 
 CLIPS_AHEAD = 2
@@ -62,32 +59,29 @@ class ImageStage:
 
     def __init__(self, context: RunContext, decode: Callable[[ImageTask], np.ndarray] | None = None):
         assert isinstance(context.encodings, Encodings)
-        self._decode = decode or _decode
+        self._decode = decode or ImageTask.pixels
         self._context, self._encodings = context, context.encodings
         self._placement = context.encodings.vae
         self._transfer = transfer_to(self._placement.device)
         self._retries: deque[list[tuple[ImageItem, str]]] = deque()
         """Images of a batch with bad outputs, and their problem, from the background thread to the main one."""
 
-    def run(self, batches: Sequence[Sequence[ImageTask]]) -> int:
-        """Encode the batches, and return how many pixels were done."""
-        context, placement, num_pixels = self._context, self._placement, 0
-        num_workers = context.encode.num_workers
-        num_threads = (os.cpu_count() or 1) if num_workers == "auto" else num_workers
+    def run(self, batches: Sequence[Sequence[ImageTask]]) -> None:
+        """Encode the batches."""
+        context, placement, threads = self._context, self._placement, num_threads(self._context.encode)
         with ExitStack() as stack:
             with timed(context.report, "load"):
                 vae = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
             context.progress.start("encode images", sum(map(len, batches)))
             stack.enter_context(vae_settings(vae, compile=context.encode.compile))
-            decoders = ThreadPoolExecutor(num_threads, "latentcache-decode")
+            decoders = ThreadPoolExecutor(threads, "latentcache-decode")
             stack.enter_context(decoders)
             worker = stack.enter_context(storing_worker(placement.device))
-            groups = self._all_groups(batches, decoders, num_threads + self._encodings.image_group_size)
+            groups = self._all_groups(batches, decoders, threads + self._encodings.image_group_size)
             stack.callback(groups.close)  # cancels the decoding of what still waits
             for items, moments in self._encoded(vae, groups, placement.batch_size, int(self._transfer.overlaps)):
                 with timed(context.report, "write"):
                     worker.call(self._store, items, moments)
-                num_pixels += sum(math.prod(item.pixels.shape[:-1]) for item in items)
                 context.progress.advance(len(items))
                 self._retry(worker)
                 if context.is_stopped():
@@ -96,7 +90,6 @@ class ImageStage:
                 worker.finish()
             self._retry(worker)
         context.progress.finish()
-        return num_pixels
 
     # Decoding threads
 
@@ -174,7 +167,9 @@ class ImageStage:
     def _store(self, items: Sequence[ImageItem], moments: torch.Tensor, note: str | None = None) -> None:
         """Store a batch. Images with bad outputs wait for a retry in float32, or are failures; `note` is a retry's."""
         context = self._context
-        encoding = context.compared or items[0].task.identity.encoding  # one for the batch: see PlanBuilder
+        identity = items[0].task.identity
+        assert isinstance(identity, ImageIdentity)
+        encoding = context.compared or identity.encoding  # one for the batch: see `Shape.group`
         computed_dtype = encoding.compute_dtype if note is None else "float32"
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
         outputs = keep_output(moments, encoding.output, seeds)
@@ -185,9 +180,7 @@ class ImageStage:
             task = item.task
             problem = next((names[number] for names in found if names[number]), None)
             if problem is None:
-                provenance = Provenance(
-                    sample_id=task.sample.sample_id,
-                    source_path=task.sample.path,
+                record = task.record(
                     models={"vae": context.models.origin(context.models.vae_name)},
                     device=str(self._placement.device),
                     computed_dtype=computed_dtype,
@@ -195,7 +188,6 @@ class ImageStage:
                     compiled=context.encode.compile and note is None,
                     note=note,
                 )
-                record = Record(task.key, "image", task.identity.to_json(), provenance.to_json())
                 context.store(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
                 context.report.num_retried_in_float32 += note is not None
             elif computed_dtype == "float32":
@@ -210,8 +202,4 @@ class ImageStage:
 
 
 def _is_clip(task: ImageTask) -> bool:
-    return task.identity.preparation.num_frames is not None
-
-
-def _decode(task: ImageTask) -> np.ndarray:
-    return pixels_of(task.identity, task.sample, task.source, task.images)
+    return task.identity.preparation.geometry.num_frames is not None

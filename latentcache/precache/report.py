@@ -53,8 +53,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the main thread: load, plan, text (all of that stage), decode (waiting for pixels), encode, write
     (waiting for it), total. The time of other threads is not in it."""
-    estimate: dict[str, float | int | None] = field(default_factory=dict)
-    """Of the misses, before encoding: `bytes` and `seconds`. None where nothing is known yet."""
+    miss_bytes: int = 0
+    """Bytes that the entries of the misses will have, as far as that is known before encoding."""
     placement: dict[str, str] = field(default_factory=dict)
     """Part of the model -> device, dtype, and the reason for them; `family` -> its family, and who states it."""
     notes: list[str] = field(default_factory=list)
@@ -82,10 +82,7 @@ class Report:
         lines = [f"samples   {self.num_samples}", f"hits      {self.num_hits}", f"misses    {self.num_misses}"]
         lines += [f"          {count:>6} {reason}" for reason, count in sorted(self.misses_by_reason.items())]
         if self.dry_run:
-            size, seconds = self.estimate.get("bytes"), self.estimate.get("seconds")
-            size_text = "size unknown" if size is None else f"{size:,} bytes"
-            unknown = "time unknown before a first run with these models"
-            lines.append(f"estimate  {size_text}, {unknown if seconds is None else f'about {seconds:.0f} s'}")
+            lines.append(f"estimate  {self.miss_bytes:,} bytes")
         else:
             lines.append(f"encoded   {self.num_encoded} ({self.bytes_written:,} bytes)")
         if self.failed:

@@ -23,13 +23,11 @@ from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import BatchRunner, float32_precision, pinned_numerics, text_settings
 from latentcache.models.vae import problem_flags, problem_names
-from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import text_dtypes
-from latentcache.precache.plan import TextTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
-from latentcache.provenance import Provenance
+from latentcache.precache.tasks import TextTask
 from latentcache.store.entry import DTYPES
-from latentcache.types import Entry, Record
+from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, bounded_map
 
 logger = logging.getLogger("latentcache")
@@ -70,9 +68,9 @@ class TextStage:
         self._retries: deque[tuple[TextItem, str]] = deque()
         """Captions with bad outputs, and their problem, from the background thread to the main one."""
 
-    def run(self, batches: Sequence[Sequence[TextTask]]) -> int:
-        """Encode the batches, each of one recipe, and return how many captions were done."""
-        context, placement, num_done = self._context, self._placement, 0
+    def run(self, batches: Sequence[Sequence[TextTask]]) -> None:
+        """Encode the batches, each of one recipe."""
+        context, placement = self._context, self._placement
         runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner(
             "text_encoder", placement.batch_size, placement.device
         )
@@ -100,7 +98,6 @@ class TextStage:
             ):
                 context.report.num_truncated_captions += sum(item.tokens.num_tokens > limit for item in items)
                 worker.call(self._store, items, outputs)
-                num_done += len(items)
                 context.progress.advance(len(items))
                 if len(self._retries) >= MAX_RETRIES:
                     self._retry(worker)
@@ -109,7 +106,6 @@ class TextStage:
             worker.finish()
             self._retry(worker)
         context.progress.finish()
-        return num_done
 
     def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[TextItem]]:
         """The batches with their tokens, tokenized a few groups ahead."""
@@ -133,7 +129,7 @@ class TextStage:
         texts, images = [], []
         for task in batch:
             try:
-                pixels = [pixels_of(each.identity, each.sample, each.source, each.images) for each in task.controls]
+                pixels = [each.pixels() for each in task.controls]
             except ImageRefused as error:
                 refused[task.key] = Failure(error.reason, f"its control image: {error.detail}", error.path)
                 continue
@@ -213,9 +209,7 @@ class TextStage:
             if detail:
                 context.fail(task.key, Failure("bad-output", detail))
                 continue
-            provenance = Provenance(
-                sample_id=task.sample_id,
-                source_path=task.path,
+            record = task.record(
                 models={part: context.models.origin(part) for part in self._family.names("text_encoder")},
                 device=str(self._placement.device),
                 computed_dtype=computed_dtype,
@@ -224,7 +218,6 @@ class TextStage:
                 num_tokens=item.tokens.num_tokens,
                 note=note,
             )
-            record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
             kept = {
                 name: tensor[number][masks[name][number]] if name in masks else tensor[number]
                 for name, tensor in tensors.items()

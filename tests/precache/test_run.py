@@ -36,8 +36,8 @@ from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.models.vae import encode_images
 from latentcache.precache import encodings
 from latentcache.precache import run as precache_run
-from latentcache.precache.plan import Plan, Shard
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import Plan, Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
 
@@ -49,7 +49,7 @@ def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Cal
     assert (first.num_samples, first.num_hits, first.num_misses) == (5, 0, 12)
     assert first.num_encoded == 12 and first.misses_by_reason == {"new": 12}
     assert first.num_missing_captions == 1 and first.num_refused == 0 and first.refused == []
-    assert first.bytes_written > first.estimate["bytes"] > 0
+    assert first.bytes_written > first.miss_bytes > 0
     assert first.cache["path"] == str(config.cache.path)
     assert {"load", "plan", "text", "decode", "encode", "write", "total"} <= set(first.seconds)
 
@@ -64,11 +64,9 @@ def test_the_estimate_is_the_payload(make_config: Callable[..., Config]) -> None
     config.cache.path.mkdir()
     assert run_precache(config, dry_run=True).num_misses == dry_report.num_misses
     assert not list(config.cache.path.iterdir())
-    assert dry_report.dry_run and dry_report.num_encoded == 0 and dry_report.estimate["seconds"] is None
+    assert dry_report.dry_run and dry_report.num_encoded == 0
     done = run_precache(config)
-    assert done.cache["payload_bytes"] == dry_report.estimate["bytes"]
-    (config.datasets[0].source.path / "b.txt").write_text("something new")
-    assert run_precache(config, dry_run=True).estimate["seconds"] is not None
+    assert done.cache["payload_bytes"] == dry_report.miss_bytes
 
 
 def test_the_report_is_json_with_the_promised_names(make_config: Callable[..., Config], photos: Path) -> None:

@@ -26,6 +26,7 @@ from latentcache.precache import decoding, encodings
 from latentcache.precache import image_stage as images
 from latentcache.precache import text_stage as texts
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import ImageTask
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Entry
@@ -249,7 +250,7 @@ def test_a_stop_while_only_refused_images_come(
     def changed(task: Any) -> np.ndarray:
         raise ImageRefused(task.sample.path, "changed", "the file changed during the run")
 
-    monkeypatch.setattr(images, "_decode", changed)
+    monkeypatch.setattr(ImageTask, "pixels", changed)
     report = run_precache(make_config(), progress=Stops(), stop=stop)
     assert report.interrupted and num_refused == 1
 

@@ -21,9 +21,12 @@ from latentcache.families import family_named
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import planner, preparations, prompts
+from latentcache.precache import plan as planner
+from latentcache.precache import preparation as preparations
+from latentcache.precache import prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
+from latentcache.types import Geometry
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,7 @@ CHANGES = [
 
 
 def leaves(prefix: str, identity: type) -> Iterator[str]:
-    nested = {"preparation", "encoding", "controls"}  # controls: see test_parts.py
+    nested = {"preparation", "geometry", "encoding", "controls"}  # controls: see test_parts.py
     yield from (f"{prefix}.{field.name}" for field in dataclasses.fields(identity) if field.name not in nested)
 
 
@@ -327,6 +330,7 @@ def test_every_field_of_an_identity_has_a_row() -> None:
         *leaves("image", fingerprint.ImageIdentity),
         *leaves("text", fingerprint.TextIdentity),
         *leaves("preparation", fingerprint.Preparation),
+        *leaves("preparation", Geometry),
         *leaves("image_encoding", fingerprint.ImageEncoding),
         *(
             f"text_encoding.{name}"

@@ -31,7 +31,7 @@ from latentcache.errors import (
 )
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import planner
+from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.serving_models import EntryTask
 from latentcache.precache.workspace import Workspace, open_workspace
