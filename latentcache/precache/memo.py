@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from latentcache.errors import ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.errors import StoreError
 from latentcache.utils.durable_files import remove_whole
 
 T = TypeVar("T")
@@ -26,11 +26,8 @@ _NOTED_DAYS = 30
 """How old the note of a row's last use may become: writing it in each run would cost as much as reading it."""
 _CHECKSUM_BYTES = 8
 _NAMES_AT_ONCE = 500
-_PASSING = {
-    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM),
-    *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM),
-}
-"""Errors that say nothing of what is in the file."""
+_DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+"""Errors that say that the file is no memo; others may pass."""
 
 logger = logging.getLogger("latentcache")
 
@@ -135,13 +132,16 @@ class Memo(MutableMapping[str, str]):
                 if self._database is None:
                     self._database = self._connected()
                 return use(self._database)
-            except (sqlite3.Error, OSError) as error:
+            except sqlite3.Error as error:
                 self._disconnect()
                 if self._read_only:
                     logger.warning("memo of digests not used: %s: %s", self._path, error)
                     self._is_absent = True
-                elif is_second or getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING:
-                    raise self._typed(error) from error
+                elif is_second or getattr(error, "sqlite_errorcode", sqlite3.SQLITE_NOTADB) & 0xFF not in _DAMAGE:
+                    raise StoreError(
+                        f"{self._path}: the memo of digests cannot be used now: {error}. Fix the cause, or remove the "
+                        "file, and run the same command: then all files are read again"
+                    ) from error
                 else:
                     logger.warning("memo of digests removed, files will be read again: %s: %s", self._path, error)
                     remove_whole(self._path)
@@ -166,18 +166,6 @@ class Memo(MutableMapping[str, str]):
         if self._database is not None:
             self._database.close()
             self._database = None
-
-    def _typed(self, error: Exception) -> StoreError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return StoreBusyError(
-                self._path, f"another process held the memo for more than {TIMEOUT_S:.0f} s; try again"
-            )
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_CANTOPEN):
-            return ReadOnlyError(self._path, f"cannot be written: {error}")
-        if code == sqlite3.SQLITE_FULL:
-            return StorageFullError(self._path, 0)
-        return StoreError(f"{self._path}: cannot be used now: {error}. Fix the cause and run the same command.")
 
 
 def _row_of(name: str) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import islice
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -75,14 +75,8 @@ _Entry = tuple[str, Shape, str]
 """The key of an entry of an image, its shape, and the digest of the file that it is made of."""
 
 
-class _Planned(NamedTuple):
-    """A sample that is not refused, and its entries. `image` is its image's digest, `texts` are keys and captions."""
-
-    sample: Sample
-    image: str
-    entries: Sequence[_Entry]
-    texts: Sequence[tuple[str, str]]
-    controls: Controls
+_Planned = tuple[Sample | Refusal, PlainRow, Sequence[_Entry]]
+"""A sample, its row, and the entries of its images; a refused one has none."""
 
 
 def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
@@ -173,16 +167,15 @@ class _DatasetPlanner:
         rows = RowTableBuilder()
         samples = (sample for sample in self._source.samples() if only is None or sample.sample_id in only)
         while chunk := list(islice(samples, CHUNK)):
-            found: list[tuple[PlainRow, _Planned | None]] = []
+            planned: list[_Planned] = []
             for sample, facts in self._with_facts(chunk, executor, verify_sources):
                 if stop.is_set():
                     raise Stopped
-                found += self._planned(sample, facts)
-            rows.add_plain([row for row, _ in found])
-            present = self._entries.find(key for row, _ in found for key in row.keys())
-            for _, planned in found:
-                if planned is not None:
-                    self._sort(planned, present)
+                planned += self._planned(sample, facts)
+            rows.add_plain([row for _, row, _ in planned])
+            present = self._entries.find(key for _, row, _ in planned for key in row.keys())
+            for each in planned:
+                self._sort(*each, present)
             progress.advance(len(chunk))
         name, table, lost = self._dataset.name, rows.finish(), self._history.sources
         if table and lost and only is None and lost.isdisjoint(table.sources()):
@@ -244,42 +237,41 @@ class _DatasetPlanner:
             self._memo[self._memo_prefix + file.path] = msgspec.json.encode(facts).decode()
         return facts
 
-    def _planned(
-        self, sample: Sample | Refusal, facts: Sequence[_FileFacts] | Refusal
-    ) -> Sequence[tuple[PlainRow, _Planned | None]]:
-        """A sample's row, and its entries, of which a refused one has none. Nothing where its name is taken."""
-        plan = self._plan
+    def _planned(self, sample: Sample | Refusal, facts: Sequence[_FileFacts] | Refusal) -> Sequence[_Planned]:
+        """A sample's row and entries; nothing where its name is taken."""
+        plan, sample_id, path = self._plan, sample.sample_id, sample.path
         plan.num_samples += 1
-        if sample.sample_id in self._seen:
+        if sample_id in self._seen:
             # Two rows cannot have one name, and neither may be dropped silently.
-            detail = f"sample id {sample.sample_id!r} occurs twice in this dataset; rename one"
-            plan.refused.append(Refusal(sample.sample_id, sample.path, "duplicate", detail))
+            detail = f"sample id {sample_id!r} occurs twice in this dataset; rename one"
+            plan.refused.append(Refusal(sample_id, path, "duplicate", detail))
             return ()
-        self._seen.add(sample.sample_id)
-        image, shapes = None, None
+        self._seen.add(sample_id)
+        image, refusal = None, facts if isinstance(facts, Refusal) else None
+        entries: list[_Entry] = []
         if not isinstance(facts, Refusal):
             image = facts[0].source
             try:
-                sizes = [each.size for each in facts]
-                shapes = self._preparations.shapes(sizes, facts[0].num_frames, sample.path)
+                shapes = self._preparations.shapes([each.size for each in facts], facts[0].num_frames, path)
             except ImageRefused as refused:
-                facts = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
-        if isinstance(facts, Refusal) or isinstance(sample, Refusal) or shapes is None:
-            assert isinstance(facts, Refusal)  # a refused sample has no other facts
-            plan.refused.append(facts)
-            return [(PlainRow(sample.sample_id, sample.path, image, refusal=facts), None)]
+                refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
+            else:
+                sources = [each.source for each in facts]
+                numbered = [(shape, sources[shape.role.number]) for shape in shapes]
+                entries = [(shape.key(source), shape, source) for shape, source in numbered]
+        if refusal is not None:
+            plan.refused.append(refusal)
+            return [(sample, PlainRow(sample_id, path, image, refusal=refusal), ())]
+        assert isinstance(sample, Sample)  # a refused one has no facts
         plan.num_missing_captions += not sample.has_caption
-        if shapes[0].is_mostly_cut:
+        if entries[0][1].is_mostly_cut:
             plan.num_mostly_cut += 1
-            plan.mostly_cut += [sample.sample_id] if plan.num_mostly_cut <= MAX_NAMED else []
-        sources = [each.source for each in facts]
-        entries = [(shape.key(sources[shape.role.number]), shape, sources[shape.role.number]) for shape in shapes]
-        images = [(key, shape.geometry) for key, shape, _ in entries if shape.role.number == 0]
-        parts = [(key, shape.geometry, part, of) for key, shape, of in entries if (part := shape.role.part) is not None]
-        controls = self._controls(entries)
+            plan.mostly_cut += [sample_id] if plan.num_mostly_cut <= MAX_NAMED else []
+        controls = self._controls(self._read_with_texts(entries))
         texts = [(self._texts.key(text, controls), text) for text in dict.fromkeys(sample.captions)]
-        row = PlainRow(sample.sample_id, sample.path, image, images, texts, parts)
-        return [(row, _Planned(sample, sources[0], entries, texts, controls))]
+        images = [(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
+        parts = [(key, shape.geometry, part, of) for key, shape, of in entries if (part := shape.role.part)]
+        return [(sample, PlainRow(sample_id, path, image, images, texts, parts), entries)]
 
     def _read_with_texts(self, entries: Iterable[_Entry]) -> list[_Entry]:
         """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
@@ -287,35 +279,31 @@ class _DatasetPlanner:
             return []
         return [entry for entry in entries if entry[1].role.part == "control" and not entry[1].geometry.flip]
 
-    def _controls(self, entries: Iterable[_Entry]) -> Controls:
-        """What the key of a text has of them."""
-        read = self._read_with_texts(entries)
-        return tuple(
-            (of, self._preparations.identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read
-        )
+    def _controls(self, read: Iterable[_Entry]) -> Controls:
+        """What the key of a text has of the images that are read with it."""
+        identity = self._preparations.identity
+        return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
 
-    def _sort(self, planned: _Planned, present: set[str]) -> None:
+    def _sort(self, sample: Sample | Refusal, row: PlainRow, entries: Sequence[_Entry], present: set[str]) -> None:
         """Count a sample's entries, and make tasks of the misses."""
-        sample, image, entries, texts, controls = planned
+        if isinstance(sample, Refusal):
+            return
         for entry in entries:
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
                 facts = image_facts(source, shape.geometry)
-                reason = self._history.why(sample.sample_id, image, shape.role.name, key, facts)
+                reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
                 task = self._image_task(sample, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
-        for key, text in texts:
+        for key, text in row.captions:
             if self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 read = self._read_with_texts(entries)
-                geometries = [(source, shape.geometry) for _, shape, source in read] if read else None
-                facts = text_facts(text, geometries)
-                reason = self._history.why(sample.sample_id, image, "text_encoding", key, facts)
-                identity = self._texts.identity(text, controls)
+                facts = text_facts(text, [(of, shape.geometry) for _, shape, of in read] or None)
+                reason = self._history.why(row.sample_id, row.source, "text_encoding", key, facts)
                 images = tuple(self._image_task(sample, each) for each in read)
-                self._entries.add(
-                    TextTask(key, identity, sample, text, images), recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason
-                )
+                text_task = TextTask(key, self._texts.identity(text, self._controls(read)), sample, text, images)
+                self._entries.add(text_task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
 
     def _image_task(self, sample: Sample, entry: _Entry) -> ImageTask:
         key, shape, source = entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,11 @@ from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
 from latentcache.families.base import check_prompts
-from latentcache.identity import SCHEMA, PartIdentity, encoding_json, key_of
+from latentcache.identity import SCHEMA, encoding_json, key_of
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size, text_family_json
 from latentcache.precache.preparation import TextKeys
-from latentcache.precache.reasons import History, text_facts
+from latentcache.precache.reasons import History, text_causes, text_facts
 from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, TextTask
 from latentcache.precache.text_stage import TextStage
@@ -77,7 +77,11 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
 
     def whole() -> Manifest | None:
         # Read only now: another process may have cached other prompts meanwhile.
-        others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
+        last, store = last_manifest(workspace.manifests, manifest.name), workspace.store
+        keys = set() if last is None else last.keys()
+        present = store.find(keys) if store.can_tell() else keys
+        rows = () if last is None else last.rows.values()
+        others = {row.sample_id: row for row in rows if row.refusal is None and present.issuperset(row.keys())}
         is_new = always or any(others.get(name) != row for name, row in manifest.rows.items())
         return manifest.with_rows({**others, **manifest.rows}) if is_new else None
 
@@ -172,17 +176,6 @@ def prompt_row(task: TextTask) -> Row:
     return Row(task.sample.sample_id, task.sample.path, None, (), (CaptionRef(task.caption, task.key),))
 
 
-def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str, Row]:
-    """Prompts that other runs cached with these encoders: they stay, but for those whose entries are gone."""
-    manifest = last_manifest(manifests, name)
-    if manifest is None:
-        return {}
-    keys = manifest.keys()
-    present = store.find(keys) if store.can_tell() else keys
-    whole = (row for row in manifest.rows.values() if row.refusal is None and present.issuperset(row.keys()))
-    return {row.sample_id: row for row in whole}
-
-
 def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
     """The manifest of the last run; None if there is none, or a broken one, which the run replaces."""
     try:
@@ -197,26 +190,16 @@ def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], mo
         return
     if prompts_name(dataset.common) == prompts_name(common):
         return
-    differing = list(_differences(dataset.common, common))
-    shown = "; ".join(f"{name} is {given}, in the cache {cached}" for name, given, cached in differing)
-    part = next((name for name, _, _ in differing if name in models.family.parts), None)
+    causes = text_causes(dataset.common, common)
+    if any(name == "compute_dtype" for name, _ in causes):
+        # Weights are identified as they compute: those of another dtype differ for that reason alone.
+        causes = [(name, cause) for name, cause in causes if not name.startswith("text_encoder")]
     raise ModelError(
-        f"prompts would not be encoded as the captions of dataset {dataset.name} were: {shown}. "
-        "Give the text encoders and the settings that the cache was made with, or run `latentcache precache CONFIG` "
-        "with these.",
-        part=part,
+        f"prompts would not be encoded as the captions of dataset {dataset.name} were: "
+        f"{', '.join(cause for _, cause in causes)}. Give the text encoders and the settings that the cache was made "
+        "with, or run `latentcache precache CONFIG` with these.",
+        part=next((name for name, _ in causes if name in models.family.parts), None),
     )
-
-
-def _differences(cached: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, given value and cached value of everything that makes the text encodings differ."""
-    flat = [{"schema": each["schema"], "salt": each["salt"], **each["text_encoding"]} for each in (given, cached)]
-    # Weights are identified as they compute: those of another dtype differ for that reason alone.
-    same_dtype = flat[0]["compute_dtype"] == flat[1].get("compute_dtype")
-    for name in flat[0]:
-        values = [each.get(name) for each in flat]
-        if values[0] != values[1] and (same_dtype or not name.startswith("text_encoder")):
-            yield name, *(PartIdentity(**v).name if isinstance(v, Mapping) else repr(v) for v in values)
 
 
 def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, models: Models, store: Store) -> None:

@@ -98,7 +98,7 @@ class History:
         now = {**_common_facts(self._common, name), **facts}
         if facts.get("num_frames") is None:
             now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
-        return ", ".join(_causes(before, now)) or LOST
+        return ", ".join(cause for _, cause in _causes(before, now)) or LOST
 
 
 def _known(row: Row, name: str) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
@@ -126,15 +126,20 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
     return facts | (common.get("frames") or {} if name == "image" else {})
 
 
-def _causes(before: Facts, now: Facts) -> Iterator[str]:
-    """A cause for each fact that differs, those of the source first."""
+def text_causes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What texts are made with that differs in what two manifests have in common: names and causes."""
+    return list(_causes(*(_common_facts(common, "text_encoding") for common in (before, now))))
+
+
+def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
+    """Name and cause of each fact that differs, those of the source first."""
     changed = [name for name, value in now.items() if before.get(name) != value]
     geometry = [name for name in GEOMETRY if name in changed]
     hidden = geometry if "image" in changed else geometry[1:]
     for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption")):
         if name not in hidden:
             values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
-            yield _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
+            yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
 
 
 def _why_imported(known: Sequence[tuple[ImageRef | PartRef | CaptionRef, Facts]], key: str) -> str:

@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
@@ -27,7 +25,7 @@ from latentcache.precache.failures import Failures
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.mask_stage import MaskStage
 from latentcache.precache.plan import Stopped, make_plan
-from latentcache.precache.prompts import prompts_of_others
+from latentcache.precache.prompts import add_prompts
 from latentcache.precache.report import Failure, Report, RunContext, timed
 from latentcache.precache.tasks import Plan, Shard
 from latentcache.precache.text_stage import TextStage
@@ -268,8 +266,9 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
         needed = set(manifest.rows.entry_keys(usable=True))
         absent = needed - workspace.store.find(needed)
         failures.read_others(absent)
-        whole = partial(_whole, workspace, manifest, failures)
-        if absent and (absent := absent & set(whole().rows.entry_keys(usable=True))):
+        if refusals := failures.refusals(manifest):
+            manifest = manifest.with_rows(manifest.rows.with_refusals(refusals))
+        if absent and (absent := absent & set(manifest.rows.entry_keys(usable=True))):
             waiting.append(manifest.name)
             logger.info(
                 "manifest %s waits for %d entries of other ranks, or that are gone; if no rank is running, run "
@@ -277,17 +276,8 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
                 manifest.name,
                 len(absent),
             )
-        elif manifest.role == "prompts":
-            update_manifest(workspace.manifests, whole)
+        elif manifest.role == "prompts":  # with those that a service cached since the plan was made
+            add_prompts(workspace, manifest, always=True)
         else:
-            workspace.manifests.write(whole())
+            workspace.manifests.write(manifest)
     return waiting
-
-
-def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Manifest:
-    """The manifest with what failed, and with prompts that a service cached since the plan was made."""
-    is_prompts = manifest.role == "prompts"
-    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
-    if refusals := failures.refusals(manifest):
-        manifest = manifest.with_rows(manifest.rows.with_refusals(refusals))
-    return manifest.with_rows({**others, **manifest.rows}) if others else manifest
