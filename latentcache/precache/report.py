@@ -9,19 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from latentcache.config import EncodeConfig
 from latentcache.errors import EncodeError
 from latentcache.identity import ImageEncoding
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import TextEncodings
 from latentcache.types import Entry, Refusal
-from latentcache.utils.concurrency import BackgroundWorker
 from latentcache.utils.progress import Progress
-
-BATCHES_TO_STORE = 2
-"""Batches that wait to be stored, or are being stored."""
 
 
 @dataclass(slots=True)
@@ -150,11 +144,6 @@ class RunContext:
     def refuse(self, item: Any, error: EncodeError) -> None:
         """Note that the entry of `item.task` does not fit into memory, not even alone."""
         self.fail(item.task.key, Failure("out-of-memory", str(error)))
-
-
-def storing_worker(device: torch.device) -> BackgroundWorker:
-    """Stores results in the background while `device` encodes; at once, without a thread, where that is the CPU."""
-    return BackgroundWorker(BATCHES_TO_STORE, "storing", in_thread=device.type != "cpu")
 
 
 @contextmanager
