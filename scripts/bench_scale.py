@@ -106,7 +106,7 @@ def plan(root: Path, num_samples: int) -> dict[str, float]:
                 found += [entries.is_miss(ref.key, present, "text", "", 16) for ref in row.captions]
                 assert not any(found), "an entry of the manifest is not in the index"
             new.add(chunk)
-        assert entries.finish().num_hits == 2 * num_samples and len(new.finish()) == num_samples
+        assert entries.finish().report.num_hits == 2 * num_samples and len(new.finish()) == num_samples
     return {}
 
 

@@ -23,10 +23,11 @@ from latentcache.families.scaling import latents_from_moments, posterior_std
 from latentcache.identity import ImageEncoding, TextEncoding, key_of
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import choose_encodings, for_images, load_models
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.preparation import Preparations, TextKeys
-from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.report import Failure, Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace

@@ -8,6 +8,7 @@ while the host copies and checks. On a CPU the main thread stores the results.
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,19 +19,56 @@ from typing import Any, ClassVar
 
 import torch
 
+from latentcache.config import EncodeConfig
 from latentcache.devices.placement import Placement
 from latentcache.devices.transfer import Download, transfer_to
-from latentcache.errors import DeviceError
+from latentcache.errors import DeviceError, EncodeError
+from latentcache.identity import ImageEncoding
+from latentcache.models.model_loader import Models
 from latentcache.models.running import BatchRunner, float32_precision
-from latentcache.precache.report import Failure, RunContext
+from latentcache.precache.encodings import TextEncodings
+from latentcache.precache.report import Failure, Report
 from latentcache.precache.tasks import Task
-from latentcache.types import Record
+from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import BackgroundWorker
+from latentcache.utils.progress import Progress
 
 BATCHES_TO_STORE = 2
 """Batches that wait to be stored, or are being stored."""
 
 logger = logging.getLogger("latentcache")
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """One run while it encodes.
+
+    The background thread calls `store` with each finished entry; it and the main thread call `fail` with the key of an
+    entry that could not be made. Images need `Encodings`.
+    """
+
+    encode: EncodeConfig
+    encodings: TextEncodings
+    models: Models
+    store: Callable[[Entry], None]
+    fail: Callable[[str, Failure], None]
+    report: Report
+    progress: Progress
+    stop: threading.Event
+    claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
+    """Called with each batch of tasks before it is begun. Returns those that this process should do."""
+
+    compared: ImageEncoding | None = None
+    """What is stored of images in place of what their identities say: for who compares them with others."""
+
+    def is_stopped(self) -> bool:
+        """Whether the rest is left to the next run."""
+        self.report.interrupted |= self.stop.is_set()
+        return self.report.interrupted
+
+    def refuse(self, item: Any, error: EncodeError) -> None:
+        """Note that the entry of `item.task` does not fit into memory, not even alone."""
+        self.fail(item.task.key, Failure("out-of-memory", str(error)))
 
 
 @dataclass(frozen=True, slots=True)

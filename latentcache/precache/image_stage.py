@@ -24,9 +24,9 @@ from latentcache.devices.transfer import Download
 from latentcache.errors import ImageRefused
 from latentcache.models.running import vae_settings
 from latentcache.models.vae import encode_images, keep_output, problems
-from latentcache.precache.encoding_stage import EncodingStage, Item
+from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import Encodings
-from latentcache.precache.report import Failure, RunContext, timed
+from latentcache.precache.report import Failure, timed
 from latentcache.precache.tasks import ImageTask, num_threads
 from latentcache.store.entry import DTYPES
 from latentcache.types import Entry

@@ -10,7 +10,8 @@ from itertools import chain
 import torch
 
 from latentcache.errors import ImageRefused
-from latentcache.precache.report import Failure, RunContext
+from latentcache.precache.encoding_stage import RunContext
+from latentcache.precache.report import Failure
 from latentcache.precache.tasks import ImageTask, num_threads
 from latentcache.types import Entry
 from latentcache.utils.concurrency import bounded_map

@@ -31,6 +31,7 @@ from latentcache.precache.memo import known
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
+from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
@@ -90,14 +91,15 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     only: frozenset[str] | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
+    report: Report | None = None,
 ) -> Plan:
-    """Plan a run. Only the memo of digests is written.
+    """Plan a run, and count in the report. Only the memo of digests is written.
 
     One bad file is a refusal. `only` restricts the plan to these sample ids. `verify_sources` reads and hashes every
     image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
     Stopped when `stop` is set.
     """
-    entries, progress = Entries(workspace.store, shard or Shard()), progress or Progress()
+    entries, progress = Entries(workspace.store, shard or Shard(), report), progress or Progress()
     # The first one is read once, for the prompts too.
     last = last_manifest(workspace.manifests, config.datasets[0].name)
     plan_validation_prompts(entries, config, workspace.manifests, encodings, models, last)
@@ -239,12 +241,12 @@ class _DatasetPlanner:
 
     def _planned(self, sample: Sample | Refusal, facts: Sequence[_FileFacts] | Refusal) -> Sequence[_Planned]:
         """A sample's row and entries; nothing where its name is taken."""
-        plan, sample_id, path = self._plan, sample.sample_id, sample.path
-        plan.num_samples += 1
+        report, sample_id, path = self._plan.report, sample.sample_id, sample.path
+        report.num_samples += 1
         if sample_id in self._seen:
             # Two rows cannot have one name, and neither may be dropped silently.
             detail = f"sample id {sample_id!r} occurs twice in this dataset; rename one"
-            plan.refused.append(Refusal(sample_id, path, "duplicate", detail))
+            report.refused.append(Refusal(sample_id, path, "duplicate", detail))
             return ()
         self._seen.add(sample_id)
         image, refusal = None, facts if isinstance(facts, Refusal) else None
@@ -260,13 +262,13 @@ class _DatasetPlanner:
                 numbered = [(shape, sources[shape.role.number]) for shape in shapes]
                 entries = [(shape.key(source), shape, source) for shape, source in numbered]
         if refusal is not None:
-            plan.refused.append(refusal)
+            report.refused.append(refusal)
             return [(sample, PlainRow(sample_id, path, image, refusal=refusal), ())]
         assert isinstance(sample, Sample)  # a refused one has no facts
-        plan.num_missing_captions += not sample.has_caption
+        report.num_missing_captions += not sample.has_caption
         if entries[0][1].is_mostly_cut:
-            plan.num_mostly_cut += 1
-            plan.mostly_cut += [sample_id] if plan.num_mostly_cut <= MAX_NAMED else []
+            report.num_mostly_cut += 1
+            report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
         controls = self._controls(self._read_with_texts(entries))
         texts = [(self._texts.key(text, controls), text) for text in dict.fromkeys(sample.captions)]
         images = [(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]

@@ -1,21 +1,14 @@
-"""What a precache run did, as one document; and the context in which its stages work and add to it."""
+"""What a precache run did, as one document."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from latentcache.config import EncodeConfig
-from latentcache.errors import EncodeError
-from latentcache.identity import ImageEncoding
-from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import TextEncodings
-from latentcache.types import Entry, Refusal
-from latentcache.utils.progress import Progress
+from latentcache.types import Refusal
 
 
 @dataclass(slots=True)
@@ -112,38 +105,6 @@ class Failure:
     reason: str
     detail: str
     path: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """One run while it encodes.
-
-    The background thread calls `store` with each finished entry; it and the main thread call `fail` with the key of an
-    entry that could not be made. Images need `Encodings`.
-    """
-
-    encode: EncodeConfig
-    encodings: TextEncodings
-    models: Models
-    store: Callable[[Entry], None]
-    fail: Callable[[str, Failure], None]
-    report: Report
-    progress: Progress
-    stop: threading.Event
-    claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
-    """Called with each batch of tasks before it is begun. Returns those that this process should do."""
-
-    compared: ImageEncoding | None = None
-    """What is stored of images in place of what their identities say: for who compares them with others."""
-
-    def is_stopped(self) -> bool:
-        """Whether the rest is left to the next run."""
-        self.report.interrupted |= self.stop.is_set()
-        return self.report.interrupted
-
-    def refuse(self, item: Any, error: EncodeError) -> None:
-        """Note that the entry of `item.task` does not fit into memory, not even alone."""
-        self.fail(item.task.key, Failure("out-of-memory", str(error)))
 
 
 @contextmanager

@@ -20,13 +20,14 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, for_images, load_models
 from latentcache.precache.failures import Failures
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.mask_stage import MaskStage
 from latentcache.precache.plan import Stopped, make_plan
 from latentcache.precache.prompts import add_prompts
-from latentcache.precache.report import Failure, Report, RunContext, timed
+from latentcache.precache.report import Failure, Report, timed
 from latentcache.precache.tasks import Plan, Shard
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace, open_workspace
@@ -156,13 +157,10 @@ class _Run:
                 verify_sources=verify_sources,
                 progress=self.progress,
                 stop=self.stop,
+                report=report,
             )
         if self.elsewhere is None:  # each encoder there chooses its own batch size
             self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
-        report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, len(plan.reasons)
-        report.num_missing_captions, report.miss_bytes = plan.num_missing_captions, plan.miss_bytes
-        report.num_mostly_cut, report.mostly_cut = plan.num_mostly_cut, plan.mostly_cut
-        report.misses_by_reason, report.refused = dict(plan.misses_by_reason), list(plan.refused)
         family = self.models.family
         if (reason := unread_controls(family)) is not None:
             note = f"control images are cached for code of your own: {reason}"

@@ -15,9 +15,10 @@ from latentcache.errors import DeviceError, ModelError
 from latentcache.models.model_loader import Models
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import free_cached_memory
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, for_images
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.report import Failure, Report
 from latentcache.precache.tasks import ImageTask, Task, TextTask
 from latentcache.precache.text_stage import TextStage
 from latentcache.types import Entry, Kind

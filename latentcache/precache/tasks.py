@@ -8,7 +8,6 @@ gives the same bytes.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -21,9 +20,10 @@ from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError
 from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity
 from latentcache.precache.decoding import pixels_of
+from latentcache.precache.report import Report
 from latentcache.provenance import Provenance
 from latentcache.store.base import Store
-from latentcache.types import Kind, Record, Refusal
+from latentcache.types import Kind, Record
 
 TEXT_BATCH_SIZE = 16
 """Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
@@ -169,34 +169,21 @@ class Batches(Generic[T]):
 
 @dataclass(slots=True)
 class Plan:
-    """The plan of a run. Counts are those of the whole dataset, the batches are this shard's share."""
+    """The plan of a run. The report's counts are those of the whole dataset, the batches are this shard's share."""
 
     manifests: list[Manifest] = field(default_factory=list)
     batches: dict[Kind, list[list[Any]]] = field(default_factory=dict)
     """By kind, in the order in which they are encoded, each of `Task`s."""
-    num_samples: int = 0
-    num_hits: int = 0
-    num_missing_captions: int = 0
-    num_mostly_cut: int = 0
-    mostly_cut: list[str] = field(default_factory=list)
-    """See `Report`."""
-    refused: list[Refusal] = field(default_factory=list)
-    misses_by_reason: Counter[str] = field(default_factory=Counter)
-    miss_bytes: int = 0
+    report: Report = field(default_factory=Report)
     reasons: dict[str, str] = field(default_factory=dict)
     """Key of each miss -> why it is one."""
-
-    @property
-    def num_tasks(self) -> int:
-        """How many entries this shard encodes."""
-        return sum(len(batch) for batches in self.batches.values() for batch in batches)
 
 
 class Entries:
     """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
 
-    def __init__(self, store: Store, shard: Shard):
-        self.plan, self.damaged = Plan(), store.damaged()
+    def __init__(self, store: Store, shard: Shard, report: Report | None = None):
+        self.plan, self.damaged = Plan(report=report or Report()), store.damaged()
         self._store = store
         self._seen: set[bytes] = set()
         # The text encoders are released before the VAE needs the memory.
@@ -214,16 +201,17 @@ class Entries:
         self._seen.add(seen)
         if key not in present:
             return True
-        self.plan.num_hits += 1
+        self.plan.report.num_hits += 1
         self._batches[kind].add(group, size, None)
         return False
 
     def add(self, task: Task, group: Hashable, size: int, num_bytes: int, reason: str) -> None:
         """Add an entry that is to be encoded."""
-        plan = self.plan
-        plan.reasons[task.key] = reason
-        plan.misses_by_reason[reason] += 1
-        plan.miss_bytes += num_bytes
+        report = self.plan.report
+        self.plan.reasons[task.key] = reason
+        report.misses_by_reason[reason] = report.misses_by_reason.get(reason, 0) + 1
+        report.num_misses += 1
+        report.miss_bytes += num_bytes
         self._batches[task.kind].add(group, size, task)
 
     def finish(self) -> Plan:

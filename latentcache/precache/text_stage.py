@@ -16,9 +16,9 @@ from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import pinned_numerics, text_settings
 from latentcache.models.vae import problem_flags, problem_names
-from latentcache.precache.encoding_stage import EncodingStage, Item
+from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import text_dtypes
-from latentcache.precache.report import Failure, RunContext, timed
+from latentcache.precache.report import Failure, timed
 from latentcache.precache.tasks import TextTask
 from latentcache.store.entry import DTYPES
 from latentcache.types import Entry

@@ -27,7 +27,8 @@ from ray.exceptions import (
 
 from latentcache.config import RayConfig
 from latentcache.errors import ClusterError, LatentCacheError
-from latentcache.precache.report import Failure, RunContext
+from latentcache.precache.encoding_stage import RunContext
+from latentcache.precache.report import Failure
 from latentcache.precache.tasks import ImageTask, Task
 from latentcache.scaleout.messages import EncoderAnswer, Problem, decode_image
 from latentcache.scaleout.ray_encoder import without_source

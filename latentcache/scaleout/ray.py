@@ -18,7 +18,8 @@ import torch
 
 from latentcache.config import Config, RayConfig
 from latentcache.errors import ClusterError, ConfigError
-from latentcache.precache.report import Report, RunContext
+from latentcache.precache.encoding_stage import RunContext
+from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Plan, Shard
 from latentcache.scaleout.ray_encoder import RayEncoder
