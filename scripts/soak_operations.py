@@ -306,7 +306,7 @@ class Scene:
             assert manifest in known, f"manifest {name} is neither the old nor the new one"
         missing = self.manifests_before.keys() & self.manifests_after.keys() - manifests(cache).keys()
         assert not missing, f"manifests are gone: {missing}"
-        left = [name for name in _left(cache) if not name.startswith("memo/")]  # which precache alone opens
+        left = [name for name in _left(cache) if not name.startswith("memo")]  # which precache alone opens
         assert not left, f"the opening left {left}"
 
     def finish(self, cache: Path | None = None) -> None:

@@ -169,7 +169,8 @@ class EncodingStage(ABC):
             logger.warning("%s: %s", named, reason)
             self._retries.append((item, reason))
         else:
-            detail = f"{self.encoder} gave {problem} for {named}, computed in float32 and stored as {dtypes[1]}"
+            shown = "" if path else f" for {named}"
+            detail = f"{self.encoder} gave {problem}{shown}, computed in float32 and stored as {dtypes[1]}"
             self._context.fail(item.task.key, Failure("bad-output", detail, path))
         return True
 

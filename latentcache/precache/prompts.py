@@ -83,8 +83,9 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
         present = store.find(keys) if store.can_tell() else keys
         rows = () if last is None else last.rows.values()
         others = {row.sample_id: row for row in rows if row.refusal is None and present.issuperset(row.keys())}
-        is_new = always or any(others.get(name) != row for name, row in manifest.rows.items())
-        return manifest.with_rows({**others, **manifest.rows}) if is_new else None
+        if not always and all(others.get(name) == row for name, row in manifest.rows.items()):
+            return None
+        return manifest.with_rows({**others, **manifest.rows}) if others else manifest
 
     update_manifest(workspace.manifests, whole)
 
