@@ -137,8 +137,9 @@ class Batches(Generic[T]):
 
     def add(self, group: Hashable, size: int, task: T | None) -> None:
         """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
-        self._sizes[group] = size
-        members = self._open.setdefault(group, [])
+        members = self._open.get(group)
+        if members is None:
+            self._open[group], self._sizes[group] = (members := []), size
         members.append(task)
         if len(members) == size:
             self._close(group)
