@@ -382,10 +382,6 @@ class RowTable(Mapping[str, Row]):
     def _by_source(self) -> _Order:
         return _Order(_heads_of(self.columns["source"]))
 
-    def sources(self) -> Iterator[str]:
-        """The digests of all images that are known."""
-        return (source for source in _hex_in_turn(self.columns["source"]) if source != _NO_SOURCE)
-
 
 class _Order:
     """Finds rows by a number of eight bytes that each has, in 12 bytes a row."""

@@ -179,13 +179,13 @@ class _DatasetPlanner:
             for each in planned:
                 self._sort(*each, present)
             progress.advance(len(chunk))
-        name, table, lost = self._dataset.name, rows.finish(), self._history.sources
-        if table and lost and only is None and lost.isdisjoint(table.sources()):
+        name, table = self._dataset.name, rows.finish()
+        if only is None and (num_lost := self._history.num_lost(table)):
             logger.warning(
                 "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
                 "remove what only it refers to. Give each dataset a name of its own.",
                 name,
-                len(lost),
+                num_lost,
                 self._dataset.source.path,
             )
         manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)

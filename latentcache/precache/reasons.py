@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import RowTable
 from latentcache.identity import PartIdentity
 from latentcache.types import Geometry
 
@@ -62,10 +65,14 @@ class History:
     def __init__(self, last: Manifest | None, common: Mapping[str, Any], damaged: Mapping[str, str]):
         self._last, self._common, self._damaged = last, common, damaged
 
-    @property
-    def sources(self) -> set[str]:
-        """Digests of all images that the last manifest lists."""
-        return set() if self._last is None else set(self._last.rows.sources())
+    def num_lost(self, rows: RowTable) -> int:
+        """How many images the last manifest lists, if these rows have images, and none of them; else 0."""
+        if self._last is None:
+            return 0
+        # Arrays of eight bytes each: of a million images, sets of digests would take 200 MB for a warning.
+        columns = (table.columns["source"] for table in (self._last.rows, rows))
+        before, now = (np.unique(each[each.any(1)][:, :8].copy().view(np.uint64)) for each in columns)
+        return len(before) if len(now) and not np.isin(before, now).any() else 0
 
     def why(self, sample_id: str, image: str | None, name: str, key: str, facts: Facts) -> str:
         """Why the entry `key` is a miss.
