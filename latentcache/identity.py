@@ -2,7 +2,8 @@
 
 The key is the BLAKE3 digest of canonical JSON. Everything that determines the value is in the identities below, and
 nothing else: path, mtime, host, device, batch size and library versions are provenance. A field that is added here
-must get a row in `tests/precache/test_staleness.py`, which fails otherwise.
+must get a row in `tests/precache/test_staleness.py`, which fails otherwise. Keys that exist stay what they are:
+`to_json` leaves a new field out where it has its default.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
-from latentcache.types import Crop, Geometry, ImageOutput, Size
+from latentcache.types import Geometry, ImageOutput
 
 SCHEMA = 1
 """Version of the identities below. A change of meaning raises it, and so disowns all older entries."""
@@ -57,7 +58,7 @@ def short(value: str) -> str:
 
 
 def _values(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass with slots, not nested ones: a plan makes millions, and dataclasses.asdict is slow."""
+    """The fields of a dataclass with slots, not nested ones: dataclasses.asdict is slow."""
     return {name: getattr(value, name) for name in value.__slots__}
 
 
@@ -79,7 +80,7 @@ class PartIdentity:
 class Preparation:
     """From image bytes to the pixels that the encoder sees: each policy by name, then the geometry.
 
-    Of a clip also the rule of its frames, as `config.FramesConfig` has it: their rate, and where they start.
+    A clip has the rule of its frames too, as `config.FramesConfig` has it: their rate, and where they start.
     """
 
     exif: str
@@ -87,12 +88,7 @@ class Preparation:
     alpha: str
     decoder: str
     resample: str
-    original_size: Size
-    resized_size: Size
-    crop_top_left: Crop
-    target_size: Size
-    flip: bool
-    num_frames: int | None = None
+    geometry: Geometry
     fps: float | None = None
     start: str | None = None
 
@@ -102,24 +98,18 @@ class Preparation:
 
         That of a clip also gives fps and start.
         """
-        return cls(**policy, **_values(geometry))
-
-    @property
-    def geometry(self) -> Geometry:
-        """The part that is the geometry."""
-        sizes = self.original_size, self.resized_size, self.crop_top_left, self.target_size
-        return Geometry(*sizes, self.flip, self.num_frames)
+        return cls(**policy, geometry=geometry)
 
     def to_json(self) -> dict[str, Any]:
-        """The preparation as JSON. Of an image nothing of frames: its key is older than clips."""
+        """The preparation as JSON, flat. An image says nothing of frames."""
         values = _values(self)
-        if self.num_frames is None:
-            for name in _OF_CLIPS:
-                del values[name]
-        return values
+        values |= _values(values.pop("geometry"))
+        absent = _OF_CLIPS if self.geometry.num_frames is None else {}
+        return {name: value for name, value in values.items() if name not in absent}
 
 
-_OF_CLIPS = ("num_frames", "fps", "start")
+_OF_CLIPS: Mapping[str, None] = dict.fromkeys(("num_frames", "fps", "start"))
+"""What images' keys do not have: clips came later. Masks, and images that are read with a text, say null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +184,7 @@ class MaskIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        return _values(self) | {"preparation": _values(self.preparation)}
+        return _values(self) | {"preparation": {**_OF_CLIPS, **self.preparation.to_json()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,24 +204,30 @@ class TextIdentity:
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
         found = _values(self) | {"encoding": encoding_json(self.encoding)}
-        if not found.pop("controls"):
-            return found
-        controls = [{"source": source, "preparation": _values(made)} for source, made in self.controls]
-        return found | {"controls": controls}
+        found["controls"] = [
+            {"source": source, "preparation": {**_OF_CLIPS, **made.to_json()}} for source, made in self.controls
+        ]
+        if not self.controls:
+            del found["controls"]
+        return found
 
 
-def keys_like(identity: ImageIdentity | MaskIdentity | TextIdentity) -> Callable[[str], str]:
+Identity = ImageIdentity | MaskIdentity | TextIdentity
+
+
+def keys_like(identity: Identity) -> Callable[[str], str]:
     """Gives the key of an identity that differs from this one in its source alone, which is a digest.
 
     A plan makes millions of keys, and the rest of their identities is the same text.
     """
-    text = canonical_json(identity.to_json() | {"source": ""})
-    assert text.endswith(b'"source":""}'), "the source comes last in the order of names"
-    start = blake3(text[:-2])
+    values = identity.to_json()
+    before = canonical_json({name: value for name, value in values.items() if name < "source"})
+    after = canonical_json({name: value for name, value in values.items() if name > "source"})
+    start, end = blake3(before[:-1] + b',"source":"'), b'"%b}' % (b"," + after[1:-1] if len(after) > 2 else b"")
 
     def key(source: str) -> str:
         hasher = start.copy()
-        hasher.update(b'%b"}' % source.encode("ascii"))
+        hasher.update(source.encode("ascii") + end)
         return hasher.hexdigest()
 
     return key

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from PIL import Image
 from latentcache.config import Config
 from latentcache.dataset.samples import SETTLED_NS
 from latentcache.precache.encodings import choose_encodings, load_models
-from latentcache.precache.planner import make_plan
+from latentcache.precache.plan import make_plan
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Entry, Record
@@ -69,9 +69,8 @@ def fill(config: Config) -> None:
         tiny = {"latents": torch.ones(1, dtype=torch.float16)}
 
         def entries() -> Iterator[Entry]:
-            batches: list[Sequence[Any]] = [*plan.image_batches, *plan.text_batches]
-            for batch in batches:
-                for task in batch:
+            for batches in plan.batches.values():
+                for task in (task for batch in batches for task in batch):
                     yield Entry(Record(task.key, task.identity.kind, task.identity.to_json(), {}), tiny)
 
         workspace.store.add(entries())

@@ -21,9 +21,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from attack_limits import status_bytes
 from bench_index import build, key_of
 from benchmarking import emit, environment, make_parser
@@ -32,8 +31,6 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
-from latentcache.devices.placement import Placement
-from latentcache.identity import ImageEncoding, PartIdentity, TextEncoding
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Geometry, Size
 
@@ -96,34 +93,20 @@ def read(root: Path) -> Manifest:
 
 
 def plan(root: Path, num_samples: int) -> dict[str, float]:
-    # They import the models' code: only this step pays for it.
-    from latentcache.families import DEFAULT, family_named
-    from latentcache.families.scaling import Scaling
-    from latentcache.models.vae import VaeFacts
-    from latentcache.precache.encodings import Encodings
-    from latentcache.precache.plan import PlanBuilder, Shard
-
-    family = family_named(DEFAULT)
-    part, placement = PartIdentity("", "", ""), Placement(torch.device("cpu"), torch.float16, 1, "")
-    text = TextEncoding((("text_encoder", part),), "float16", "float16")
-    image = ImageEncoding(part, "float16", "moments", "float16", 1.0, None)
-    encodings = Encodings(family, text, text, placement, 1, image, placement, VaeFacts(Scaling(), True, 4, 8), 16)
-
-    def missed() -> NoReturn:
-        raise AssertionError("an entry of the manifest is not in the index")
+    # It imports the models' code: only this step pays for it.
+    from latentcache.precache.tasks import Entries, Shard
 
     with DiskStore(root, read_only=True) as store:
-        rows, builder, new = read(root).rows, PlanBuilder(store, "", Shard()), RowTableBuilder()
+        rows, entries, new = read(root).rows, Entries(store, Shard()), RowTableBuilder()
         for start in range(0, len(rows), CHUNK):
             chunk = rows.rows(start, start + CHUNK)
-            present = builder.find(key for row in chunk for key in row.keys())
+            present = entries.find(key for row in chunk for key in row.keys())
             for row in chunk:
-                for ref in row.images:
-                    builder.add_image(ref, encodings, present, missed, missed)
-                for caption in row.captions:
-                    builder.add_text(row, caption, encodings.text, 1, present, missed, missed)
+                found = [entries.is_miss(ref.key, present, "image", ref.geometry.extent, 16) for ref in row.images]
+                found += [entries.is_miss(ref.key, present, "text", "", 16) for ref in row.captions]
+                assert not any(found), "an entry of the manifest is not in the index"
             new.add(chunk)
-        assert builder.finish().num_hits == 2 * num_samples and len(new.finish()) == num_samples
+        assert entries.finish().report.num_hits == 2 * num_samples and len(new.finish()) == num_samples
     return {}
 
 

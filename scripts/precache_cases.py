@@ -28,7 +28,7 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import vae_settings
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
-from latentcache.precache.plan import TEXT_BATCH_SIZE
+from latentcache.precache.tasks import TEXT_BATCH_SIZE
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Size
 

@@ -29,7 +29,7 @@ from file_operations import CHANGES, Change, FileOperations, preloaded
 from soak_operations import NoteFile, Precache, Scene, operations, values
 from soaking import Goal, Soak, make_parser, run_soak
 
-from latentcache.precache.plan import Shard
+from latentcache.precache.tasks import Shard
 
 NUM_PHOTOS = 40
 KILLS_PER_POINT = 20

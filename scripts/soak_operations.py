@@ -29,9 +29,10 @@ from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache.plan import Shard
+from latentcache.precache.memo import Memo
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Memo, Workspace
+from latentcache.precache.tasks import Shard
+from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
@@ -305,7 +306,7 @@ class Scene:
             assert manifest in known, f"manifest {name} is neither the old nor the new one"
         missing = self.manifests_before.keys() & self.manifests_after.keys() - manifests(cache).keys()
         assert not missing, f"manifests are gone: {missing}"
-        left = [name for name in _left(cache) if not name.startswith("memo/")]  # which precache alone opens
+        left = [name for name in _left(cache) if not name.startswith("memo")]  # which precache alone opens
         assert not left, f"the opening left {left}"
 
     def finish(self, cache: Path | None = None) -> None:

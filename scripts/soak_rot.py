@@ -58,7 +58,7 @@ class Victim:
             "pack": sorted(self._template.glob("packs/*/*.safetensors")),
             "index": [self._template / "index" / "cache.db"],
             "manifest": sorted(self._template.glob("manifests/*.safetensors")),
-            "memo": [self._template / "memo" / "cache.db"],
+            "memo": [self._template / "memo"],
             "CACHE.json": [self._template / "CACHE.json"],
         }
         self.expected = self.read(self._template)

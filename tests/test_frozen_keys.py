@@ -1,4 +1,4 @@
-"""The keys of SDXL entries are frozen: caches that exist must stay valid.
+"""The keys of entries are frozen, of masks and control images too: caches that exist must stay valid.
 
 A failing test here means that every cache of SDXL would be encoded again: undo the change, or raise `identity.SCHEMA`
 on purpose. A new family or a new field changes none of these constants.
@@ -19,6 +19,7 @@ from latentcache.config import BucketsConfig, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import preparation_policy
+from latentcache.dataset.manifest import Manifest
 from latentcache.devices.placement import Placement
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
@@ -37,7 +38,7 @@ from latentcache.identity import (
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.vae import VaeFacts
 from latentcache.precache.encodings import Encodings
-from latentcache.precache.planner import make_plan
+from latentcache.precache.plan import make_plan
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Size
 
@@ -68,6 +69,25 @@ TEXT = TextEncoding(
 IMAGES = ImagesConfig()
 LANDSCAPE = Size(1000, 1500)
 A_RED_HOUSE = "ea688c954a6eb69db960ba6155192f59eaaf67d59235ed4a7a2c88a0165e9b6a"
+READ_WITH_A_CONTROL = "984757927686cfc2feb2aec391f67cc49fecd37ea4026b8c055c826de5516634"
+PARTS = [
+    "01ec436990c6dab673333a76966e1a358424e7da9af18285746fac134d50b10d",
+    "666126faf19103456aaec0a42b636f1e4ad3e98dd5679679ec428fddb07c8887",
+    "233e568fa6d90da1643acaf7bafc0794f37fd8fc7ea6942904259cdaf53b26c6",
+    "4d277aad00a4ff2328e755cb32c14a11498e2a8e1d24449ba4b71d1988737f47",
+    "7b7e5710d240c356192b9c440529778438d6aa5f84d1493aa02a2439e2506be9",
+    "8c479a5990623a48734ebbac3f06d23f846601cb212413d8fbd70f44c97947bf",
+]
+"""Of two control images and a mask, each followed by its mirrored twin."""
+ALPHA = [
+    "3b436eff659f00c67f1dc8f17d56467680eeb5bfe157199669f065bf44f328fe",
+    "5bb26d0accb1fec3d9b5fbbc0e148e9df15da4eecb4edf707cbca0280174a6d2",
+]
+CLIPS = {
+    16.0: "6d05812d41016ed8f7bebad2b92cfb7c3320338f505f5d1294d3355cb4210df7",
+    None: "11d6ed80b34a8ddb4a54443d5c066ba2af57a5c46a5d475f69bed49f0796b463",
+}
+"""By frames a second."""
 NO_CAPTION = "45568c8ac282e525202dc55d7833e67794851ac2c940c0bb3cd32ed1657d63c1"
 
 
@@ -135,27 +155,45 @@ def test_text_keys(caption: str, salt: str, clip_skip: int, key: str) -> None:
     assert keys_like(TextIdentity("", encoding, salt))(caption_digest(caption)) == key
 
 
+def test_the_key_of_a_text_that_is_read_with_a_control_image() -> None:
+    geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
+    control = digest(b"the bytes of a control image"), Preparation.of(preparation_policy(IMAGES), geometry)
+    identity = TextIdentity(caption_digest("make it winter"), TEXT, controls=(control,))
+    assert key_of(identity.to_json()) == READ_WITH_A_CONTROL
+
+
+def test_the_keys_that_a_plan_gives_control_images_and_masks(tmp_path: Path) -> None:
+    for folder in ("photos", "controls", "others", "masks"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.png").write_bytes(png(144, 80))
+    dataset = {
+        "name": "photos",
+        "source": {"path": tmp_path / "photos"},
+        "control": [{"path": tmp_path / "controls"}, {"path": tmp_path / "others", "area": 64 * 64}],
+        "mask": {"path": tmp_path / "masks"},
+        "flip": True,
+    }
+    parts = planned({"datasets": [dataset]})[-1].rows["a.png"].parts
+    assert [ref.key for ref in parts] == PARTS
+    dataset |= {"control": [], "mask": "alpha"}
+    parts = planned({"datasets": [dataset]})[-1].rows["a.png"].parts
+    assert [ref.key for ref in parts] == ALPHA
+
+
+@pytest.mark.parametrize("fps", [16.0, None])
+def test_the_key_of_a_clip(fps: float | None) -> None:
+    geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
+    rule = {"fps": fps, "start": "first", "decoder": "pillow-or-pyav"}
+    preparation = Preparation.of(preparation_policy(IMAGES) | rule, dataclasses.replace(geometry, num_frames=9))
+    assert key_of(ImageIdentity(digest(b"the bytes of a clip"), preparation, IMAGE).to_json()) == CLIPS[fps]
+
+
 def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(144, 80))
     (tmp_path / "a.txt").write_text("a red house\n")
     dataset = {"name": "photos", "source": {"path": tmp_path}, "flip": True}
     validation = {"prompts": ["a red house"], "negative_prompt": ""}
-    placement = Placement(torch.device("cpu"), torch.float32, 1, "")
-    encodings = Encodings(
-        family=family_named(DEFAULT),
-        text=TEXT,
-        negative=TEXT,
-        text_encoders=placement,
-        text_bytes=1,
-        image=IMAGE,
-        vae=placement,
-        facts=VaeFacts(Scaling(0.13025), True, 4, 8),
-        image_group_size=1,
-    )
-    plan = make_plan(
-        parse_config({"datasets": [dataset], "validation": validation}), Workspace(), encodings, LoadedModels()
-    )
-    prompts, photos = plan.manifests
+    prompts, photos = planned({"datasets": [dataset], "validation": validation})
     assert prompts.name == "validation-prompts-25a339325724"
     assert {name: [ref.key for ref in row.captions] for name, row in prompts.rows.items()} == {
         "prompt: ": [NO_CAPTION],
@@ -168,6 +206,23 @@ def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
         "5855325b279032689d31106fe9dda2b3e6b67a3b092cbff4c0c5441b363f291c",
     ]
     assert [ref.key for ref in row.captions] == [A_RED_HOUSE]
+
+
+def planned(settings: dict[str, Any], family: str = DEFAULT) -> list[Manifest]:
+    """The manifests of a plan with these encodings."""
+    placement = Placement(torch.device("cpu"), torch.float32, 1, "")
+    encodings = Encodings(
+        family=family_named(family),
+        text=TEXT,
+        negative=TEXT,
+        text_encoders=placement,
+        text_bytes=1,
+        image=IMAGE,
+        vae=placement,
+        facts=VaeFacts(Scaling(0.13025), True, 4, 8),
+        image_group_size=1,
+    )
+    return make_plan(parse_config(settings), Workspace(), encodings, LoadedModels()).manifests
 
 
 def png(height: int, width: int) -> bytes:

@@ -45,7 +45,7 @@ MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 
 OWNERS = {
     "diskcache": ("store/index.py",),
-    "sqlite3": ("store/index.py",),
+    "sqlite3": ("store/index.py", "precache/memo.py"),
     # musubi-tuner's cache is safetensors files.
     "safetensors": ("checkpoints/folder.py", "interop/formats/musubi.py", "models/lora.py"),
     # The service writes thumbnails.

@@ -55,7 +55,7 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
     One frame at a time has its full size. Raises ImageRefused.
     """
     geometry = preparation.geometry
-    num_frames, is_video = preparation.num_frames, container.is_video(data)
+    num_frames, is_video = geometry.num_frames, container.is_video(data)
     assert num_frames is not None
     times = probe_video(data, path, images)[1] if is_video else _times(data)
     num_available = _num_frames(times, preparation.fps)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import cached_property
 from itertools import accumulate, chain, islice
 from operator import attrgetter
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -382,10 +382,6 @@ class RowTable(Mapping[str, Row]):
     def _by_source(self) -> _Order:
         return _Order(_heads_of(self.columns["source"]))
 
-    def sources(self) -> Iterator[str]:
-        """The digests of all images that are known."""
-        return (source for source in _hex_in_turn(self.columns["source"]) if source != _NO_SOURCE)
-
 
 class _Order:
     """Finds rows by a number of eight bytes that each has, in 12 bytes a row."""
@@ -418,6 +414,25 @@ class _Values(ValuesView[Row]):
         return map(self._mapping.row, range(len(self._mapping)))
 
 
+class PlainRow(NamedTuple):
+    """A row as a plan has it, whose entries are no objects: keys with geometries, or with texts.
+
+    A part also has its role and the digest of its file.
+    """
+
+    sample_id: str
+    path: str
+    source: str | None
+    images: Sequence[tuple[str, Geometry]] = ()
+    captions: Sequence[tuple[str, str]] = ()
+    parts: Sequence[tuple[str, Geometry, PartRole, str]] = ()
+    refusal: Refusal | None = None
+
+    def keys(self) -> list[str]:
+        """The keys of all its entries."""
+        return [key for key, _ in self.images] + [key for key, _ in self.captions] + [key for key, *_ in self.parts]
+
+
 class RowTableBuilder:
     """Collects rows, some at a time, and makes a table of them. After `finish` it is used up."""
 
@@ -428,25 +443,51 @@ class RowTableBuilder:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows. ValueError, adding none, for a key or a source that is no digest."""
-        refs: dict[str, list[Any]] = {
-            "image": [ref for row in rows for ref in row.images],
-            "caption": [ref for row in rows for ref in row.captions],
-            "part": [ref for row in rows for ref in row.parts],
-        }
-        digests = {f"{name}/keys": _bytes_of([ref.key for ref in refs[name]], "key") for name in _ENTRIES}
-        digests["part/source"] = _bytes_of([ref.source for ref in refs["part"]], "source")
-        digests["source"] = _bytes_of([_NO_SOURCE if row.source is None else row.source for row in rows], "source")
-        for name, data in digests.items():  # nothing is refused from here on
-            self._columns[name].frombytes(data)
+        for row in rows:
+            sources = [] if row.source is None else [row.source]
+            _check_digests("key", row.keys())
+            _check_digests("source", [*sources, *(ref.source for ref in row.parts)])
+        self.add_plain(
+            [
+                PlainRow(
+                    row.sample_id,
+                    row.path,
+                    row.source,
+                    [(ref.key, ref.geometry) for ref in row.images],
+                    [(ref.key, ref.text) for ref in row.captions],
+                    [(ref.key, ref.geometry, ref.role, ref.source) for ref in row.parts],
+                    row.refusal,
+                )
+                for row in rows
+            ]
+        )
         for name, plural in zip(_ENTRIES, ("images", "captions", "parts"), strict=True):
-            self._add_offsets(f"{name}/offsets", (len(getattr(row, plural)) for row in rows))
-            self._columns[f"{name}/unverified"].extend(ref.trust != "verified" for ref in refs[name])
-        for name in ("image", "part"):
-            column = self._columns[f"{name}/geometry"]
-            for original, resized, crop, target, num_frames, flip in (_GEOMETRY(ref.geometry) for ref in refs[name]):
+            flags = array("B", [ref.trust != "verified" for row in rows for ref in getattr(row, plural)])
+            if any(flags):
+                self._columns[f"{name}/unverified"][-len(flags) :] = flags
+
+    def add_plain(self, rows: Sequence[PlainRow]) -> None:
+        """Add rows of entries that are verified. Their digests are not checked."""
+        columns = self._columns
+        images = [ref for row in rows for ref in row.images]
+        captions = [ref for row in rows for ref in row.captions]
+        parts = [ref for row in rows for ref in row.parts]
+        keys = {"image": [key for key, _ in images], "caption": [key for key, _ in captions]}
+        for name, found in {**keys, "part": [key for key, *_ in parts]}.items():
+            columns[f"{name}/keys"].frombytes(bytes.fromhex("".join(found)))
+            columns[f"{name}/unverified"].frombytes(bytes(len(found)))
+        self._add_offsets("image/offsets", [len(row.images) for row in rows])
+        self._add_offsets("caption/offsets", [len(row.captions) for row in rows])
+        self._add_offsets("part/offsets", [len(row.parts) for row in rows])
+        columns["source"].frombytes(bytes.fromhex("".join([row.source or _NO_SOURCE for row in rows])))
+        columns["part/source"].frombytes(bytes.fromhex("".join([source for *_, source in parts])))
+        for name, refs in (("image", images), ("part", parts)):
+            column = columns[f"{name}/geometry"]
+            for _, geometry, *_ in refs:
+                original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
                 column.extend((*original, *resized, *crop, *target, num_frames or 0, flip))
-        self._columns["part/role"].extend(ROLES.index(ref.role) for ref in refs["part"])
-        self._add_texts("caption/text", [ref.text for ref in refs["caption"]])
+        columns["part/role"].extend([ROLES.index(role) for _, _, role, _ in parts])
+        self._add_texts("caption/text", [text for _, text in captions])
         self._add_texts("sample_id", [row.sample_id for row in rows])
         for row in rows:
             self._add_path(row.path, row.sample_id)
@@ -540,9 +581,8 @@ def _hex_in_turn(digests: np.ndarray) -> Iterator[str]:
     return chain.from_iterable(hex_of(digests[first : first + _CHUNK]) for first in range(0, len(digests), _CHUNK))
 
 
-def _bytes_of(digests: Sequence[str], what: str) -> bytes:
-    """The bytes of digests. ValueError for the first that is none."""
+def _check_digests(what: str, digests: Iterable[str]) -> None:
+    """ValueError for the first that is no digest."""
     wrong = next((digest for digest in digests if not is_key(digest)), None)
     if wrong is not None:
         raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
-    return bytes.fromhex("".join(digests))

@@ -23,13 +23,13 @@ from latentcache.families.scaling import latents_from_moments, posterior_std
 from latentcache.identity import ImageEncoding, TextEncoding, key_of
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import choose_encodings, for_images, load_models
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
-from latentcache.precache.preparations import Preparations
-from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.preparation import Preparations, TextKeys
+from latentcache.precache.report import Failure, Report
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
 from latentcache.precache.text_stage import TextStage
-from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import Workspace
 from latentcache.store.entry import DTYPES
 from latentcache.store.writer import Writer
@@ -221,7 +221,7 @@ class Verifier:
                 detail = f"the image is {size} now (upright), but one of {geometry.original_size} was cached"
                 subject.failure = subject.refusal("unequal", detail)
                 continue
-            identity = self._preparations.identity(row.source, geometry)
+            identity = self._preparations.identity(self._preparations.roles[0], row.source, geometry)
             resample = filter_of_trainer(self._report.format, geometry) or identity.preparation.resample
             identity = replace(identity, preparation=replace(identity.preparation, resample=resample))
             key = key_of(identity.to_json())
@@ -241,7 +241,8 @@ class Verifier:
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
             if self._expect(key, subject):
-                batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, ref.text, row.sample_id, row.path))
+                sample = Sample.of(row.sample_id, row.path, (), None, None)
+                batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, sample, ref.text))
         return batches.finish()
 
     def _drawn(self, refs: Sequence[tuple[Row, Ref]]) -> list[tuple[Row, Ref]]:

@@ -20,7 +20,7 @@ from latentcache.identity import ImageEncoding, TextEncoding, canonical_json, di
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
-from latentcache.precache.plan import TEXT_BATCH_SIZE, ImageTask
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, ImageTask
 from latentcache.store.entry import DTYPES
 from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled
@@ -171,13 +171,10 @@ def choose_text_encodings(
     family = models.family
     text_type, reason = text_dtype(encode.text_dtype, family, device)
     names = (*family.names("text_encoder"), *family.names("tokenizer"))
-    settings: dict[str, Any] = {
-        "clip_skip": encode.clip_skip,
-        "max_length": encode.max_length,
-        "padding": encode.padding,
-    }
-    store_dtype = _text_store_dtype(encode, family, text_type)
-    kept: dict[str, Any] = _kept_from_float8(family) if DTYPES[store_dtype].itemsize == 1 else {}
+    settings: dict[str, Any] = {name: getattr(encode, name) for name in ("clip_skip", "max_length", "padding")}
+    store_dtype, kept = _text_store_dtype(encode, family, text_type), dict[str, Any]()
+    if DTYPES[store_dtype].itemsize == 1:  # for other fields float8 would save less than a hundredth
+        kept = {f"{name}_dtype": "bfloat16" for name, field in family.fields.items() if not field.has_rows}
     text = TextEncoding(
         parts=tuple((name, models.identity(name, text_type)) for name in names),
         compute_dtype=dtype_name(text_type),
@@ -206,11 +203,6 @@ def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch
         # A float32 computation on a CPU too: eight times as many bytes of text as of latents help nobody.
         name = "bfloat16" if family.text_dtype == "bfloat16" else dtype_name(compute_dtype)
     return name
-
-
-def _kept_from_float8(family: Family) -> dict[str, str]:
-    """What a recipe says of fields that float8 is not for: there it would save less than a hundredth."""
-    return {f"{name}_dtype": "bfloat16" for name, field in family.fields.items() if not field.has_rows}
 
 
 def text_dtypes(encoding: TextEncoding, fields: Iterable[str]) -> dict[str, torch.dtype]:

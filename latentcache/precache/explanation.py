@@ -12,8 +12,8 @@ from latentcache.dataset.manifest_row import Row
 from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
-from latentcache.precache.miss_reasons import REFUSED
-from latentcache.precache.planner import make_plan
+from latentcache.precache.plan import make_plan
+from latentcache.precache.reasons import REFUSED
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Json
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import Row
-from latentcache.precache.plan import Shard
+from latentcache.precache.memo import Memo
 from latentcache.precache.report import Failure
-from latentcache.precache.workspace import Memo, Workspace
+from latentcache.precache.tasks import Shard
+from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal
 from latentcache.utils.json_document import recalled
 
@@ -19,7 +20,7 @@ class Failures:
 
     def __init__(self, shard: Shard, workspace: Workspace):
         memo = workspace.memo
-        self.shared = memo if shard.world_size > 1 and isinstance(memo, Memo) else None
+        self._shared = memo if shard.world_size > 1 and isinstance(memo, Memo) else None
         """Where other ranks' failures are; None for a single process."""
         self._launch = shard.launch
         self._by_key: dict[str, Failure] = {}
@@ -51,24 +52,23 @@ class Failures:
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove what earlier runs noted of these keys: this rank is about to try them again."""
-        if self.shared is not None:
-            for key in keys:
-                self.shared.pop(self._name(key), None)
+        if self._shared is not None:
+            for name in self._shared.get_many(map(self._name, keys)):
+                del self._shared[name]
 
     def share(self) -> None:
         """Write this rank's failures where the other ranks read them."""
-        if self.shared is not None:
+        if self._shared is not None:
             for key, failure in self._by_key.items():
-                self.shared[self._name(key)] = json.dumps([failure.reason, failure.detail, failure.path])
-            self.shared.flush()
+                self._shared[self._name(key)] = json.dumps([failure.reason, failure.detail, failure.path])
+            self._shared.flush()
 
     def read_others(self, keys: Iterable[str]) -> None:
         """Add what other ranks wrote of these keys."""
         names = {self._name(key): key for key in keys}
-        written = {} if self.shared is None else self.shared.reread(names)
+        written = {} if self._shared is None else self._shared.get_many(names)
         for name in written:
-            failure = recalled(written, name, _parse_failure)
-            if failure is not None:
+            if (failure := recalled(written, name, _parse_failure)) is not None:
                 self.add(names[name], failure)
 
     def _name(self, key: str) -> str:

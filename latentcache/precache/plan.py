@@ -1,255 +1,315 @@
-"""The work of a run: all samples as manifests, and this process's misses in batches.
+"""Makes the plan: reads the datasets, computes every sample's keys, and finds what is to be encoded, and why.
 
-A batch is formed over hits and misses alike, in the order of the dataset. So all ranks agree on the batches at any
-time, every miss has exactly one owner, and a run of several ranks encodes the same batches as a single process, which
-gives the same bytes.
+Samples go in chunks. Their keys are computed first, then looked up together; a hit only takes its place in a batch, and
+its columns in the manifest. Tasks and reasons are made for misses.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+import gc
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from itertools import islice
+from typing import Annotated
 
-from latentcache.config import ImagesConfig
+import msgspec
+
+from latentcache.config import Config, DatasetConfig
+from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
-from latentcache.dataset.samples import Sample, SampleSource
-from latentcache.errors import ConfigError
-from latentcache.identity import ImageIdentity, MaskIdentity, TextEncoding, TextIdentity
-from latentcache.store.base import Store
-from latentcache.types import ImageOutput, Refusal
+from latentcache.dataset.row_table import PlainRow, RowTableBuilder
+from latentcache.dataset.samples import Sample
+from latentcache.dataset.sources import VIDEO_SUFFIXES, open_source
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.identity import SCHEMA, digest, encoding_json
+from latentcache.models.model_loader import Models
+from latentcache.precache.encodings import Encodings, family_json
+from latentcache.precache.memo import known
+from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
+from latentcache.precache.prompts import last_manifest, plan_validation_prompts
+from latentcache.precache.reasons import History, image_facts, text_facts
+from latentcache.precache.report import Report
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
+from latentcache.precache.workspace import Workspace
+from latentcache.types import Refusal, Size
+from latentcache.utils.json_document import recalled
+from latentcache.utils.progress import Progress
 
-if TYPE_CHECKING:  # it imports diffusers, which a process that takes a part of a plan may do without
-    from latentcache.precache.encodings import Encodings
+CHUNK = 1024
+"""Samples whose keys are looked up together."""
+MAX_NAMED = 5
+"""Samples that a note of the report names."""
+VIDEOS_AT_ONCE = 4
+"""Files that are read whole: one may have a GiB, and there are threads for each core."""
 
-Task = TypeVar("Task")
-TEXT_BATCH_SIZE = 16
-"""Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
-last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
-for it alone."""
+logger = logging.getLogger("latentcache")
 
-MASK_BATCH_SIZE = 64
-"""Masks that one rank makes together."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTask:
-    """One image entry to encode."""
-
-    key: str
-    identity: ImageIdentity
-    sample: Sample
-    source: SampleSource
-    images: ImagesConfig
-
-
-@dataclass(frozen=True, slots=True)
-class MaskTask:
-    """One mask to be made; it needs no model. `sample` is that of the mask's file, or of the image with its alpha."""
-
-    key: str
-    identity: MaskIdentity
-    sample: Sample
-    source: SampleSource
-    images: ImagesConfig
-    is_alpha: bool
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class TextTask:
-    """One text entry to encode. Sample and path are those of the first sample with this caption.
+class Stopped(Exception):
+    """The run was stopped while it planned."""
 
-    `caption` is the text as it was given; the source of the identity is the digest of what the tokenizer gets of it.
-    `controls` are the images that are read together with it.
+
+class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What the memo lists of an image or a clip: the digest of its bytes, its upright size, and a clip's frames."""
+
+    source: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    height: _Positive
+    width: _Positive
+    num_frames: _Positive | None = None
+    signature: str = ""
+    """What the file's status was when it was read. The memo has it by path, so that a new reading replaces the last."""
+
+    @property
+    def size(self) -> Size:
+        return Size(self.height, self.width)
+
+
+_FACTS = msgspec.json.Decoder(_FileFacts)
+
+
+_Entry = tuple[str, Shape, str]
+"""The key of an entry of an image, its shape, and the digest of the file that it is made of."""
+
+
+_Planned = tuple[Sample | Refusal, PlainRow, Sequence[_Entry]]
+"""A sample, its row, and the entries of its images; a refused one has none."""
+
+
+def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
+    config: Config,
+    workspace: Workspace,
+    encodings: Encodings,
+    models: Models,
+    *,
+    shard: Shard | None = None,
+    verify_sources: bool = False,
+    only: frozenset[str] | None = None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+    report: Report | None = None,
+) -> Plan:
+    """Plan a run, and count in the report. Only the memo of digests is written.
+
+    One bad file is a refusal. `only` restricts the plan to these sample ids. `verify_sources` reads and hashes every
+    image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
+    Stopped when `stop` is set.
     """
-
-    key: str
-    identity: TextIdentity
-    caption: str
-    sample_id: str
-    path: str
-    controls: tuple[ImageTask, ...] = ()
-
-
-@dataclass(slots=True)
-class Plan:
-    """The plan of a run. Counts are those of the whole dataset, the batches are this shard's share."""
-
-    manifests: list[Manifest] = field(default_factory=list)
-    image_batches: list[list[ImageTask]] = field(default_factory=list)
-    text_batches: list[list[TextTask]] = field(default_factory=list)
-    mask_batches: list[list[MaskTask]] = field(default_factory=list)
-    num_samples: int = 0
-    num_hits: int = 0
-    num_missing_captions: int = 0
-    num_mostly_cut: int = 0
-    mostly_cut: list[str] = field(default_factory=list)
-    """See `Report`."""
-    refused: list[Refusal] = field(default_factory=list)
-    misses_by_reason: Counter[str] = field(default_factory=Counter)
-    miss_bytes: int = 0
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Key of each miss -> why it is one."""
+    entries, progress = Entries(workspace.store, shard or Shard(), report), progress or Progress()
+    # The first one is read once, for the prompts too.
+    last = last_manifest(workspace.manifests, config.datasets[0].name)
+    plan_validation_prompts(entries, config, workspace.manifests, encodings, models, last)
+    with ExitStack() as after, ThreadPoolExecutor(num_threads(config.encode)) as executor:
+        if gc.isenabled():
+            # Plans have many values and no cycles: scanning them takes half as long as all the rest of planning.
+            after.callback(gc.enable)
+            gc.disable()
+        for dataset in config.datasets:
+            progress.start(f"plan {dataset.name}", None)
+            last = last or last_manifest(workspace.manifests, dataset.name)
+            planner = _DatasetPlanner(entries, dataset, workspace, encodings, models, config.cache.salt, last)
+            planner.run(executor, progress, stop or threading.Event(), verify_sources, only)
+            progress.finish()
+            last = None
+    return entries.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Rank `rank` of `world_size` processes that share one cache.
+class _DatasetPlanner:
+    """One dataset's part of the plan. `last` is its manifest of the last run."""
 
-    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` distinguishes
-    one launch of the ranks from another, if the launcher names it. `local_world_size` of the ranks run on this machine;
-    None where nobody says.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int | None = None
-    launch: str = ""
-    local_world_size: int | None = None
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Shard:
-        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them; one process without them.
-
-        Raises ConfigError.
-        """
-        environ = os.environ if environ is None else environ
-        numbers = {"RANK": 0, "WORLD_SIZE": 1}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            text = environ.get(name)
-            if text is not None and not text.isdecimal():
-                raise ConfigError(f"{text!r} is not a number; torchrun sets it, or unset it", source=name)
-            if text is not None:
-                numbers[name] = int(text)
-        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
-        if rank >= world_size:
-            raise ConfigError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}", source="RANK")
-        launch = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
-        return cls(rank, world_size, numbers.get("LOCAL_RANK"), launch, numbers.get("LOCAL_WORLD_SIZE"))
-
-
-class Batches(Generic[Task]):
-    """Collects this shard's tasks into batches. Members of a batch share their group, such as a bucket."""
-
-    def __init__(self, shard: Shard):
-        self._shard = shard
-        self._open: dict[Hashable, list[Task | None]] = {}
-        self._whole: list[list[Task]] = []
-        self._partial: dict[Hashable, list[Task]] = {}
-        self._sizes: dict[Hashable, int] = {}
-        self._num_closed = 0
-
-    def add(self, group: Hashable, size: int, task: Task | None) -> None:
-        """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
-        self._sizes[group] = size
-        members = self._open.setdefault(group, [])
-        members.append(task)
-        if len(members) == size:
-            self._close(group)
-
-    def finish(self) -> list[list[Task]]:
-        """All batches of this shard, in order."""
-        for group in list(self._open):
-            self._close(group)
-        for group, tasks in self._partial.items():
-            size = self._sizes[group]
-            self._whole += [tasks[start : start + size] for start in range(0, len(tasks), size)]
-        self._partial.clear()
-        return self._whole
-
-    def _close(self, group: Hashable) -> None:
-        members = self._open.pop(group)
-        owner = self._num_closed % self._shard.world_size
-        self._num_closed += 1
-        tasks = [task for task in members if task is not None]
-        if owner != self._shard.rank or not tasks:
-            return
-        if len(tasks) == len(members):
-            self._whole.append(tasks)
-        else:
-            # Batches with hits are joined, or a small addition to a large dataset would be encoded one image at a time.
-            self._partial.setdefault(group, []).extend(tasks)
-
-
-class PlanBuilder:
-    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
-
-    def __init__(self, store: Store, salt: str, shard: Shard):
-        self.plan = Plan()
-        self.damaged = store.damaged()
-        self.salt = salt
-        self._store = store
-        self._seen: set[str] = set()
-        self._images: Batches[ImageTask] = Batches(shard)
-        self._texts: Batches[TextTask] = Batches(shard)
-        self._masks: Batches[MaskTask] = Batches(shard)
-
-    def find(self, keys: Iterable[str]) -> set[str]:
-        """Choose the keys that are in the store."""
-        return self._store.find(set(keys) - self._seen)
-
-    def add_image(
+    def __init__(
         self,
-        ref: ImageRef | PartRef,
+        entries: Entries,
+        dataset: DatasetConfig,
+        workspace: Workspace,
         encodings: Encodings,
-        present: set[str],
-        why: Callable[[], str],
-        task: Callable[[], ImageTask],
-        output: ImageOutput | None = None,
-    ) -> None:
-        """Count an image entry. `why` and `task` are called for misses only: a plan may have millions of hits.
+        models: Models,
+        salt: str,
+        last: Manifest | None,
+    ):
+        family = encodings.family
+        if family.text_reads_control and not dataset.control:
+            message = f"{family.name} reads captions together with control images; give dataset {dataset.name} some"
+            raise ConfigError(message, key="datasets.control")
+        self._entries, self._plan, self._dataset, self._encodings = entries, entries.plan, dataset, encodings
+        self._memo = workspace.memo
+        # What was probed under some settings says nothing about others, which may refuse the image.
+        frames = "" if dataset.frames is None else dataset.frames.model_dump_json()
+        # A table's rows have several images, and the path of a row does not say which is read.
+        column = dataset.source.image_column if dataset.source.kind == "parquet" else ""
+        self._memo_prefix = f"image/2 {digest((dataset.images.model_dump_json() + frames + column).encode())} "
+        self._preparations = Preparations(dataset, encodings, salt)
+        self._texts = TextKeys(family, models.tokenizers, encodings.text, salt)
+        self._videos = threading.Semaphore(VIDEOS_AT_ONCE)
+        self._source = open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
+        self._common = {
+            "schema": SCHEMA,
+            "salt": salt,
+            "image_encoding": encoding_json(encodings.image),
+            "text_encoding": encoding_json(encodings.text),
+            **family_json(encodings),
+            **self._preparations.common(),
+        }
+        self._history = History(last, self._common, entries.damaged)
+        self._seen = set[str]()
 
-        `output` is that of a control image, where it is another than that of images.
-        """
-        if ref.key not in self._seen:
-            output = output or encodings.image.output
-            is_miss = self._is_miss(ref.key, present, why, encodings.image_bytes(ref.geometry, output))
-            # A clip alone: a group of them would not fit into memory.
-            size = encodings.image_group_size if ref.geometry.num_frames is None else 1
-            self._images.add((ref.geometry.extent, output), size, task() if is_miss else None)
-
-    def add_mask(
-        self, ref: PartRef, num_bytes: int, present: set[str], why: Callable[[], str], task: Callable[[], MaskTask]
-    ) -> None:
-        """Count a mask of `num_bytes`. `why` and `task` are called for a miss only."""
-        if ref.key not in self._seen:
-            is_miss = self._is_miss(ref.key, present, why, num_bytes)
-            self._masks.add("mask", MASK_BATCH_SIZE, task() if is_miss else None)
-
-    def add_text(
+    def run(
         self,
-        row: Row,
-        ref: CaptionRef,
-        encoding: TextEncoding,
-        num_bytes: int,
-        present: set[str],
-        why: Callable[[], str],
-        identity: Callable[[], TextIdentity],
-        controls: Callable[[], tuple[ImageTask, ...]] = tuple,
+        executor: ThreadPoolExecutor,
+        progress: Progress,
+        stop: threading.Event,
+        verify_sources: bool,
+        only: frozenset[str] | None,
     ) -> None:
-        """Count a text entry of `num_bytes`. `why`, `identity` and `controls` are called for a miss only."""
-        if ref.key not in self._seen:
-            task = None
-            if self._is_miss(ref.key, present, why, num_bytes):
-                task = TextTask(ref.key, identity(), ref.text, row.sample_id, row.path, controls())
-            self._texts.add(encoding.recipe, TEXT_BATCH_SIZE, task)
+        """Plan the dataset, of which `only` these samples if they are named."""
+        rows = RowTableBuilder()
+        samples = (sample for sample in self._source.samples() if only is None or sample.sample_id in only)
+        while chunk := list(islice(samples, CHUNK)):
+            planned: list[_Planned] = []
+            for sample, facts in self._with_facts(chunk, executor, verify_sources):
+                if stop.is_set():
+                    raise Stopped
+                planned += self._planned(sample, facts)
+            rows.add_plain([row for _, row, _ in planned])
+            present = self._entries.find(key for _, row, _ in planned for key in row.keys())
+            for each in planned:
+                self._sort(*each, present)
+            progress.advance(len(chunk))
+        name, table = self._dataset.name, rows.finish()
+        if only is None and (num_lost := self._history.num_lost(table)):
+            logger.warning(
+                "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
+                "remove what only it refers to. Give each dataset a name of its own.",
+                name,
+                num_lost,
+                self._dataset.source.path,
+            )
+        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)
+        self._plan.manifests.append(manifest)
 
-    def finish(self) -> Plan:
-        """The plan with this shard's batches."""
-        self.plan.image_batches = self._images.finish()
-        self.plan.text_batches = self._texts.finish()
-        self.plan.mask_batches = self._masks.finish()
-        return self.plan
+    def _with_facts(
+        self, samples: Sequence[Sample | Refusal], executor: ThreadPoolExecutor, verify_sources: bool
+    ) -> Iterator[tuple[Sample | Refusal, Sequence[_FileFacts] | Refusal]]:
+        """Each sample with the facts of its image and its companions. Files are read in threads, where they changed."""
+        texts: Mapping[str, str] = {}
+        if not verify_sources:
+            files = [file for sample in samples if isinstance(sample, Sample) for file in (sample, *sample.parts)]
+            texts = known(self._memo, [self._memo_prefix + file.path for file in files])
+        found = [sample if isinstance(sample, Refusal) else self._recalled(sample, texts) for sample in samples]
+        read = executor.map(self._read, [each for each, facts in zip(samples, found, strict=True) if facts is None])
+        for sample, facts in zip(samples, found, strict=True):
+            facts = next(read) if facts is None else facts
+            if self._preparations.takes_alpha and not isinstance(facts, Refusal):
+                facts = [*facts, facts[0]]
+            yield sample, facts
 
-    def _is_miss(self, key: str, present: set[str], why: Callable[[], str], num_bytes: int) -> bool:
-        self._seen.add(key)
-        if key in present:
-            self.plan.num_hits += 1
-            return False
-        reason = self.plan.reasons[key] = why()
-        self.plan.misses_by_reason[reason] += 1
-        self.plan.miss_bytes += num_bytes
-        return True
+    def _recalled(self, sample: Sample, texts: Mapping[str, str]) -> list[_FileFacts] | None:
+        """The facts of the last reading; None where a file may have changed since."""
+        found = []
+        for file in (sample, *sample.parts):
+            facts = recalled(texts, self._memo_prefix + file.path, _FACTS.decode)
+            if facts is None or file.signature is None or facts.signature != file.signature.to_text():
+                return None
+            found.append(facts)
+        return found
+
+    def _read(self, sample: Sample) -> list[_FileFacts] | Refusal:
+        """The facts of a sample's image, then of its companions. The memo stores them until the files change."""
+        found: list[_FileFacts] = []
+        for file in (sample, *sample.parts):
+            try:
+                with self._videos if file.path.lower().endswith(VIDEO_SUFFIXES) else nullcontext():
+                    found.append(self._read_file(file))
+            except ImageRefused as refused:
+                detail = f"{self._preparations.roles[len(found)].name}: {refused.detail}" if found else refused.detail
+                return Refusal(sample.sample_id, refused.path, refused.reason, detail)
+        return found
+
+    def _read_file(self, file: Sample) -> _FileFacts:
+        data, dataset = self._source.read(file), self._dataset
+        size, num_frames = probe_clip(data, file.path, dataset.images, dataset.frames)
+        signature = "" if file.signature is None else file.signature.to_text()
+        facts = _FileFacts(digest(data), *size, num_frames, signature)
+        # What was read may be of another file, where a link or a folder was replaced since the sample was listed.
+        if file.signature is not None and file.signature.is_settled() and file.is_unchanged():
+            self._memo[self._memo_prefix + file.path] = msgspec.json.encode(facts).decode()
+        return facts
+
+    def _planned(self, sample: Sample | Refusal, facts: Sequence[_FileFacts] | Refusal) -> Sequence[_Planned]:
+        """A sample's row and entries; nothing where its name is taken."""
+        report, sample_id, path = self._plan.report, sample.sample_id, sample.path
+        report.num_samples += 1
+        if sample_id in self._seen:
+            # Two rows cannot have one name, and neither may be dropped silently.
+            detail = f"sample id {sample_id!r} occurs twice in this dataset; rename one"
+            report.refused.append(Refusal(sample_id, path, "duplicate", detail))
+            return ()
+        self._seen.add(sample_id)
+        image, refusal = None, facts if isinstance(facts, Refusal) else None
+        entries: list[_Entry] = []
+        if not isinstance(facts, Refusal):
+            image = facts[0].source
+            try:
+                shapes = self._preparations.shapes([each.size for each in facts], facts[0].num_frames, path)
+            except ImageRefused as refused:
+                refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
+            else:
+                sources = [each.source for each in facts]
+                numbered = [(shape, sources[shape.role.number]) for shape in shapes]
+                entries = [(shape.key(source), shape, source) for shape, source in numbered]
+        if refusal is not None:
+            report.refused.append(refusal)
+            return [(sample, PlainRow(sample_id, path, image, refusal=refusal), ())]
+        assert isinstance(sample, Sample)  # a refused one has no facts
+        report.num_missing_captions += not sample.has_caption
+        if entries[0][1].is_mostly_cut:
+            report.num_mostly_cut += 1
+            report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
+        controls = self._controls(self._read_with_texts(entries))
+        texts = [(self._texts.key(text, controls), text) for text in dict.fromkeys(sample.captions)]
+        images = [(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
+        parts = [(key, shape.geometry, part, of) for key, shape, of in entries if (part := shape.role.part)]
+        return [(sample, PlainRow(sample_id, path, image, images, texts, parts), entries)]
+
+    def _read_with_texts(self, entries: Iterable[_Entry]) -> list[_Entry]:
+        """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
+        if not self._encodings.family.text_reads_control:
+            return []
+        return [entry for entry in entries if entry[1].role.part == "control" and not entry[1].geometry.flip]
+
+    def _controls(self, read: Iterable[_Entry]) -> Controls:
+        """What the key of a text has of the images that are read with it."""
+        identity = self._preparations.identity
+        return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
+
+    def _sort(self, sample: Sample | Refusal, row: PlainRow, entries: Sequence[_Entry], present: set[str]) -> None:
+        """Count a sample's entries, and make tasks of the misses."""
+        if isinstance(sample, Refusal):
+            return
+        for entry in entries:
+            key, shape, source = entry
+            if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
+                facts = image_facts(source, shape.geometry)
+                reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
+                task = self._image_task(sample, entry)
+                self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
+        encodings, recipe = self._encodings, self._encodings.text.recipe
+        for key, text in row.captions:
+            if self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
+                read = self._read_with_texts(entries)
+                facts = text_facts(text, [(of, shape.geometry) for _, shape, of in read] or None)
+                reason = self._history.why(row.sample_id, row.source, "text_encoding", key, facts)
+                images = tuple(self._image_task(sample, each) for each in read)
+                text_task = TextTask(key, self._texts.identity(text, self._controls(read)), sample, text, images)
+                self._entries.add(text_task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
+
+    def _image_task(self, sample: Sample, entry: _Entry) -> ImageTask:
+        key, shape, source = entry
+        role, is_alpha = shape.role, shape.role.part == "mask" and self._preparations.takes_alpha
+        file = sample if role.number == 0 or is_alpha else sample.parts[role.number - 1]
+        identity = self._preparations.identity(role, source, shape.geometry)
+        return ImageTask(key, identity, file, self._source, self._dataset.images, is_alpha)

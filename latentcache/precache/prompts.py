@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests, update_manifest
 from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
 from latentcache.families.base import check_prompts
-from latentcache.identity import (
-    SCHEMA,
-    PartIdentity,
-    TextIdentity,
-    encoding_json,
-    key_of,
-)
+from latentcache.identity import SCHEMA, encoding_json, key_of
 from latentcache.models.model_loader import Models
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size, text_family_json
-from latentcache.precache.miss_reasons import History
-from latentcache.precache.plan import PlanBuilder, Shard, TextTask
-from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.preparation import TextKeys
+from latentcache.precache.reasons import History, text_causes, text_facts
+from latentcache.precache.report import Failure, Report
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, TextTask
 from latentcache.precache.text_stage import TextStage
-from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import Entry, prompt_id
@@ -60,11 +55,11 @@ def cache_prompts(
     placement = replace(encodings.text_encoders, device=where, batch_size=text_batch_size(where))
     encodings = replace(encodings, text_encoders=placement)
     with workspace.in_use():
-        builder = PlanBuilder(workspace.store, config.cache.salt, Shard())
-        manifest = plan_prompts(builder, workspace.manifests, encodings, models, texts)
+        entries = Entries(workspace.store, Shard())
+        manifest = plan_prompts(entries, workspace.manifests, encodings, models, config.cache.salt, texts)
         for dataset in config.datasets:
             _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common, models)
-        batches = builder.finish().text_batches
+        batches = entries.finish().batches["text"]
         if batches:
             workspace.manifests.begin(manifest.name)
             try:
@@ -83,18 +78,49 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
 
     def whole() -> Manifest | None:
         # Read only now: another process may have cached other prompts meanwhile.
-        others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
-        is_new = always or any(others.get(name) != row for name, row in manifest.rows.items())
-        return manifest.with_rows({**others, **manifest.rows}) if is_new else None
+        last, store = last_manifest(workspace.manifests, manifest.name), workspace.store
+        keys = set() if last is None else last.keys()
+        present = store.find(keys) if store.can_tell() else keys
+        rows = () if last is None else last.rows.values()
+        others = {row.sample_id: row for row in rows if row.refusal is None and present.issuperset(row.keys())}
+        if not always and all(others.get(name) == row for name, row in manifest.rows.items()):
+            return None
+        return manifest.with_rows({**others, **manifest.rows}) if others else manifest
 
     update_manifest(workspace.manifests, whole)
 
 
-def plan_prompts(
-    builder: PlanBuilder,
+def plan_validation_prompts(
+    entries: Entries,
+    config: Config,
     manifests: Manifests,
     encodings: TextEncodings,
     models: Models,
+    last: Manifest | None,
+) -> None:
+    """Plan the validation prompts. A negative prompt may be encoded otherwise, so the empty prompt is two.
+
+    `last` is the manifest of the first dataset. Where texts are read with control images there are none: ConfigError
+    for those that the config has.
+    """
+    check_prompts(encodings.family, config.validation.prompts)
+    if encodings.family.text_reads_control:
+        return
+    positive = [(text, False) for text in ("", *config.validation.prompts)]
+    negative = [(text, True) for text in ("", config.validation.negative_prompt or "")]
+    # The prompts of this config's last run, which may have had other encoders.
+    if last is not None:
+        last = last_manifest(manifests, prompts_name(last.common))
+    texts = [*positive, *negative]
+    entries.plan.manifests.append(plan_prompts(entries, manifests, encodings, models, config.cache.salt, texts, last))
+
+
+def plan_prompts(
+    entries: Entries,
+    manifests: Manifests,
+    encodings: TextEncodings,
+    models: Models,
+    salt: str,
     texts: Iterable[tuple[str, bool]],
     last: Manifest | None = None,
 ) -> Manifest:
@@ -102,19 +128,18 @@ def plan_prompts(
 
     Misses are compared with `last`, by default the manifest that this one replaces.
     """
-    common = prompts_common(encodings, builder.salt)
-    name, rows = prompts_name(common), {}
-    keys = prompt_keys(encodings, models, builder.salt)
-    history = History(last or last_manifest(manifests, name), builder.damaged)
-    for text, negative in dict.fromkeys(texts):
-        task = prompt_task(text, keys, negative=negative)
-        row = rows[task.sample_id] = prompt_row(task)
-        [ref] = row.captions
-        part = "negative_encoding" if negative else "text_encoding"
-        why = partial(history.why_text, history.row(task.sample_id, None), ref, common, part)
-        present, identity = builder.find([ref.key]), partial(_identity_of, task)
-        builder.add_text(row, ref, task.identity.encoding, encodings.text_bytes, present, why, identity)
-    return Manifest(name, "prompts", 1, common, rows)
+    common, keys = prompts_common(encodings, salt), prompt_keys(encodings, models, salt)
+    name = prompts_name(common)
+    history = History(last or last_manifest(manifests, name), common, entries.damaged)
+    tasks = [prompt_task(text, keys, negative=negative) for text, negative in dict.fromkeys(texts)]
+    present = entries.find(task.key for task in tasks)
+    for task in tasks:
+        encoding, sample_id = task.identity.encoding, task.sample.sample_id
+        if entries.is_miss(task.key, present, "text", encoding.recipe, TEXT_BATCH_SIZE):
+            part = "text_encoding" if sample_id == prompt_id(task.caption) else "negative_encoding"
+            reason = history.why(sample_id, None, part, task.key, text_facts(task.caption))
+            entries.add(task, encoding.recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
+    return Manifest(name, "prompts", 1, common, {task.sample.sample_id: prompt_row(task) for task in tasks})
 
 
 def prompts_common(encodings: TextEncodings, salt: str) -> dict[str, Any]:
@@ -145,27 +170,12 @@ def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> TextTask:
     """
     check_prompts(keys[negative].family, [text])
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
-    return TextTask(key_of(identity.to_json()), identity, text, sample_id, sample_id)
-
-
-def _identity_of(task: TextTask) -> TextIdentity:
-    return task.identity
+    return TextTask(key_of(identity.to_json()), identity, Sample.of(sample_id, sample_id, (), None, None), text)
 
 
 def prompt_row(task: TextTask) -> Row:
     """The row of a prompt in the manifest of prompts."""
-    return Row(task.sample_id, task.path, None, (), (CaptionRef(task.caption, task.key),))
-
-
-def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str, Row]:
-    """Prompts that other runs cached with these encoders: they stay, but for those whose entries are gone."""
-    manifest = last_manifest(manifests, name)
-    if manifest is None:
-        return {}
-    keys = manifest.keys()
-    present = store.find(keys) if store.can_tell() else keys
-    whole = (row for row in manifest.rows.values() if row.refusal is None and present.issuperset(row.keys()))
-    return {row.sample_id: row for row in whole}
+    return Row(task.sample.sample_id, task.sample.path, None, (), (CaptionRef(task.caption, task.key),))
 
 
 def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
@@ -182,31 +192,21 @@ def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], mo
         return
     if prompts_name(dataset.common) == prompts_name(common):
         return
-    differing = list(_differences(dataset.common, common))
-    shown = "; ".join(f"{name} is {given}, in the cache {cached}" for name, given, cached in differing)
-    part = next((name for name, _, _ in differing if name in models.family.parts), None)
+    causes = text_causes(dataset.common, common)
+    if any(name == "compute_dtype" for name, _ in causes):
+        # Weights are identified as they compute: those of another dtype differ for that reason alone.
+        causes = [(name, cause) for name, cause in causes if not name.startswith("text_encoder")]
     raise ModelError(
-        f"prompts would not be encoded as the captions of dataset {dataset.name} were: {shown}. "
-        "Give the text encoders and the settings that the cache was made with, or run `latentcache precache CONFIG` "
-        "with these.",
-        part=part,
+        f"prompts would not be encoded as the captions of dataset {dataset.name} were: "
+        f"{', '.join(cause for _, cause in causes)}. Give the text encoders and the settings that the cache was made "
+        "with, or run `latentcache precache CONFIG` with these.",
+        part=next((name for name, _ in causes if name in models.family.parts), None),
     )
-
-
-def _differences(cached: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, given value and cached value of everything that makes the text encodings differ."""
-    flat = [{"schema": each["schema"], "salt": each["salt"], **each["text_encoding"]} for each in (given, cached)]
-    # Weights are identified as they compute: those of another dtype differ for that reason alone.
-    same_dtype = flat[0]["compute_dtype"] == flat[1].get("compute_dtype")
-    for name in flat[0]:
-        values = [each.get(name) for each in flat]
-        if values[0] != values[1] and (same_dtype or not name.startswith("text_encoder")):
-            yield name, *(PartIdentity(**v).name if isinstance(v, Mapping) else repr(v) for v in values)
 
 
 def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, models: Models, store: Store) -> None:
     limit = encodings.family.token_limit(models.tokenizers(), encodings.text.settings)
-    sample_ids = {task.key: task.sample_id for batch in batches for task in batch}
+    sample_ids = {task.key: task.sample.sample_id for batch in batches for task in batch}
 
     def fail(key: str, failure: Failure) -> None:
         raise EncodeError(f"{sample_ids[key]}: {failure.detail}", part="text_encoder", problem=failure.reason)

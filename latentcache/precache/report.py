@@ -1,27 +1,14 @@
-"""What a precache run did, as one document; and the context in which its stages work and add to it."""
+"""What a precache run did, as one document."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from latentcache.config import EncodeConfig
-from latentcache.errors import EncodeError
-from latentcache.identity import ImageEncoding
-from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import TextEncodings
-from latentcache.types import Entry, Refusal
-from latentcache.utils.concurrency import BackgroundWorker
-from latentcache.utils.progress import Progress
-
-BATCHES_TO_STORE = 2
-"""Batches that wait to be stored, or are being stored."""
+from latentcache.types import Refusal
 
 
 @dataclass(slots=True)
@@ -53,8 +40,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the main thread: load, plan, text (all of that stage), decode (waiting for pixels), encode, write
     (waiting for it), total. The time of other threads is not in it."""
-    estimate: dict[str, float | int | None] = field(default_factory=dict)
-    """Of the misses, before encoding: `bytes` and `seconds`. None where nothing is known yet."""
+    miss_bytes: int = 0
+    """Bytes that the entries of the misses will have, as far as that is known before encoding."""
     placement: dict[str, str] = field(default_factory=dict)
     """Part of the model -> device, dtype, and the reason for them; `family` -> its family, and who states it."""
     notes: list[str] = field(default_factory=list)
@@ -82,10 +69,7 @@ class Report:
         lines = [f"samples   {self.num_samples}", f"hits      {self.num_hits}", f"misses    {self.num_misses}"]
         lines += [f"          {count:>6} {reason}" for reason, count in sorted(self.misses_by_reason.items())]
         if self.dry_run:
-            size, seconds = self.estimate.get("bytes"), self.estimate.get("seconds")
-            size_text = "size unknown" if size is None else f"{size:,} bytes"
-            unknown = "time unknown before a first run with these models"
-            lines.append(f"estimate  {size_text}, {unknown if seconds is None else f'about {seconds:.0f} s'}")
+            lines.append(f"estimate  {self.miss_bytes:,} bytes")
         else:
             lines.append(f"encoded   {self.num_encoded} ({self.bytes_written:,} bytes)")
         if self.failed:
@@ -121,43 +105,6 @@ class Failure:
     reason: str
     detail: str
     path: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """One run while it encodes.
-
-    The background thread calls `store` with each finished entry; it and the main thread call `fail` with the key of an
-    entry that could not be made. Images need `Encodings`.
-    """
-
-    encode: EncodeConfig
-    encodings: TextEncodings
-    models: Models
-    store: Callable[[Entry], None]
-    fail: Callable[[str, Failure], None]
-    report: Report
-    progress: Progress
-    stop: threading.Event
-    claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
-    """Called with each batch of tasks before it is begun. Returns those that this process should do."""
-
-    compared: ImageEncoding | None = None
-    """What is stored of images in place of what their identities say: for who compares them with others."""
-
-    def is_stopped(self) -> bool:
-        """Whether the rest is left to the next run."""
-        self.report.interrupted |= self.stop.is_set()
-        return self.report.interrupted
-
-    def refuse(self, item: Any, error: EncodeError) -> None:
-        """Note that the entry of `item.task` does not fit into memory, not even alone."""
-        self.fail(item.task.key, Failure("out-of-memory", str(error)))
-
-
-def storing_worker(device: torch.device) -> BackgroundWorker:
-    """Stores results in the background while `device` encodes; at once, without a thread, where that is the CPU."""
-    return BackgroundWorker(BATCHES_TO_STORE, "storing", in_thread=device.type != "cpu")
 
 
 @contextmanager

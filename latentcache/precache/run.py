@@ -7,73 +7,56 @@ is, are replaced only after every entry of theirs was stored or refused. A run t
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
-from pydantic import Field, TypeAdapter
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, for_images, load_models
 from latentcache.precache.failures import Failures
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.mask_stage import MaskStage
-from latentcache.precache.plan import Plan, Shard
-from latentcache.precache.planner import Stopped, make_plan
-from latentcache.precache.progress_note import write_note
-from latentcache.precache.prompts import prompts_of_others
-from latentcache.precache.report import Failure, Report, RunContext, timed
+from latentcache.precache.plan import Stopped, make_plan
+from latentcache.precache.prompts import add_prompts
+from latentcache.precache.report import Failure, Report, timed
+from latentcache.precache.tasks import Plan, Shard
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.store.writer import Writer
-from latentcache.utils.json_document import recalled
+from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
 
-_RATE = TypeAdapter(Annotated[float, Field(ge=0, allow_inf_nan=False)])
-"""Seconds for a caption or a pixel."""
 CLAIM_WAIT_S = 0.2
 """Between two looks whether another process has made the entries that it claimed."""
+STAGES: dict[Kind, Callable[[RunContext], MaskStage | TextStage | ImageStage]] = {
+    "mask": MaskStage,
+    "text": TextStage,
+    "image": ImageStage,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a run has to encode.
-
-    `find` says which keys the store has now; `fail` gets the key of each entry that cannot be made.
-    """
-
-    config: Config
-    plan: Plan
-    encodings: Encodings
-    find: Callable[[Iterable[str]], set[str]]
-    fail: Callable[[str, Failure], None]
-    report: Report
-    progress: Progress
-    stop: threading.Event
-
-
-class EncodersElsewhere(Protocol):
+class RemoteEncoders(Protocol):
     """Encoders in other processes, such as those of a cluster."""
 
     device: torch.device
     """Where they compute, as dtypes depend on it. This machine need not have it."""
 
-    def encode(self, work: Work) -> None:
-        """Encode the plan's batches; each entry is durable, or given to `work.fail`, unless `work.stop` is set.
+    def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
+        """Encode the plan's texts and images; each entry is durable, or given to `context.fail`, unless stopped.
 
-        Adds `num_encoded`, `bytes_written` and the counts of captions and retries to the report.
+        `find` says which keys the store has now. Adds `num_encoded`, `bytes_written` and the counts of captions and
+        retries to the report.
         """
 
 
@@ -87,7 +70,7 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     shard: Shard | None = None,
-    elsewhere: EncodersElsewhere | None = None,
+    elsewhere: RemoteEncoders | None = None,
 ) -> Report:
     """Encode what is not cached yet, and report what was done.
 
@@ -142,9 +125,6 @@ def _check_ranks(shard: Shard, workspace: Workspace) -> None:
         )
 
 
-_Stage = TextStage | ImageStage | MaskStage
-
-
 @dataclass(slots=True)
 class _Run:
     """The state of one run."""
@@ -156,21 +136,20 @@ class _Run:
     progress: Progress
     stop: threading.Event
     report: Report
-    elsewhere: EncodersElsewhere | None = None
+    elsewhere: RemoteEncoders | None = None
     _plan: Plan = field(default_factory=Plan)
     _encodings: Encodings = field(init=False)
 
     def plan(self, verify_sources: bool) -> None:
         """Plan, and report the plan's figures."""
-        report, memo = self.report, self.workspace.memo
+        report, memo, config = self.report, self.workspace.memo, self.config
         with timed(report, "load"):
             device = None if self.elsewhere is None else self.elsewhere.device
-            self._encodings = encodings = choose_encodings(
-                self.config, self.models, memo, self.shard.local_rank, elsewhere=device
-            )
+            local_rank = self.shard.local_rank
+            self._encodings = encodings = choose_encodings(config, self.models, memo, local_rank, elsewhere=device)
         with timed(report, "plan"):
             self._plan = plan = make_plan(
-                self.config,
+                config,
                 self.workspace,
                 encodings,
                 self.models,
@@ -178,19 +157,14 @@ class _Run:
                 verify_sources=verify_sources,
                 progress=self.progress,
                 stop=self.stop,
+                report=report,
             )
         if self.elsewhere is None:  # each encoder there chooses its own batch size
-            self._encodings = encodings = for_images(encodings, self.config.encode, plan.image_batches)
-        report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, len(plan.reasons)
-        report.num_missing_captions = plan.num_missing_captions
-        report.num_mostly_cut, report.mostly_cut = plan.num_mostly_cut, plan.mostly_cut
-        report.misses_by_reason = dict(plan.misses_by_reason)
-        report.refused = list(plan.refused)
-        report.estimate = {"bytes": plan.miss_bytes, "seconds": self._estimate_seconds()}
+            self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
         family = self.models.family
         if (reason := unread_controls(family)) is not None:
             note = f"control images are cached for code of your own: {reason}"
-            report.notes = [f"{dataset.name}: {note}" for dataset in self.config.datasets if dataset.control]
+            report.notes = [f"{dataset.name}: {note}" for dataset in config.datasets if dataset.control]
         report.placement = {"family": f"{family.name}: {self.models.family_reason}"}
         report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
@@ -200,18 +174,14 @@ class _Run:
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""
         plan, report, failures = self._plan, self.report, Failures(self.shard, self.workspace)
-        if plan.text_batches or plan.image_batches or plan.mask_batches:
+        if any(plan.batches.values()):
             for manifest in plan.manifests:
                 self.workspace.manifests.begin(manifest.name)
-            write_note(self.workspace, len(plan.reasons))
-            for batches in (plan.text_batches, plan.image_batches, plan.mask_batches):
-                failures.forget(task.key for batch in batches for task in batch)
-            if self.elsewhere is None:
-                self._encode_here(failures)
-            else:
-                self._encode_here(failures, masks_only=True)  # they need no model
-                if plan.text_batches or plan.image_batches:
-                    self._encode_elsewhere(self.elsewhere, failures)
+            failures.forget(task.key for batches in plan.batches.values() for batch in batches for task in batch)
+            # Masks need no model.
+            self._encode_here(failures, ["mask"] if self.elsewhere else list(plan.batches))
+            if self.elsewhere is not None and (plan.batches["text"] or plan.batches["image"]):
+                self._encode_elsewhere(self.elsewhere, failures)
         failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
         report.refused += failed
         report.failed = [refusal.path for refusal in failed]
@@ -219,19 +189,11 @@ class _Run:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
 
-    def _encode_here(self, failures: Failures, *, masks_only: bool = False) -> None:
-        report, writer = self.report, self.workspace.store.writer()
-        try:
-            with writer:
-                self._run_stages(writer, failures, masks_only)
-                with timed(report, "write"):
-                    writer.seal()
-        finally:
-            # Also after an error: what was sealed is there, and the report says so.
-            report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
-            self.models.release()
+    def _context(self, store: Callable[[Entry], None], fail: Callable[[str, Failure], None]) -> RunContext:
+        encode, progress = self.config.encode, self.progress
+        return RunContext(encode, self._encodings, self.models, store, fail, self.report, progress, self.stop)
 
-    def _encode_elsewhere(self, encoders: EncodersElsewhere, failures: Failures) -> None:
+    def _encode_elsewhere(self, encoders: RemoteEncoders, failures: Failures) -> None:
         if self.models.family.text_reads_control:
             raise ConfigError(
                 f"{self.models.family.name} reads captions together with control images, which encoders elsewhere are "
@@ -239,13 +201,32 @@ class _Run:
                 key="ray",
             )
         self.models.release()
-        find, report = self.workspace.store.find, self.report
-        work = Work(self.config, self._plan, self._encodings, find, failures.add, report, self.progress, self.stop)
-        with timed(report, "encode"):
-            encoders.encode(work)
+        store = self.workspace.store
+        with timed(self.report, "encode"):
+            encoders.encode(self._plan, self._context(lambda entry: None, failures.add), store.find)
 
-    def _run_stages(self, writer: Writer, failures: Failures, masks_only: bool) -> None:
-        """Make masks, encode captions, then images: the text encoders are released before the VAE needs the memory."""
+    def _encode_here(self, failures: Failures, kinds: Sequence[Kind]) -> None:
+        report, writer = self.report, self.workspace.store.writer()
+
+        def fail(key: str, failure: Failure) -> None:
+            failures.add(key, failure)
+            writer.release([key])
+
+        context = self._context(writer.add, fail)
+        try:
+            with writer:
+                for kind in kinds:
+                    if self._plan.batches[kind] and not context.is_stopped():
+                        self._run_stage(kind, writer, context)
+                with timed(report, "write"):
+                    writer.seal()
+        finally:
+            # Also after an error: what was sealed is there, and the report says so.
+            report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
+            self.models.release()
+
+    def _run_stage(self, kind: Kind, writer: Writer, context: RunContext) -> None:
+        """Encode the plan's entries of a kind: those that no other process encodes, and what another one leaves."""
         others = list[Sequence[Any]]()
 
         def claim(batch: Sequence[Any]) -> Sequence[Any]:
@@ -257,79 +238,17 @@ class _Run:
                 context.progress.advance(done)
             return [task for task in batch if task.key in mine]
 
-        def fail(key: str, failure: Failure) -> None:
-            failures.add(key, failure)
-            writer.release([key])
-
-        context = RunContext(
-            encode=self.config.encode,
-            encodings=self._encodings,
-            models=self.models,
-            store=writer.add,
-            fail=fail,
-            report=self.report,
-            progress=self.progress,
-            stop=self.stop,
-            claim=claim,
-        )
-
-        def run(kind: str, stage: _Stage, batches: Sequence[Sequence[Any]]) -> None:
-            self._run_stage(kind, stage, batches)
-            while others and not context.is_stopped():
-                writer.seal()  # the other process may wait for what this one has
-                theirs, others[:] = list(others), []
-                if left := [mine for batch in theirs if (mine := claim(batch))]:
-                    stage.run(left)
-                else:
-                    self.stop.wait(CLAIM_WAIT_S)
-
-        for kind, stage, batches in self._stages(masks_only):
-            if batches and not context.is_stopped():
-                run(kind, stage(context), batches)
-                self._release_after(kind)
-
-    def _release_after(self, kind: str) -> None:
-        """The text encoders and tokenizers go after their own stage: masks come before it."""
-        if kind == "text":
+        stage, batches = STAGES[kind](replace(context, claim=claim)), self._plan.batches[kind]
+        stage.run(batches)
+        while others and not context.is_stopped():
+            writer.seal()  # the other process may wait for what this one has
+            theirs, others[:] = list(others), []
+            if left := [mine for batch in theirs if (mine := claim(batch))]:
+                stage.run(left)
+            else:
+                self.stop.wait(CLAIM_WAIT_S)
+        if kind == "text":  # they leave the memory to the VAE; masks come before them
             self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
-
-    def _stages(self, masks_only: bool) -> list[tuple[str, type[_Stage], Sequence[Sequence[Any]]]]:
-        plan = self._plan
-        found: list[tuple[str, type[_Stage], Sequence[Sequence[Any]]]] = [
-            ("mask", MaskStage, plan.mask_batches),
-            ("text", TextStage, plan.text_batches),
-            ("image", ImageStage, plan.image_batches),
-        ]
-        return found[:1] if masks_only else found
-
-    def _run_stage(self, kind: str, stage: _Stage, batches: Sequence[Sequence[Any]]) -> None:
-        """Run a stage, and note for the next estimate how long each of what it returns took, without loading."""
-        started = time.monotonic() - self.report.seconds["load"]
-        amount = stage.run(batches)
-        seconds = time.monotonic() - self.report.seconds["load"] - started
-        if amount and kind != "mask":  # that takes a moment
-            self.workspace.memo[self._rate_name(kind)] = repr(seconds / amount)
-
-    def _estimate_seconds(self) -> float | None:
-        """Seconds for this shard's misses at the rate of the last run with these models on this device, if any."""
-        tasks = (task for batch in self._plan.image_batches for task in batch)
-        num_pixels = sum(math.prod(task.identity.preparation.geometry.extent) for task in tasks)
-        total = 0.0
-        for kind, amount in (("text", sum(map(len, self._plan.text_batches))), ("image", num_pixels)):
-            rate = recalled(self.workspace.memo, self._rate_name(kind), _RATE.validate_json)
-            if amount and rate is None:
-                return None
-            total += amount * (rate or 0.0)
-        return round(total, 1)
-
-    def _rate_name(self, kind: str) -> str:
-        is_image = kind == "image"
-        placement = self._encodings.vae if is_image else self._encodings.text_encoders
-        part = self._encodings.image.vae
-        if not is_image:
-            encoders = self.models.family.names("text_encoder")
-            part = dict(self._encodings.text.parts)[encoders[-1]]
-        return f"rate {kind} {placement.device} {dtype_name(placement.dtype)} {part.name}"
 
 
 def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures) -> list[str]:
@@ -345,8 +264,9 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
         needed = set(manifest.rows.entry_keys(usable=True))
         absent = needed - workspace.store.find(needed)
         failures.read_others(absent)
-        whole = partial(_whole, workspace, manifest, failures)
-        if absent and (absent := absent & set(whole().rows.entry_keys(usable=True))):
+        if refusals := failures.refusals(manifest):
+            manifest = manifest.with_rows(manifest.rows.with_refusals(refusals))
+        if absent and (absent := absent & set(manifest.rows.entry_keys(usable=True))):
             waiting.append(manifest.name)
             logger.info(
                 "manifest %s waits for %d entries of other ranks, or that are gone; if no rank is running, run "
@@ -354,17 +274,8 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
                 manifest.name,
                 len(absent),
             )
-        elif manifest.role == "prompts":
-            update_manifest(workspace.manifests, whole)
+        elif manifest.role == "prompts":  # with those that a service cached since the plan was made
+            add_prompts(workspace, manifest, always=True)
         else:
-            workspace.manifests.write(whole())
+            workspace.manifests.write(manifest)
     return waiting
-
-
-def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Manifest:
-    """The manifest with what failed, and with prompts that a service cached since the plan was made."""
-    is_prompts = manifest.role == "prompts"
-    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
-    if refusals := failures.refusals(manifest):
-        manifest = manifest.with_rows(manifest.rows.with_refusals(refusals))
-    return manifest.with_rows({**others, **manifest.rows}) if others else manifest

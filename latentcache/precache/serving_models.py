@@ -15,23 +15,16 @@ from latentcache.errors import DeviceError, ModelError
 from latentcache.models.model_loader import Models
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import free_cached_memory
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, for_images
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import ImageTask, TextTask
-from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.report import Failure, Report
+from latentcache.precache.tasks import ImageTask, Task, TextTask
 from latentcache.precache.text_stage import TextStage
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
-
-EntryTask = TextTask | ImageTask
-"""One entry to encode."""
-
-
-def kind_of(task: EntryTask) -> Kind:
-    """The kind of the entry."""
-    return "text" if isinstance(task, TextTask) else "image"
 
 
 class ServingModels:
@@ -55,7 +48,7 @@ class ServingModels:
 
     def encode(
         self,
-        tasks: Sequence[EntryTask],
+        tasks: Sequence[Task],
         store: Callable[[Entry], None],
         fail: Callable[[str, Failure], None],
         decode: Callable[[ImageTask], np.ndarray] | None = None,
@@ -66,7 +59,7 @@ class ServingModels:
         Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
         other ones by now than those from which the keys follow.
         """
-        kind, report = kind_of(tasks[0]), Report()
+        kind, report = tasks[0].kind, Report()
         crowded: set[str] = set()
 
         def refuse(key: str, failure: Failure) -> None:
@@ -88,7 +81,7 @@ class ServingModels:
         context = RunContext(
             self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop=threading.Event()
         )
-        groups: dict[Hashable, list[EntryTask]] = {}
+        groups: dict[Hashable, list[Task]] = {}
         for task in tasks:
             groups.setdefault(_group_of(task), []).append(task)
         stage = TextStage(context) if kind == "text" else ImageStage(context, decode)
@@ -148,9 +141,10 @@ class ServingModels:
             )
 
 
-def _group_of(task: EntryTask) -> Hashable:
+def _group_of(task: Task) -> Hashable:
     """What the members of a batch share."""
-    if isinstance(task, TextTask):
-        return task.identity.encoding.recipe
-    geometry = task.identity.preparation.geometry
-    return geometry.extent if geometry.num_frames is None else task.key  # a clip alone, as in a plan
+    if isinstance(task, ImageTask):
+        geometry = task.identity.preparation.geometry
+        return geometry.extent if geometry.num_frames is None else task.key  # a clip alone, as in a plan
+    assert isinstance(task, TextTask)
+    return task.identity.encoding.recipe

@@ -1,112 +1,78 @@
-"""The text stage: tokenize | encode | store, each in its thread.
-
-One thread tokenizes ahead, the main thread runs the encoders, and a background thread stores the results. Where copies
-overlap the computation, a batch is launched before the results of the last one are fetched.
-"""
+"""The text stage: one thread tokenizes ahead of the main thread, which runs the text encoders."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
-from latentcache.devices.transfer import Download, transfer_to
-from latentcache.errors import DeviceError, ImageRefused
+from latentcache.devices.transfer import Download
+from latentcache.errors import ImageRefused
 from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
-from latentcache.models.running import BatchRunner, float32_precision, pinned_numerics
+from latentcache.models.running import pinned_numerics
 from latentcache.models.vae import problem_flags, problem_names
-from latentcache.precache.decoding import pixels_of
+from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import text_dtypes
-from latentcache.precache.plan import TextTask
-from latentcache.precache.report import Failure, RunContext, storing_worker, timed
-from latentcache.provenance import Provenance
+from latentcache.precache.report import Failure, timed
+from latentcache.precache.tasks import TextTask
 from latentcache.store.entry import DTYPES
-from latentcache.types import Entry, Record
-from latentcache.utils.concurrency import BackgroundWorker, bounded_map
+from latentcache.types import Entry
+from latentcache.utils.concurrency import bounded_map
 
 logger = logging.getLogger("latentcache")
 
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
-MAX_RETRIES = 64
-"""Captions that wait to be encoded again in float32: the encoders are placed once for so many."""
 _FLAGS, _LOST = "problem flags", "numbers that were lost"
 
 
-@dataclass(frozen=True, slots=True)
-class TextItem:
-    """A caption that is ready to be encoded: as the family tokenized it, with `num_tokens`."""
+class TextStage(EncodingStage):
+    """Encodes captions as the family does.
 
-    task: TextTask
-    tokens: Any
-
-
-class TextStage:
-    """Encodes captions as the family does. The text encoders always return to where they were.
-
-    Those that the device has no room for run there layer by layer, which the report says.
+    Encoders that the device has no room for run there layer by layer, which the report says.
 
     A caption whose tokens wait, or whose outputs are not stored yet, costs some hundred kilobytes: at most
     GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory, and the tokens of
-    MAX_RETRIES captions and a few batches more, which are encoded again in float32.
+    `max_retries` captions and a few batches more, which are encoded again in float32.
     """
 
-    def __init__(self, context: RunContext):
-        self._context = context
-        self._family = context.encodings.family
-        self._placement = context.encodings.text_encoders
-        self._transfer = transfer_to(self._placement.device)
-        self._parts: dict[str, Any] = {}
-        self._parts_ahead: dict[str, Any] = {}
-        self._retries: deque[tuple[TextItem, str]] = deque()
-        """Captions with bad outputs, and their problem, from the background thread to the main one."""
+    part, encoder, max_retries = "text_encoder", "the text encoders", 64
 
-    def run(self, batches: Sequence[Sequence[TextTask]]) -> int:
-        """Encode the batches, each of one recipe, and return how many captions were done."""
-        context, placement, num_done = self._context, self._placement, 0
-        runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner(
-            "text_encoder", placement.batch_size, placement.device
-        )
+    def __init__(self, context: RunContext):
+        super().__init__(context, context.encodings.text_encoders)
+        self._family = context.encodings.family
+        self._parts_ahead: dict[str, Any] = {}
+        self._limit = 0
+        """Tokens that the text encoders read."""
+
+    def run(self, batches: Sequence[Sequence[TextTask]]) -> None:
+        """Encode the batches, each of one recipe."""
+        context, family = self._context, self._family
         with ExitStack() as stack:
             with timed(context.report, "load"):
-                encoders = context.models.text_encoders(placement.dtype)
-                tokenizers = context.models.tokenizers()
-                self._parts = {**encoders, **tokenizers}
+                parts = self._place(stack, self._placement.dtype)
                 # Tokenizing ahead must not change how the encoding's own calls pad and cut.
-                self._parts_ahead = {**encoders, **context.models.tokenizers_ahead()}
-                context.report.placement |= stack.enter_context(encoders_placed(encoders, placement.device))
+                self._parts_ahead = {**parts, **context.models.tokenizers_ahead()}
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
             executor = stack.enter_context(ThreadPoolExecutor(1, "latentcache-tokenize"))
-            worker = stack.enter_context(storing_worker(placement.device))
-            groups = self._groups(batches, executor)
-            limit = self._family.token_limit(self._parts, context.encodings.text.settings)
-            num_ahead = int(self._transfer.overlaps)
-            for items, outputs in runner.run_ahead(
-                groups, partial(self._launch, self._parts), Download.wait, context.refuse, num_ahead=num_ahead
-            ):
-                context.report.num_truncated_captions += sum(item.tokens.num_tokens > limit for item in items)
-                worker.call(self._store, items, outputs)
-                num_done += len(items)
-                context.progress.advance(len(items))
-                if len(self._retries) >= MAX_RETRIES:
-                    self._retry(worker)
-                if context.is_stopped():
-                    break
-            worker.finish()
-            self._retry(worker)
+            self._limit = family.token_limit(parts, context.encodings.text.settings)
+            self._encode(parts, self._groups(batches, executor), nullcontext)
         context.progress.finish()
-        return num_done
 
-    def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[TextItem]]:
+    def _place(self, stack: ExitStack, dtype: torch.dtype) -> dict[str, Any]:
+        encoders = self._context.models.text_encoders(dtype)
+        notes = stack.enter_context(encoders_placed(encoders, self._placement.device))
+        ending = "" if dtype == self._placement.dtype else " in float32"
+        self._context.report.placement |= {f"{name}{ending}": note for name, note in notes.items()}
+        return {**encoders, **self._context.models.tokenizers()}
+
+    def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[Item]]:
         """The batches with their tokens, tokenized a few groups ahead."""
         for batch, made in bounded_map(
             executor, self._tokens, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD
@@ -117,7 +83,7 @@ class TextStage:
                 self._context.progress.advance(1)
             left = [task for task in batch if task.key not in refused]
             if left:
-                yield [TextItem(task, each) for task, each in zip(left, tokens, strict=True)]
+                yield [Item(task, each) for task, each in zip(left, tokens, strict=True)]
 
     def _tokens(self, batch: Sequence[TextTask]) -> tuple[dict[str, Failure], Sequence[Any]]:
         """Why texts cannot be read, by key, since a control image of theirs cannot; and the tokens of the others."""
@@ -128,7 +94,7 @@ class TextStage:
         texts, images = [], []
         for task in batch:
             try:
-                pixels = [pixels_of(each.identity, each.sample, each.source, each.images) for each in task.controls]
+                pixels = [each.pixels() for each in task.controls]
             except ImageRefused as error:
                 refused[task.key] = Failure(error.reason, f"its control image: {error.detail}", error.path)
                 continue
@@ -136,30 +102,7 @@ class TextStage:
             images.append(pixels)
         return refused, family.tokenize_with_control(self._parts_ahead, texts, images) if texts else ()
 
-    def _retry(self, worker: BackgroundWorker) -> None:
-        """Encode captions with bad outputs again, in float32, one at a time."""
-        if not self._retries:
-            return
-        context, device = self._context, self._placement.device
-        # Loaded again, or copies: a cast does not restore weights that were rounded to half precision.
-        encoders = context.models.text_encoders(torch.float32)
-        launch = partial(self._launch, {**self._parts, **encoders})
-        runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner("text_encoder", 1, device)
-        try:
-            with encoders_placed(encoders, device) as notes:
-                context.report.placement |= {f"{name} in float32": note for name, note in notes.items()}
-                while self._retries:
-                    item, note = self._retries.popleft()
-                    for items, outputs in runner.run_ahead(
-                        [[item]], launch, Download.wait, context.refuse, num_ahead=0
-                    ):
-                        worker.call(self._store, items, outputs, note)
-        except DeviceError as error:  # they are twice as large: the other captions are encoded all the same
-            while self._retries:
-                item, note = self._retries.popleft()
-                context.fail(item.task.key, Failure("out-of-memory", f"{note}, but {error}"))
-
-    def _launch(self, parts: Mapping[str, Any], items: Sequence[TextItem]) -> Download:
+    def _launch(self, models: Any, items: Sequence[Item]) -> Download:
         """Start a batch: what is stored of it, and flags of its problems.
 
         The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
@@ -167,9 +110,8 @@ class TextStage:
         recipe = items[0].task.identity.encoding.settings  # a batch has one: it is formed by it
         # Tokens that are uploaded here are not copied on the stream that computes, after all that was launched on it.
         with inference(self._placement.device), pinned_numerics():
-            made = self._family.encode_text(
-                parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
-            )
+            tokens = [item.data for item in items]
+            made = self._family.encode_text(models, tokens, recipe, upload=self._transfer.upload)
         masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
         tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
@@ -178,53 +120,34 @@ class TextStage:
         lost = {_LOST: torch.stack(counts).sum(0)} if counts else {}
         return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})
 
-    def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
-        """Store a batch. Captions with bad outputs wait for a retry in float32, or fail; `note` is a retry's."""
-        context = self._context
-        encoding = context.encodings.text
-        computed_dtype = encoding.compute_dtype if note is None else "float32"
+    def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
+        context, encoding = self._context, self._context.encodings.text
+        dtypes = (encoding.compute_dtype if note is None else "float32", encoding.store_dtype)
         tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
         lost = tensors.pop(_LOST).tolist() if _LOST in tensors else [0] * len(items)
         masks = {name: tensors.pop(name + MASK) for name in list(tensors) if name + MASK in tensors}
+        encoders = self._family.names("text_encoder")
         for number, item in enumerate(items):
-            task = item.task
-            problem, detail = next((names[number] for names in problems if names[number]), None), ""
-            if problem is not None and computed_dtype != "float32":
-                reason = f"the text encoders gave {problem} in {computed_dtype}: encoded again in float32"
-                logger.warning("caption %r: %s", task.caption, reason)
-                self._retries.append((item, reason))
+            caption = item.task.caption
+            problem = next((names[number] for names in problems if names[number]), None)
+            if self._is_bad(item, problem, dtypes, f"caption {caption!r}"):
                 continue
-            if problem is not None:
-                computed = f"computed in float32 and stored as {encoding.store_dtype}"
-                detail = f"the text encoders gave {problem} for caption {task.caption!r}, {computed}"
-            elif lost[number]:
-                dtype = encoding.store_dtype
+            if lost[number]:
                 detail = (
-                    f"{lost[number]} numbers of the embedding of caption {task.caption!r} are larger than "
-                    f"{torch.finfo(DTYPES[dtype]).max:g}, which is all that {dtype} holds; set "
+                    f"{lost[number]} numbers of the embedding of caption {caption!r} are larger than "
+                    f"{torch.finfo(DTYPES[dtypes[1]]).max:g}, which is all that {dtypes[1]} holds; set "
                     "encode.text_store_dtype to bfloat16"
                 )
-            if detail:
-                context.fail(task.key, Failure("bad-output", detail))
+                context.fail(item.task.key, Failure("bad-output", detail))
                 continue
-            provenance = Provenance(
-                sample_id=task.sample_id,
-                source_path=task.path,
-                models={part: context.models.origin(part) for part in self._family.names("text_encoder")},
-                device=str(self._placement.device),
-                computed_dtype=computed_dtype,
-                float32_precision=float32_precision(self._placement.device),
-                num_tokens=item.tokens.num_tokens,
-                note=note,
-            )
-            record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
             kept = {
                 name: tensor[number][masks[name][number]] if name in masks else tensor[number]
                 for name, tensor in tensors.items()
             }
+            record = self._record(item, encoders, dtypes[0], note, num_tokens=item.data.num_tokens)
             context.store(Entry(record, kept, frozenset(masks)))
-            context.report.num_retried_in_float32 += note is not None
+            context.report.num_truncated_captions += item.data.num_tokens > self._limit
 
 
 def _num_lost(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -27,10 +27,9 @@ from ray.exceptions import (
 
 from latentcache.config import RayConfig
 from latentcache.errors import ClusterError, LatentCacheError
-from latentcache.precache.plan import ImageTask
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Failure
-from latentcache.precache.run import Work
-from latentcache.precache.serving_models import EntryTask
+from latentcache.precache.tasks import ImageTask, Task
 from latentcache.scaleout.messages import EncoderAnswer, Problem, decode_image
 from latentcache.scaleout.ray_encoder import without_source
 
@@ -55,7 +54,7 @@ logger = logging.getLogger("latentcache")
 class RayBatch:
     """A batch of the plan. `pixels` are those of its images that were decoded, by key."""
 
-    tasks: list[EntryTask]
+    tasks: list[Task]
     pixels: dict[str, Any] = field(default_factory=dict)
     num_decoding: int = 0
     num_losses: int = 0
@@ -86,17 +85,17 @@ class ClusterRun:
 
     def __init__(
         self,
-        work: Work,
+        batches: Iterable[Sequence[Task]],
+        context: RunContext,
+        find: Callable[[Iterable[str]], set[str]],
         settings: RayConfig,
         num_encoders: int,
         new_encoder: Callable[[], Any],
         missing: Callable[[], ClusterError],
     ):
-        self._work, self._settings, self._missing = work, settings, missing
+        self._context, self._find, self._settings, self._missing = context, find, settings, missing
         self._num_encoders, self._new_encoder = num_encoders, new_encoder
         self._decode: Any = ray.remote(num_cpus=settings.decode_cpus, num_returns=2, max_retries=0)(decode_image)
-        plan = work.plan
-        batches: list[Sequence[EntryTask]] = [*plan.text_batches, *plan.image_batches]
         self._todo = deque(RayBatch(list(tasks)) for tasks in batches)
         self._decoding: dict[Any, tuple[RayBatch, ImageTask]] = {}
         """The answers of decoding tasks that are to come."""
@@ -110,7 +109,7 @@ class ClusterRun:
 
     def run(self) -> None:
         """Encode everything. Errors of the encoders are raised here; ClusterError where nothing can run."""
-        progress, report = self._work.progress, self._work.report
+        progress, report = self._context.progress, self._context.report
         progress.start("encode", sum(len(batch.tasks) for batch in self._todo))
         try:
             while self._has_work():
@@ -125,8 +124,7 @@ class ClusterRun:
             progress.finish()
 
     def _has_work(self) -> bool:
-        if self._work.stop.is_set():
-            self._work.report.interrupted = True
+        if self._context.is_stopped():
             self._todo.clear()
             self._ready.clear()
             self._decoding.clear()
@@ -244,19 +242,19 @@ class ClusterRun:
             self._take_batch(encoder, value)
 
     def _take_batch(self, encoder: ActiveEncoder, answer: EncoderAnswer) -> None:
-        report, (_, batch) = self._work.report, encoder.calls.popleft()
+        report, (_, batch) = self._context.report, encoder.calls.popleft()
         self._num_deaths = 0
         for task in () if batch is None else batch.tasks:
             if task.key in answer.problems:
-                self._work.fail(task.key, Failure(*answer.problems[task.key]))
+                self._context.fail(task.key, Failure(*answer.problems[task.key]))
         self._sealed |= answer.sealed
         report.bytes_written += answer.bytes_written - encoder.bytes_written
         encoder.bytes_written = answer.bytes_written
         report.num_truncated_captions += answer.num_truncated_captions
         report.num_retried_in_float32 += answer.num_retried_in_float32
         if batch is not None:
-            self._work.progress.advance(len(batch.tasks))
-            left: list[EntryTask] = [task for task in batch.tasks if task.key not in answer.problems]
+            self._context.progress.advance(len(batch.tasks))
+            left: list[Task] = [task for task in batch.tasks if task.key not in answer.problems]
             encoder.unsealed.append(RayBatch(left))
         for unsealed in encoder.unsealed:
             unsealed.tasks = [task for task in unsealed.tasks if task.key not in self._sealed]
@@ -295,9 +293,9 @@ class ClusterRun:
         batches = [batch for _, batch in encoder.calls if batch is not None]
         running = batches[0] if encoder.calls and encoder.calls[0][1] is not None else None
         again = [*encoder.unsealed, *batches]
-        found = self._work.find(task.key for batch in again for task in batch.tasks)
+        found = self._find(task.key for batch in again for task in batch.tasks)
         self._sealed |= found
-        self._work.progress.advance(-sum(len(batch.tasks) for batch in encoder.unsealed))
+        self._context.progress.advance(-sum(len(batch.tasks) for batch in encoder.unsealed))
         for batch in again:
             left = [task for task in batch.tasks if task.key not in found]
             if batch is running:
@@ -305,9 +303,9 @@ class ClusterRun:
                 self._todo.extendleft(alone)
             elif left:
                 self._todo.append(RayBatch(left))
-            self._work.progress.advance(len(batch.tasks) - len(left))
+            self._context.progress.advance(len(batch.tasks) - len(left))
 
-    def _strike(self, task: EntryTask, what: str, error: RayError) -> bool:
+    def _strike(self, task: Task, what: str, error: RayError) -> bool:
         """Note that a process died with this entry, and return whether it is tried again; otherwise it is refused."""
         self._strikes[task.key] += 1
         if self._strikes[task.key] < NUM_STRIKES:
@@ -317,9 +315,9 @@ class ClusterRun:
         self._refuse(task, Failure("crashed", detail, path))
         return False
 
-    def _refuse(self, task: EntryTask, failure: Failure) -> None:
-        self._work.fail(task.key, failure)
-        self._work.progress.advance(1)
+    def _refuse(self, task: Task, failure: Failure) -> None:
+        self._context.fail(task.key, failure)
+        self._context.progress.advance(1)
 
     # Time limits, and the end
 

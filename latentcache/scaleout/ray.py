@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ import torch
 
 from latentcache.config import Config, RayConfig
 from latentcache.errors import ClusterError, ConfigError
-from latentcache.precache.plan import Shard
+from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Report
-from latentcache.precache.run import Work, run_precache
+from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import Plan, Shard
 from latentcache.scaleout.ray_encoder import RayEncoder
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress
@@ -91,18 +92,21 @@ class RayCluster:
         num_gpus = config.ray.num_gpus
         self._num_gpus = (0.0 if self.device.type == "cpu" else 1.0) if num_gpus == "auto" else num_gpus
 
-    def encode(self, work: Work) -> None:
-        """Encode the plan's batches on the cluster."""
+    def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
+        """Encode the plan's texts and images on the cluster."""
         # It imports ray.
         from latentcache.scaleout.cluster_run import ClusterRun
 
         # Ray prints what it has to say of dead processes, but stdout is for the report.
         with redirect_stdout(sys.stderr), self._connected():
-            num_encoders = min(self._num_encoders(), len(work.plan.text_batches) + len(work.plan.image_batches))
+            batches = [*plan.batches["text"], *plan.batches["image"]]
+            num_encoders = min(self._num_encoders(), len(batches))
             encoder = self._ray.remote(**self._requested())(self.encoder)
-            planned = self._ray.put(work.encodings)
+            planned = self._ray.put(context.encodings)
             ClusterRun(
-                work,
+                batches,
+                context,
+                find,
                 self._settings,
                 num_encoders,
                 lambda: encoder.remote(self.config, planned),

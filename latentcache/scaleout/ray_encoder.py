@@ -15,10 +15,10 @@ from latentcache.config import Config
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ModelError
 from latentcache.precache.encodings import Encodings, load_models
-from latentcache.precache.plan import ImageTask, TextTask
+from latentcache.precache.preparation import TextKeys
 from latentcache.precache.report import Failure
-from latentcache.precache.serving_models import EntryTask, ServingModels, kind_of
-from latentcache.precache.texts import TextKeys
+from latentcache.precache.serving_models import ServingModels
+from latentcache.precache.tasks import ImageTask, Task, TextTask
 from latentcache.precache.workspace import open_workspace
 from latentcache.scaleout.messages import EncoderAnswer, Problem
 from latentcache.store.writer import Writer
@@ -40,7 +40,7 @@ class DecodedElsewhere(SampleSource):
 _DECODED = DecodedElsewhere()
 
 
-def without_source(task: EntryTask) -> EntryTask:
+def without_source(task: Task) -> Task:
     """The task as an encoder gets it: a dataset of many tars is larger than its pixels."""
     return replace(task, source=_DECODED) if isinstance(task, ImageTask) else task
 
@@ -81,18 +81,18 @@ class RayEncoder:
         self._texts = TextKeys(here.family, models.tokenizers, here.text, "")
         self._writer = self._open.enter_context(workspace.store.writer())
 
-    def encode(self, tasks: list[EntryTask], *pixels: np.ndarray) -> EncoderAnswer:
+    def encode(self, tasks: list[Task], *pixels: np.ndarray) -> EncoderAnswer:
         """Encode entries of one batch; of images with their pixels, in this order."""
         problems: dict[str, Problem] = {}
 
         def fail(key: str, failure: Failure) -> None:
             problems[key] = (failure.reason, failure.detail, failure.path)
 
-        kind = kind_of(tasks[0])
+        kind = tasks[0].kind
         if kind != self._kind:
             self._models.unload()  # the encoders of the other kind leave the device
             self._kind = kind
-        tasks = [task for task in tasks if isinstance(task, ImageTask) or self._reads_as_planned(task, fail)]
+        tasks = [task for task in tasks if not isinstance(task, TextTask) or self._reads_as_planned(task, fail)]
         if not tasks:
             return replace(self._answer(), problems=problems)
         by_key = {task.key: each for task, each in zip(tasks, pixels, strict=kind == "image")}

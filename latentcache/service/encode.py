@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import override
 
 from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError, RequestRefused
-from latentcache.precache.serving_models import EntryTask
-from latentcache.precache.workspace import Memo, Workspace
+from latentcache.precache.memo import Memo
+from latentcache.precache.tasks import Task
+from latentcache.precache.workspace import Workspace
 from latentcache.service.auth import Role
 from latentcache.service.miss_encoder import COUNTED, MissEncoder
 from latentcache.service.packs import OCTETS, pack_answer
@@ -116,7 +117,7 @@ class EncodeRoutes:
         was there before.
         """
 
-        def tasks_of() -> list[EntryTask]:
+        def tasks_of() -> list[Task]:
             return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in body.prompts]
 
         tasks = await self._state.read(tasks_of)
@@ -148,7 +149,7 @@ class EncodeRoutes:
     async def _answer(
         self,
         request: Request,
-        tasks: Sequence[EntryTask],
+        tasks: Sequence[Task],
         facts: Sequence[Mapping[str, Any]],
         wanted: Return,
         headers: Mapping[str, str],
@@ -177,7 +178,7 @@ class EncodeRoutes:
         detail = f"{num_missing} of these entries are not cached, and storing them needs the writing token"
         raise RequestRefused(detail, status=403, next_step=step)
 
-    async def _encode(self, tasks: Sequence[EntryTask]) -> set[str]:
+    async def _encode(self, tasks: Sequence[Task]) -> set[str]:
         """Wait until all entries are there. Returns the keys of those that were not."""
         self._num_requests += 1
         try:

@@ -31,11 +31,11 @@ from latentcache.errors import (
 from latentcache.identity import digest, short
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import TextEncodings, load_models
-from latentcache.precache.plan import ImageTask, TextTask
-from latentcache.precache.preparations import Preparations
+from latentcache.precache.preparation import Preparations
 from latentcache.precache.prompts import add_prompts, prompt_keys, prompt_row, prompt_task, prompts_common
 from latentcache.precache.report import Failure
-from latentcache.precache.serving_models import EntryTask, ServingModels, kind_of
+from latentcache.precache.serving_models import ServingModels
+from latentcache.precache.tasks import ImageTask, Task, TextTask
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Kind, Refusal
 
@@ -85,7 +85,7 @@ class UploadedImages(SampleSource):
 class _Miss:
     """An entry that is being made. The first of `tasks` is encoded; the others requested the same entry."""
 
-    tasks: list[EntryTask]
+    tasks: list[Task]
     future: Future[None]
 
     @property
@@ -158,10 +158,12 @@ class MissEncoder:
         name = name or f"uploaded image {short(source)}"
         size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
         sample, preparations = Sample.of(name, name, (), None, data), self._preparations[chosen.name]
-        return [
-            (ref, ImageTask(ref.key, preparations.identity(source, ref.geometry), sample, self._uploads, chosen.images))
-            for ref in preparations.refs(source, size, name, num_frames)
-        ]
+        found = []
+        for shape in preparations.shapes([size], num_frames, name):
+            key, identity = shape.key(source), preparations.identity(shape.role, source, shape.geometry)
+            task = ImageTask(key, identity, sample, self._uploads, chosen.images)
+            found.append((ImageRef(key, shape.geometry), task))
+        return found
 
     def _dataset(self, name: str | None) -> DatasetConfig:
         if name is None and len(self._datasets) == 1:
@@ -171,14 +173,14 @@ class MissEncoder:
         known = ", ".join(self._datasets)
         raise ConfigError(f"dataset is {name!r}; name the one whose images this one is prepared as: {known}")
 
-    def submit(self, tasks: Iterable[EntryTask]) -> dict[str, Future[None]]:
+    def submit(self, tasks: Iterable[Task]) -> dict[str, Future[None]]:
         """Key -> future of each entry that is not there: it is done when the entry can be read from the store.
 
         It raises ImageRefused, or EncodeError for a prompt, with the reason that precache gives for an entry that
         cannot be made; ModelError, DeviceError or StoreError where none can be made now. It cannot be cancelled.
         Raises EncoderBusyError where the queue has no room for all of them, and after `close`.
         """
-        by_key: dict[str, list[EntryTask]] = {}
+        by_key: dict[str, list[Task]] = {}
         for task in tasks:
             by_key.setdefault(task.key, []).append(task)
         present = self._workspace.store.find(by_key)
@@ -280,11 +282,11 @@ class MissEncoder:
                 self._changed.wait(left)
             if not self._waiting or self._is_closed:
                 return []
-            kind = kind_of(self._waiting[0].tasks[0])
+            kind = self._waiting[0].tasks[0].kind
             until = time.monotonic() + FILL_S
             while len(self._waiting) < ROUND_SIZES[kind] and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            taken = [miss for miss in self._waiting if kind_of(miss.tasks[0]) == kind][: ROUND_SIZES[kind]]
+            taken = [miss for miss in self._waiting if miss.tasks[0].kind == kind][: ROUND_SIZES[kind]]
             self._waiting = deque(miss for miss in self._waiting if miss not in taken)
             return taken
 
@@ -301,7 +303,7 @@ class MissEncoder:
         self._seconds_per_entry = (time.monotonic() - started) / len(tasks)
         return errors
 
-    def _encode_together(self, tasks: Mapping[str, EntryTask]) -> dict[str, Exception]:
+    def _encode_together(self, tasks: Mapping[str, Task]) -> dict[str, Exception]:
         store, errors = self._workspace.store, dict[str, Exception]()
         problem: Exception | None = None
 
@@ -339,9 +341,9 @@ class MissEncoder:
                 miss.future.set_result(None)
 
 
-def _refusal(task: EntryTask, failure: Failure) -> LatentCacheError:
+def _refusal(task: Task, failure: Failure) -> LatentCacheError:
     if isinstance(task, TextTask):
-        detail = f"{task.sample_id}: {failure.detail}"
+        detail = f"{task.sample.sample_id}: {failure.detail}"
         return EncodeError(detail, part="text_encoder", problem=failure.reason)
     return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)
 
@@ -365,7 +367,7 @@ class _NewPrompts:
         for task in tasks:
             if not self._rows:
                 self.due_at = time.monotonic() + self._wait_s
-            self._rows[task.sample_id] = prompt_row(task)
+            self._rows[task.sample.sample_id] = prompt_row(task)
 
     def write(self) -> None:
         """Add them to the manifest. Where that fails it is logged, and they wait for the next call."""

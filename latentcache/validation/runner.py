@@ -23,10 +23,10 @@ from latentcache.models.model_loader import LoadedModels, check_frozen
 from latentcache.models.running import uncached_autocast
 from latentcache.phases.model_parts import why_sharded
 from latentcache.phases.phases import Phase, Phases
-from latentcache.precache.plan import Shard
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss import check_loss_settings, validation_loss

@@ -18,8 +18,8 @@ from latentcache import Config, LatentCache
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
 from latentcache.precache import run as precache_run
-from latentcache.precache.plan import Plan
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import Plan
 from latentcache.remote import index, upkeep
 from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.manifests import RemoteManifests

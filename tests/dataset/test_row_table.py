@@ -56,7 +56,6 @@ def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str)
     assert {**table, other: None} == {**rows, other: None}
     assert table.rows(1, 99) == list(rows.values())[1:] and table.rows(99, 100) == []
     assert set(table.entry_keys()) == {key for row in rows.values() for key in row.keys()}
-    assert set(table.sources()) == {row.source for row in rows.values()} - {None}
     values = list(rows.values())
     assert table.usable().tolist() == [number for number, row in enumerate(values) if row.refusal is None]
     assert table.unverified().tolist() == [number for number, row in enumerate(values) if not row.is_verified]

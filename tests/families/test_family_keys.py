@@ -22,7 +22,7 @@ from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import encode_images
 from latentcache.precache.encodings import choose_encodings
-from latentcache.precache.texts import TextKeys
+from latentcache.precache.preparation import TextKeys
 
 pytestmark = pytest.mark.families
 

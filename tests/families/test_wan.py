@@ -21,9 +21,9 @@ from latentcache.families.scaling import Scaling
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
 from latentcache.models.vae import encode_images, keep_output, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
-from latentcache.precache.plan import TextTask
+from latentcache.precache.preparation import TextKeys
 from latentcache.precache.run import run_precache
-from latentcache.precache.texts import TextKeys
+from latentcache.precache.tasks import TextTask
 from latentcache.scaleout.ray_encoder import RayEncoder
 from latentcache.types import Padding
 from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise

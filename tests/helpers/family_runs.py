@@ -29,9 +29,9 @@ from latentcache.identity import Preparation
 from latentcache.models.model_loader import LoadedModels, Models
 from latentcache.precache import encodings
 from latentcache.precache.encodings import Encodings, choose_encodings
+from latentcache.precache.preparation import Controls
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
-from latentcache.precache.texts import Controls
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Geometry
 

@@ -28,7 +28,7 @@ from helpers.pipeline_sdxl import Setup, concept, write_photos
 from latentcache.errors import EntryDamagedError
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache.workspace import Memo
+from latentcache.precache.memo import Memo
 from latentcache.store.disk import DiskStore
 
 NUM = 6
@@ -380,7 +380,7 @@ def test_truncated_aggregate_recovers(setup: Callable[..., Setup]) -> None:
     before, place = first.by_photo(), first.caches["image"]._outputs[4]
     damage(setup(), "image", first.caches["image"]._items[place][0], PLAIN_FIELD)
     memo = setup().cache_dir / "image" / "latentcache" / "memo"
-    shutil.rmtree(memo)  # it holds copies
+    memo.unlink()  # it holds copies
     run = setup().start()
     assert run.encoded == Counter(vae=1)
     for name, item in run.by_photo().items():
@@ -406,7 +406,7 @@ def test_pickle_is_not_executed(setup: Callable[..., Setup], tmp_path: Path) -> 
         (old / name).write_bytes(payload)
     setup().start()
     store = tmp_path / "cache" / "image" / "latentcache"
-    for folder in (store, store / "memo", store / "index", *(path.parent for path in pack_files(setup(), "image"))):
+    for folder in (store, store / "index", *(path.parent for path in pack_files(setup(), "image"))):
         (folder / "0.pt").write_bytes(payload)
     run = setup().start()
     assert run.encoded == Counter() and len(run.items) == NUM

@@ -26,7 +26,7 @@ from latentcache.loading.status import status, verify
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.explanation import explain
-from latentcache.precache.part_preparations import PartPreparations
+from latentcache.precache.preparation import Preparations
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Geometry, Size
@@ -294,13 +294,13 @@ def test_each_input_of_a_part_changed_alone_is_a_miss_with_its_reason(
     parts = tiny_parts()
     change.get("models", lambda parts: None)(parts)
     if "downscale" in change:
-        genuine = PartPreparations.__init__
+        genuine = Preparations.__init__
 
-        def patched(self: PartPreparations, *arguments: Any) -> None:
+        def patched(self: Preparations, *arguments: Any) -> None:
             genuine(self, *arguments)
             self.downscale = change["downscale"]
 
-        monkeypatch.setattr(PartPreparations, "__init__", patched)
+        monkeypatch.setattr(Preparations, "__init__", patched)
     if "schema" in change or "kind" in change:
         to_json = fingerprint.MaskIdentity.to_json
         monkeypatch.setattr(
@@ -309,7 +309,7 @@ def test_each_input_of_a_part_changed_alone_is_a_miss_with_its_reason(
             lambda self: to_json(self) | {key: value for key, value in change.items() if key in ("schema", "kind")},
         )
     if "schema" in change:
-        monkeypatch.setattr("latentcache.precache.planner.SCHEMA", 2)
+        monkeypatch.setattr("latentcache.precache.plan.SCHEMA", 2)
     config = config_of(pairs, encode=change.get("encode"), salt=change.get("salt", ""), **dataset)
     report = run_precache(config, models=LoadedModels(**parts), dry_run=True)
     found = report.misses_by_reason

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.errors import ConfigError
-from latentcache.precache.plan import Batches, Shard
+from latentcache.precache.tasks import Batches, Shard
 
 GROUPS = st.sampled_from(["square", "wide", "tall"])
 

@@ -11,6 +11,7 @@ import torch
 
 from latentcache import LatentCache
 from latentcache.config import Config
+from latentcache.errors import DeviceError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
@@ -41,6 +42,28 @@ def test_the_vae_is_moved_once_for_all_images_of_a_batch(make_config: Callable[.
     report = run_precache(make_config(**settings), models=LoadedModels(**parts))
     assert (report.num_retried_in_float32, report.num_refused) == (5, 0)
     assert len(moved) == 2 * 2, "there and back, for a batch of three and one of two"
+
+
+def test_a_vae_that_does_not_fit_in_float32_costs_its_images_alone(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the run, when it was placed for the retry."""
+    parts = tiny_parts()
+    with torch.no_grad():
+        parts["vae"].encoder.conv_in.weight.mul_(1e6)
+    models = LoadedModels(**parts)
+    genuine = models.vae
+
+    def vae(dtype: torch.dtype) -> Any:
+        if dtype == torch.float32:
+            raise DeviceError("the VAE does not fit")
+        return genuine(dtype)
+
+    monkeypatch.setattr(models, "vae", vae)
+    settings = {"encode.vae_dtype": "float16", "encode.store_dtype": "float32"}
+    report = run_precache(make_config(**settings), models=models)
+    assert [refusal.reason for refusal in report.refused] == ["out-of-memory"] * 5
+    assert report.num_encoded == 7 and "encoded again in float32, but the VAE" in report.refused[0].detail
 
 
 def overflowing(dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:

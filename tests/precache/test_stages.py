@@ -21,10 +21,10 @@ from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import ImageRefused, StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import decoding, encodings
+from latentcache.precache import decoding, encoding_stage, encodings
 from latentcache.precache import image_stage as images
-from latentcache.precache import text_stage as texts
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import ImageTask
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Entry
@@ -46,8 +46,7 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> Streams:
     streams = Streams()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(StreamTransfer, "host_memory", lambda self, shape, dtype: torch.empty(shape, dtype=dtype))
-    for module in (images, texts):
-        monkeypatch.setattr(module, "transfer_to", lambda device: StreamTransfer(device, streams))
+    monkeypatch.setattr(encoding_stage, "transfer_to", lambda device: StreamTransfer(device, streams))
     return streams
 
 
@@ -171,11 +170,11 @@ def test_memory_that_runs_out_while_results_are_fetched(
     sizes = []
 
     def fetch(self: images.ImageStage, download: Any, fetch: Callable[..., Any] = images.ImageStage._fetch) -> Any:
-        moments = fetch(self, download)
-        sizes.append(len(moments))
-        if len(moments) > 2:
+        outputs = fetch(self, download)
+        sizes.append(len(outputs["moments"]))
+        if sizes[-1] > 2:
             raise RuntimeError("CUDA error: out of memory")
-        return moments
+        return outputs
 
     monkeypatch.setattr(images.ImageStage, "_fetch", fetch)
     config = make_config(**{"encode.batch_size": 8})
@@ -248,7 +247,7 @@ def test_a_stop_while_only_refused_images_come(
     def changed(task: Any) -> np.ndarray:
         raise ImageRefused(task.sample.path, "changed", "the file changed during the run")
 
-    monkeypatch.setattr(images, "_decode", changed)
+    monkeypatch.setattr(ImageTask, "pixels", changed)
     report = run_precache(make_config(), progress=Stops(), stop=stop)
     assert report.interrupted and num_refused == 1
 

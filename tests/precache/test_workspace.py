@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -22,10 +23,11 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.samples import SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.identity import digest
-from latentcache.precache import planner
-from latentcache.precache import workspace as memo_module
+from latentcache.precache import memo as memo_module
+from latentcache.precache import plan as planner
+from latentcache.precache.memo import FLUSH_ROWS, Memo
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import FLUSH_ROWS, Memo, Workspace, look_up
+from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal
 
 
@@ -43,123 +45,81 @@ def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
     assert "name" not in Memo(tmp_path / "memo")
 
 
-def test_rows_are_written_in_groups_without_a_flush(tmp_path: Path) -> None:
-    memo = Memo(tmp_path / "memo")
-    for number in range(FLUSH_ROWS + 1):
-        memo[str(number)] = "x"
-    assert len(Memo(tmp_path / "memo", read_only=True)) == FLUSH_ROWS
-
-
-def test_reread_sees_what_others_wrote(tmp_path: Path) -> None:
+def test_what_one_process_flushed_another_finds(tmp_path: Path) -> None:
     first, second = Memo(tmp_path / "memo"), Memo(tmp_path / "memo")
     first["shared"] = "news"
-    first.flush()
     assert "shared" not in second
-    assert second.reread(["shared", "missing"]) == {"shared": "news"}
+    first.flush()
+    assert second["shared"] == "news" and second.get_many(["shared", "missing"]) == {"shared": "news"}
+    for number in range(FLUSH_ROWS):
+        first[str(number)] = "x"
+    assert len(second) == FLUSH_ROWS + 1, "written without a flush"
 
 
 def test_reading_only_writes_nothing(tmp_path: Path) -> None:
     memo = Memo(tmp_path / "none", read_only=True)
     memo["name"] = "kept in memory"
     memo.close()
-    assert memo["name"] == "kept in memory" and not (tmp_path / "none").exists()
+    assert memo["name"] == "kept in memory" and not list(tmp_path.iterdir())
 
 
-def test_a_damaged_memo_is_thrown_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    memo = Memo(tmp_path / "memo")
-    memo["name"] = "value"
-    memo.close()
-    (tmp_path / "memo" / "cache.db").write_bytes(b"nonsense" * 100)
-    assert "name" not in Memo(tmp_path / "memo", read_only=True)
-    assert (tmp_path / "memo" / "cache.db").read_bytes().startswith(b"nonsense"), "a reader leaves it alone"
-    assert "name" not in Memo(tmp_path / "memo")
-    assert "removed" in caplog.text
+def test_rows_that_nobody_asks_for_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1.0]
+    monkeypatch.setattr(memo_module.time, "time", lambda: clock[0] * 86400)
+    with contextlib.closing(Memo(tmp_path / "memo")) as memo:
+        memo.update({"used": "1", "unused": "2"})
+    for clock[0] in (100.0, 200.0, 300.0):
+        with contextlib.closing(Memo(tmp_path / "memo")) as memo:
+            assert memo["used"] == "1"
+    assert set(Memo(tmp_path / "memo")) == {"used"}
 
 
-def test_a_damaged_memo_behind_a_link_is_let_go(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "cache.db").write_bytes(b"nonsense" * 100)
-    (tmp_path / "memo").symlink_to(outside)
-    memo = Memo(tmp_path / "memo")
-    memo["name"] = "value"
-    memo.close()
-    assert not (tmp_path / "memo").is_symlink() and Memo(tmp_path / "memo")["name"] == "value"
-    assert (outside / "cache.db").read_bytes() == b"nonsense" * 100
+def damage(path: Path, how: str) -> None:
+    """Put something else in the place of a memo."""
+    path.unlink(missing_ok=True)
+    if how == "nonsense":
+        path.write_bytes(b"nonsense" * 1000)
+    elif how == "another database":
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("CREATE TABLE memo (name TEXT)")
+    elif how == "folder":
+        path.mkdir()
+        (path / "cache.db").write_bytes(b"of an older version")
+    elif how == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if how == "loop" else path.parent / "nothing")
 
 
-def test_what_another_process_put_in_place_of_a_damaged_memo_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "memo").mkdir()
-    (tmp_path / "memo" / "cache.db").write_bytes(b"nonsense" * 100)
-    real, others = memo_module.locked, []
-
-    def late(*args: object, **kwargs: object) -> object:
-        monkeypatch.undo()
-        others.append(Memo(tmp_path / "memo"))
-        others[0]["name"] = "value"
-        others[0].flush()
-        return real(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(memo_module, "locked", late)
-    assert Memo(tmp_path / "memo")["name"] == "value"
-    assert [path.name for path in tmp_path.glob("memo*")] in (["memo", "memo.lock"], ["memo.lock", "memo"])
+@pytest.mark.parametrize("how", ["nonsense", "another database", "folder", "pipe", "link", "loop"])
+def test_what_is_no_memo_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    path = tmp_path / "memo"
+    damage(path, how)
+    assert "name" not in Memo(path, read_only=True) and os.path.lexists(path), "a reader leaves it alone"
+    with contextlib.closing(Memo(path)) as memo:
+        memo["name"] = "value"
+    assert Memo(path)["name"] == "value" and "memo of digests removed" in caplog.text
 
 
 def test_a_flipped_bit_gives_no_other_text_and_is_mended(tmp_path: Path) -> None:
     """Wherever it is in the database: what is read is right or absent, and what is written then is there."""
     texts = {f"name {number}": f"text {number} " + "é" * 40 for number in range(20)}
-    memo = Memo(tmp_path / "memo")
-    memo.update(texts)
-    memo.close()
-    database = tmp_path / "memo" / "cache.db"
-    whole, dice = database.read_bytes(), random.Random(14)
+    path = tmp_path / "memo"
+    with contextlib.closing(Memo(path)) as memo:
+        memo.update(texts)
+    whole, dice = path.read_bytes(), random.Random(14)
     used = [at for at, byte in enumerate(whole) if byte]
     num_absent = 0
     for at in dice.sample(used, 40):
-        for journal in database.parent.glob("cache.db-*"):
-            journal.unlink()
-        database.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
         for _ in range(2):  # what is written then may show the damage, and the memo is removed at the next opening
-            memo = Memo(tmp_path / "memo")
-            absent = {name for name in texts if name not in memo}
-            assert all(memo[name] == texts[name] for name in texts.keys() - absent), f"byte {at}"
-            assert memo.reread(texts).items() <= texts.items(), f"byte {at}"
-            memo.update({name: texts[name] for name in absent} | {"new": "a new text"})
-            memo.close()
-            num_absent += len(absent)
-        assert Memo(tmp_path / "memo")["new"] == "a new text", f"byte {at}"
+            with contextlib.closing(Memo(path)) as memo:
+                found = memo.get_many(texts)
+                assert found.items() <= texts.items(), f"byte {at}"
+                memo.update({name: texts[name] for name in texts.keys() - found.keys()} | {"new": "a new text"})
+                num_absent += len(texts) - len(found)
+        assert Memo(path)["new"] == "a new text", f"byte {at}"
     assert num_absent > 0
-
-
-def test_a_text_in_another_rows_place_is_none(tmp_path: Path) -> None:
-    memo = Memo(tmp_path / "memo")
-    memo.update({"a": "of a", "b": "of b"})
-    memo.close()
-    connection = sqlite3.connect(tmp_path / "memo" / "cache.db")
-    with connection:
-        rows = connection.execute("SELECT rowid, value FROM Cache WHERE key != 'generation'").fetchall()
-        for (number, _), (_, value) in zip(rows, reversed(rows), strict=True):
-            connection.execute("UPDATE Cache SET value = ? WHERE rowid = ?", (value, number))
-    connection.close()
-    assert len(Memo(tmp_path / "memo")) == 0
-
-
-@pytest.mark.parametrize("what", ["file", "pipe", "link", "loop"])
-def test_what_is_no_folder_is_replaced(tmp_path: Path, what: str) -> None:
-    path = tmp_path / "memo"
-    if what == "file":
-        path.write_text("precious")
-    elif what == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(path if what == "loop" else tmp_path / "nothing")
-    assert len(Memo(path, read_only=True)) == 0 and os.path.lexists(path)
-    memo = Memo(path)
-    memo["name"] = "value"
-    memo.close()
-    assert Memo(path)["name"] == "value"
 
 
 class _Foreign(dict[str, str]):
@@ -197,7 +157,7 @@ def test_a_row_that_is_no_value_is_found_out_anew(make_config: Callable[..., Con
         after = workspace.manifests.read("photos")
     assert report.num_encoded == clean.num_encoded
     assert before is not None and after is not None and before.rows == after.rows
-    assert memo.names == {"image/2", "rate", "recipe", "text"}
+    assert memo.names == {"image/2", "recipe", "text"}
 
 
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,17 +218,3 @@ def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
         planned()
     point_to("1")
     assert planned() == digests[0]
-
-
-def test_one_row_is_looked_up_without_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "memo"
-    assert look_up(path, "a") is None
-    memo = Memo(path)
-    memo["a"], memo["b"] = "1", "2"
-    memo.flush()
-    assert (look_up(path, "a"), look_up(path, "c")) == ("1", None)
-    memo["a"] = "3"
-    memo.close()
-    assert look_up(path, "a") == "3"
-    (path / "cache.db").write_bytes(b"no database")
-    assert look_up(path, "a") is None

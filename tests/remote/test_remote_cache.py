@@ -39,9 +39,9 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
-from latentcache.precache import planner
-from latentcache.precache.plan import Shard
+from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import Shard
 from latentcache.store.upkeep import compact
 
 BATCH = 4

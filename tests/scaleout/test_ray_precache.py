@@ -187,7 +187,7 @@ def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, clu
     config = make_config(**GPU, **{"encode.batch_size": 2})
     (tmp_path / "config.json").write_text(config.model_dump_json(exclude_defaults=True))
     driver = (
-        "import sys, test_ray_precache; from latentcache.config import load_config; "
+        "import sys, test_ray_precache; from latentcache.config_file import load_config; "
         "from types import SimpleNamespace; "
         "test_ray_precache.quickly(load_config(sys.argv[1]), SimpleNamespace(address=sys.argv[2]))"
     )

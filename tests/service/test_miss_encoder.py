@@ -31,9 +31,9 @@ from latentcache.errors import (
 )
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import planner
+from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
-from latentcache.precache.serving_models import EntryTask
+from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
 from latentcache.service.miss_encoder import MissEncoder
@@ -116,7 +116,7 @@ def test_entries_are_those_of_precache(
     config, precached = make_config(**changes), Workspace()
     run_precache(config, workspace=precached)
     encoder = make_encoder(config, ours := Workspace())
-    tasks: list[EntryTask] = [encoder.prompt("", negative=True), encoder.prompt("ugly", negative=True)]
+    tasks: list[Task] = [encoder.prompt("", negative=True), encoder.prompt("ugly", negative=True)]
     tasks += [encoder.prompt(text) for text in ("a validation prompt", "", "a red house", "a house in the rain")]
     tasks += [encoder.prompt(text) for text in ("a blue car", "a tree")]
     geometries = {}
@@ -140,7 +140,7 @@ def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path:
         models = ModelLoader(str(folder), memo=workspace.memo)
         models._module = None  # type: ignore[assignment,method-assign]  # to load a module is an error
         with MissEncoder(config, workspace, models=models) as encoder:
-            tasks: list[EntryTask] = [encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]
+            tasks: list[Task] = [encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]
             tasks += [task for _, task in encoder.image((photos / "a.png").read_bytes())]
             assert encoder.submit(tasks) == {}
             assert (encoder.counts["hits"], encoder.counts["misses"]) == (3, 0)

@@ -230,7 +230,7 @@ def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, p
     others = {name: tiny_parts(5)[name] for name in TEXT_PARTS}
     rows = prompts_of(workspace).rows
     with pytest.raises(
-        ModelError, match=r"captions of dataset photos were: text_encoder_2 is [0-9a-f]{6}, in the cache [0-9a-f]{6}\. "
+        ModelError, match=r"captions of dataset photos were: text encoder 2 changed \([0-9a-f]{6} -> [0-9a-f]{6}\)\. "
     ) as caught:
         models = LoadedModels(**(others | {"text_encoder": parts["text_encoder"]}))
         cache_prompts(config, workspace, models, NEW, device="cpu")
@@ -244,8 +244,8 @@ def test_other_settings_are_refused(
     changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
     with pytest.raises(
         ModelError,
-        match=r"salt is 'x', in the cache ''; compute_dtype is 'float16', in the cache 'float32'; "
-        r"store_dtype is 'float16', in the cache 'float32'; clip_skip is 1, in the cache 0",
+        match=r"salt changed \('' -> 'x'\), encoder dtype changed \(float32 -> float16\), "
+        r"stored dtype changed \(float32 -> float16\), clip skip changed \(0 -> 1\)",
     ):
         cache_prompts(changed, workspace, models, NEW, device="cpu")
 

@@ -40,7 +40,7 @@ from latentcache.integrations.onetrainer.values import (
     own_random_streams,
     values_of,
 )
-from latentcache.precache.workspace import Memo
+from latentcache.precache.memo import Memo
 from latentcache.store.batch import read_batch
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, Record

@@ -1,0 +1,227 @@
+"""What becomes of a dataset's images and texts: geometries, identities and keys.
+
+An image, each of its control images and its mask are rows of one table, the roles:
+
+    role        policy                      encoding              geometry
+    image       of the dataset              of images             by the dataset's buckets
+    control n   of the dataset              its mean, no seed     by its own area, or as its image lies
+    mask        luma, or the alpha channel  none                  as its image lies
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from latentcache.config import BucketsConfig, DatasetConfig
+from latentcache.dataset.bucket_rules import BucketRule
+from latentcache.dataset.buckets import fit_like, is_alike
+from latentcache.dataset.clips import num_frames_of_clip
+from latentcache.dataset.images import preparation_policy, with_filter
+from latentcache.dataset.manifest_row import PartRole
+from latentcache.dataset.masks import mask_policy
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.families.base import Family
+from latentcache.identity import (
+    ImageEncoding,
+    ImageIdentity,
+    MaskIdentity,
+    Preparation,
+    TextEncoding,
+    TextIdentity,
+    caption_digest,
+    key_of,
+    keys_like,
+)
+from latentcache.precache.encodings import Encodings
+from latentcache.precache.tasks import MASK_BATCH_SIZE
+from latentcache.types import Geometry, Json, Kind, Size
+
+CLIP_DECODER = "pillow-or-pyav"
+"""Pillow reads animated images and PyAV videos: the bytes of a file say which."""
+
+Controls = tuple[tuple[str, Preparation], ...]
+"""Control images that are read with a text: the digest of each and its preparation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one of a sample's images is to it. A mask has neither an encoding nor a rule of buckets.
+
+    `lies_on_image`: it is resized and cropped as its image is, not by `rule`, which then names the filter alone.
+    """
+
+    number: int
+    name: str
+    kind: Kind
+    policy: dict[str, str]
+    encoding: ImageEncoding | None
+    rule: BucketRule | None
+    lies_on_image: bool
+
+    @property
+    def part(self) -> PartRole | None:
+        """What it is in a manifest; None for the image itself."""
+        return None if self.number == 0 else "control" if self.kind == "image" else "mask"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all entries of one role and geometry share. `key` gives that of the entry of a source.
+
+    Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`.
+    """
+
+    role: Role
+    geometry: Geometry
+    key: Callable[[str], str]
+    group: Hashable
+    group_size: int
+    num_bytes: int
+    is_mostly_cut: bool
+    """Whether the crop keeps less than half of the image."""
+
+
+class Preparations:
+    """Gives each image of a dataset, and each clip, control image and mask, its entries.
+
+    ConfigError if the rule of buckets makes no bucket at all, or one whose sides the model cannot take; and for clips
+    of a model that takes none.
+    """
+
+    def __init__(self, dataset: DatasetConfig, encodings: Encodings, salt: str):
+        self._dataset, self._encodings, self._salt = dataset, encodings, salt
+        self.downscale = encodings.facts.downscale_factor
+        if dataset.frames is not None and not encodings.family.has_clips:
+            message = f"dataset {dataset.name} has frames, but models of {encodings.family.name} take no clips"
+            raise ConfigError(f"{message}; leave frames out", key="datasets.frames")
+        policy, rule = preparation_policy(dataset.images), BucketRule(dataset.buckets)
+        self.roles = [Role(0, "image", "image", policy, encodings.image, rule, False)]
+        # A control image is no target of the loss: diffusers' pipelines and the trainers take its posterior's mode.
+        encoding = replace(encodings.image, output="mean", seed=0)
+        for number, control in enumerate(dataset.control, 1):
+            own = None if control.area is None else BucketRule(_buckets_of(dataset.buckets, control.area))
+            role = Role(number, f"control {number}", "image", policy, encoding, own or rule, own is None)
+            self.roles.append(role)
+        self.takes_alpha = dataset.mask is not None and dataset.mask.alpha
+        if dataset.mask is not None:
+            policy = mask_policy(policy, alpha=self.takes_alpha)
+            self.roles.append(Role(len(self.roles), "mask", "mask", policy, None, None, True))
+        # Most samples share their sizes with others: one value in memory for all of them.
+        self._shapes = lru_cache(1 << 14)(self._shapes_of)
+
+    def common(self) -> dict[str, Any]:
+        """What all samples share of their images, for the manifest."""
+        rule = self._dataset.frames
+        policies = [with_filter(role.policy, role.rule.filters) if role.rule else role.policy for role in self.roles]
+        parts: list[Json] = [
+            {"name": role.name, "policy": policy} | ({} if role.rule else {"downscale": self.downscale})
+            for role, policy in zip(self.roles[1:], policies[1:], strict=True)
+        ]
+        return {
+            "policy": policies[0],
+            "buckets": self._dataset.buckets.model_dump(mode="json", exclude_defaults=True),
+            **({"parts": parts} if parts else {}),
+            **({} if rule is None else {"frames": {"fps": rule.fps, "start": rule.start}}),
+        }
+
+    def shapes(self, sizes: Sequence[Size], num_available: int | None, path: str) -> tuple[Shape, ...]:
+        """The entries of an image of this upright size, and of the sample's other roles whose sizes follow.
+
+        Each is followed by its mirrored twin if the dataset flips. A file with `num_available` frames (`probe_clip`)
+        gives clips. ImageRefused, naming `path`, for an image of which the rule makes no bucket, and for a mask that
+        cannot lie on its image.
+        """
+        found = self._shapes((*sizes,), num_available)
+        if isinstance(found, ImageRefused):
+            raise ImageRefused(path, found.reason, found.detail)
+        return found
+
+    def identity(self, role: Role, source: str, geometry: Geometry) -> ImageIdentity | MaskIdentity:
+        """What the entry of such an image is."""
+        if role.rule is None or role.encoding is None:
+            return MaskIdentity(source, Preparation.of(role.policy, geometry), self.downscale, self._salt)
+        policy: dict[str, Any] = with_filter(role.policy, role.rule.resample(geometry))
+        frames = self._dataset.frames
+        if frames is not None and geometry.num_frames is not None:
+            policy = {**policy, "fps": frames.fps, "start": frames.start, "decoder": CLIP_DECODER}
+        return ImageIdentity(source, Preparation.of(policy, geometry), role.encoding, self._salt)
+
+    def _shapes_of(self, sizes: tuple[Size, ...], num_available: int | None) -> tuple[Shape, ...] | ImageRefused:
+        images: list[Geometry | None] = [None, None] if self._dataset.flip else [None]
+        found = []
+        for role, size in zip(self.roles, sizes, strict=False):  # an image that comes alone has no companions
+            for number, image in enumerate(images):
+                geometry = self._geometry(role, size, image, flip=number == 1)
+                if geometry is None:
+                    return _refusal(role, size, sizes[0])
+                if image is None and self._dataset.frames is not None and num_available is not None:
+                    factor = self._encodings.facts.frames_factor
+                    num_frames = num_frames_of_clip(num_available, self._dataset.frames, factor)
+                    geometry = replace(geometry, num_frames=num_frames)
+                images[number] = image or geometry
+                found.append(self._shape(role, geometry))
+        return tuple(found)
+
+    def _geometry(self, role: Role, size: Size, image: Geometry | None, *, flip: bool) -> Geometry | None:
+        """The geometry of an image, or of a companion of the image that has the geometry `image`."""
+        if image is not None and role.lies_on_image:
+            return fit_like(size, image) if role.rule or is_alike(size, image.original_size) else None
+        assert role.rule is not None  # a mask lies on its image
+        geometry = role.rule.geometry(size, flip=flip)
+        if geometry is not None:
+            named = f"{role.rule}" if image is None else f"{role.name}, {role.rule}"
+            self._encodings.check_bucket(geometry.target_size, named)
+        return geometry
+
+    def _shape(self, role: Role, geometry: Geometry) -> Shape:
+        key = keys_like(self.identity(role, "", geometry))
+        if role.encoding is None:
+            num_bytes = math.prod(geometry.target_size) // self.downscale**2
+            return Shape(role, geometry, key, "mask", MASK_BATCH_SIZE, num_bytes, False)
+        output = role.encoding.output
+        # A clip alone: a group of them would not fit into memory.
+        group_size = self._encodings.image_group_size if geometry.num_frames is None else 1
+        num_bytes = self._encodings.image_bytes(geometry, output)
+        is_mostly_cut = geometry.kept_share < 0.5
+        return Shape(role, geometry, key, (geometry.extent, output), group_size, num_bytes, is_mostly_cut)
+
+
+def _buckets_of(buckets: BucketsConfig, area: int) -> BucketsConfig:
+    return BucketsConfig(area=area, step=buckets.step, max_aspect=buckets.max_aspect)
+
+
+def _refusal(role: Role, size: Size, image: Size) -> ImageRefused:
+    """Why an image of this size has no entry in this role; the size of its sample's image is `image`."""
+    if role.encoding is None:
+        detail = f"mask: it is {size}, its image {image}; save it with the proportions of the image"
+        return ImageRefused("", "other-shape", detail)
+    named = f"{role.rule} makes no bucket of" if role.name == "image" else f"{role.name}: no bucket takes"
+    return ImageRefused("", "no-bucket", f"{named} an image of {size}: it is too small, or too long")
+
+
+class TextKeys:
+    """The identities and keys of texts with one encoding. `tokenizers` gives those of the model, by name.
+
+    It is called once, and only where the family renders texts: most plans need no tokenizer.
+    """
+
+    def __init__(self, family: Family, tokenizers: Callable[[], Mapping[str, Any]], encoding: TextEncoding, salt: str):
+        self.family, self._tokenizers = family, tokenizers() if family.renders else {}
+        self._encoding, self._salt = encoding, salt
+        self._key = keys_like(TextIdentity("", encoding, salt))
+
+    def source(self, text: str) -> str:
+        """The digest of a text as the tokenizer gets it."""
+        return caption_digest(self.family.rendered(self._tokenizers, text))
+
+    def key(self, text: str, controls: Controls = ()) -> str:
+        """The key of a text, and of the control images that are read together with it."""
+        return key_of(self.identity(text, controls).to_json()) if controls else self._key(self.source(text))
+
+    def identity(self, text: str, controls: Controls = ()) -> TextIdentity:
+        """What the entry of a text is."""
+        return TextIdentity(self.source(text), self._encoding, self._salt, controls=controls)

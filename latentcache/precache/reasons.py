@@ -1,0 +1,165 @@
+"""Why an entry is a miss: what it is made of now, compared with what it was made of in the last manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import RowTable
+from latentcache.identity import PartIdentity
+from latentcache.types import Geometry
+
+NEW = "new"
+DAMAGED = "damaged"
+LOST = "entry lost"
+"""The manifest has the key but the store does not: it was removed, or its pack was deleted."""
+REFUSED = "refused before"
+"""The last run refused the sample; this one tries again."""
+IMPORTED = "imported, unverified"
+"""Not shown to equal what encoding gives, so it is encoded."""
+IMPORTED_OTHERWISE = "imported, verified for other settings"
+"""Equal to what another config encodes."""
+
+LABELS = {
+    "compute_dtype": "encoder dtype",
+    "store_dtype": "stored dtype",
+    "target_size": "bucket",
+    "crop_top_left": "crop",
+    "num_frames": "number of frames",
+}
+"""Names of facts in reasons, where they are not the fact's own."""
+GEOMETRY = ("flip", "target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
+"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause."""
+_SHORT = {
+    "image": "image changed",
+    "caption": "caption changed",
+    "controls": "control changed",
+    "flip": "flip added",
+}
+"""Causes whose values say nothing to people."""
+
+Facts = Mapping[str, Any]
+"""What an entry is made of, by name, in the order in which causes are named."""
+
+
+def image_facts(source: str | None, geometry: Geometry) -> Facts:
+    """What the entry of an image, a control image or a mask with this digest is made of."""
+    return {"image": source, **{name: getattr(geometry, name) for name in GEOMETRY}}
+
+
+def text_facts(text: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
+    """What the entry of a text is made of. `controls`: the digests and geometries of images that are read with it."""
+    return {"caption": text} if controls is None else {"caption": text, "controls": list(controls)}
+
+
+class History:
+    """What the last manifest says of a dataset. Renamed samples are found by the digest of their image.
+
+    `common` is what the samples have in common now; `damaged` names the damaged entries of the store.
+    """
+
+    def __init__(self, last: Manifest | None, common: Mapping[str, Any], damaged: Mapping[str, str]):
+        self._last, self._common, self._damaged = last, common, damaged
+
+    def num_lost(self, rows: RowTable) -> int:
+        """How many images the last manifest lists, if these rows have images, and none of them; else 0."""
+        if self._last is None:
+            return 0
+        # Arrays of eight bytes each: of a million images, sets of digests would take 200 MB for a warning.
+        columns = (table.columns["source"] for table in (self._last.rows, rows))
+        before, now = (np.unique(each[each.any(1)][:, :8].copy().view(np.uint64)) for each in columns)
+        return len(before) if len(now) and not np.isin(before, now).any() else 0
+
+    def why(self, sample_id: str, image: str | None, name: str, key: str, facts: Facts) -> str:
+        """Why the entry `key` is a miss.
+
+        `image` is the digest of its sample's image. `name` is `image` or that of a companion; for a text it names the
+        part of `common` that it is made with. `facts` are those of `image_facts` or `text_facts`.
+        """
+        reason = self._why(sample_id, image, name, key, facts)
+        return reason if name in ("image", "text_encoding", "negative_encoding") else f"{name}: {reason}"
+
+    def _why(self, sample_id: str, image: str | None, name: str, key: str, facts: Facts) -> str:
+        if key in self._damaged:
+            return DAMAGED
+        row = None if self._last is None else self._last.rows.get(sample_id)
+        if self._last is not None and row is None and image is not None:
+            row = self._last.rows.row_of_source(image)
+        known = [] if row is None else _known(row, name)
+        if self._last is None or row is None or not known:
+            return NEW
+        by = "flip" if "flip" in facts else "caption"
+        same = [(ref, was) for ref, was in known if was[by] == facts[by]]
+        if self._last.imported_from is not None:
+            if "image" in facts and row.source not in (image, None):
+                return _SHORT["image"]
+            # A caption that was unknown was imported as the empty one.
+            return _why_imported(same or [(ref, was) for ref, was in known if was[by] == ""], key)
+        if any(ref.key == key for ref, _ in known):
+            return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
+        before = {**_common_facts(self._last.common, name), **(same or known)[0][1]}
+        now = {**_common_facts(self._common, name), **facts}
+        if facts.get("num_frames") is None:
+            now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
+        return ", ".join(cause for _, cause in _causes(before, now)) or LOST
+
+
+def _known(row: Row, name: str) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
+    """The entries of this name that a row has, each with what it was made of."""
+    if name == "image":
+        return [(ref, image_facts(row.source, ref.geometry)) for ref in row.images]
+    if name in ("text_encoding", "negative_encoding"):
+        controls = [(ref.source, ref.geometry) for other, ref in row.named_parts(flip=False) if other != "mask"]
+        return [(ref, text_facts(ref.text, controls)) for ref in row.captions]
+    return [(ref, image_facts(ref.source, ref.geometry)) for other, ref in row.named_parts() if other == name]
+
+
+def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What all entries of this name are made with."""
+    facts = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
+    if name in ("text_encoding", "negative_encoding"):
+        return facts | (common.get(name) or {})
+    own = common if name == "image" else next((p for p in common.get("parts") or () if p["name"] == name), {})
+    if name != "mask":
+        # Whatever is kept of images, of control images it is the mean.
+        facts |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
+    else:
+        facts["downscale"] = own.get("downscale")
+    facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
+    return facts | (common.get("frames") or {} if name == "image" else {})
+
+
+def text_causes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What texts are made with that differs in what two manifests have in common: names and causes."""
+    return list(_causes(*(_common_facts(common, "text_encoding") for common in (before, now))))
+
+
+def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
+    """Name and cause of each fact that differs, those of the source first."""
+    changed = [name for name, value in now.items() if before.get(name) != value]
+    geometry = [name for name in GEOMETRY if name in changed]
+    hidden = geometry if "image" in changed else geometry[1:]
+    for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption")):
+        if name not in hidden:
+            values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
+            yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
+
+
+def _why_imported(known: Sequence[tuple[ImageRef | PartRef | CaptionRef, Facts]], key: str) -> str:
+    """Why the entry `key` is a miss, of a sample that was imported. `known` is what was imported of it."""
+    if not known:
+        return NEW
+    ref = known[0][0]
+    if ref.key == key:
+        return LOST
+    return IMPORTED if ref.trust == "unverified" else IMPORTED_OTHERWISE
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return PartIdentity(**value).name
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,221 @@
+"""The plan of a run: the entries to encode, and how its ranks share them.
+
+A batch is formed over hits and misses alike, in the order of the dataset. So all ranks agree on the batches at any
+time, every miss has exactly one owner, and a run of several ranks encodes the same batches as a single process, which
+gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from latentcache.config import EncodeConfig, ImagesConfig
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.errors import ConfigError
+from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity
+from latentcache.precache.decoding import pixels_of
+from latentcache.precache.report import Report
+from latentcache.provenance import Provenance
+from latentcache.store.base import Store
+from latentcache.types import Kind, Record
+
+TEXT_BATCH_SIZE = 16
+"""Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
+last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
+for it alone."""
+MASK_BATCH_SIZE = 64
+"""Masks that one rank makes together."""
+
+T = TypeVar("T")
+
+
+def num_threads(encode: EncodeConfig) -> int:
+    """The threads that `num_workers` means on this machine."""
+    return (os.cpu_count() or 1) if encode.num_workers == "auto" else encode.num_workers
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry to encode. `sample` is the first one that has it."""
+
+    key: str
+    identity: ImageIdentity | MaskIdentity | TextIdentity
+    sample: Sample
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the entry."""
+        return self.identity.kind
+
+    def record(self, **made: Any) -> Record:
+        """The record of the entry that was made of it now, with what `provenance.Provenance` has of the making."""
+        provenance = Provenance(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
+        return Record(self.key, self.kind, self.identity.to_json(), provenance.to_json())
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTask(Task):
+    """An image, a control image or a mask, which is read from `source`. `sample` is that of the file that is read.
+
+    `is_alpha`: the mask is the alpha channel of its image.
+    """
+
+    identity: ImageIdentity | MaskIdentity
+    source: SampleSource
+    images: ImagesConfig
+    is_alpha: bool = False
+
+    def pixels(self) -> np.ndarray:
+        """The pixels of the image, or the weights of the mask: see `pixels_of`. Raises ImageRefused."""
+        return pixels_of(self.identity, self.sample, self.source, self.images, self.is_alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTask(Task):
+    """A text. `caption` is as it was given; the source of the identity is the digest of what the tokenizer gets of it.
+
+    `controls` are the images that are read together with it.
+    """
+
+    identity: TextIdentity
+    caption: str
+    controls: tuple[ImageTask, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `world_size` processes that share one cache.
+
+    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` distinguishes
+    one launch of the ranks from another, if the launcher names it. `local_world_size` of the ranks run on this machine;
+    None where nobody says.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    launch: str = ""
+    local_world_size: int | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Shard:
+        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them; one process without them.
+
+        Raises ConfigError.
+        """
+        environ = os.environ if environ is None else environ
+        numbers = {"RANK": 0, "WORLD_SIZE": 1}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            text = environ.get(name)
+            if text is not None and not text.isdecimal():
+                raise ConfigError(f"{text!r} is not a number; torchrun sets it, or unset it", source=name)
+            if text is not None:
+                numbers[name] = int(text)
+        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+        if rank >= world_size:
+            raise ConfigError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}", source="RANK")
+        launch = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
+        return cls(rank, world_size, numbers.get("LOCAL_RANK"), launch, numbers.get("LOCAL_WORLD_SIZE"))
+
+
+class Batches(Generic[T]):
+    """Collects this shard's tasks into batches. Members of a batch share their group, such as a bucket."""
+
+    def __init__(self, shard: Shard):
+        self._shard = shard
+        self._open: dict[Hashable, list[T | None]] = {}
+        self._whole: list[list[T]] = []
+        self._partial: dict[Hashable, list[T]] = {}
+        self._sizes: dict[Hashable, int] = {}
+        self._num_closed = 0
+
+    def add(self, group: Hashable, size: int, task: T | None) -> None:
+        """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
+        members = self._open.get(group)
+        if members is None:
+            self._open[group], self._sizes[group] = (members := []), size
+        members.append(task)
+        if len(members) == size:
+            self._close(group)
+
+    def finish(self) -> list[list[T]]:
+        """All batches of this shard, in order."""
+        for group in list(self._open):
+            self._close(group)
+        for group, tasks in self._partial.items():
+            size = self._sizes[group]
+            self._whole += [tasks[start : start + size] for start in range(0, len(tasks), size)]
+        self._partial.clear()
+        return self._whole
+
+    def _close(self, group: Hashable) -> None:
+        members = self._open.pop(group)
+        owner = self._num_closed % self._shard.world_size
+        self._num_closed += 1
+        tasks = [task for task in members if task is not None]
+        if owner != self._shard.rank or not tasks:
+            return
+        if len(tasks) == len(members):
+            self._whole.append(tasks)
+        else:
+            # Batches with hits are joined, or a small addition to a large dataset would be encoded one image at a time.
+            self._partial.setdefault(group, []).extend(tasks)
+
+
+@dataclass(slots=True)
+class Plan:
+    """The plan of a run. The report's counts are those of the whole dataset, the batches are this shard's share."""
+
+    manifests: list[Manifest] = field(default_factory=list)
+    batches: dict[Kind, list[list[Any]]] = field(default_factory=dict)
+    """By kind, in the order in which they are encoded, each of `Task`s."""
+    report: Report = field(default_factory=Report)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Key of each miss -> why it is one."""
+
+
+class Entries:
+    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
+
+    def __init__(self, store: Store, shard: Shard, report: Report | None = None):
+        self.plan, self.damaged = Plan(report=report or Report()), store.damaged()
+        self._store = store
+        self._seen: set[bytes] = set()
+        # The text encoders are released before the VAE needs the memory.
+        self._batches: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
+
+    def find(self, keys: Iterable[str]) -> set[str]:
+        """Choose the keys that are in the store."""
+        return self._store.find(set(keys))
+
+    def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
+        """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not."""
+        seen = bytes.fromhex(key)
+        if seen in self._seen:
+            return False
+        self._seen.add(seen)
+        if key not in present:
+            return True
+        self.plan.report.num_hits += 1
+        self._batches[kind].add(group, size, None)
+        return False
+
+    def add(self, task: Task, group: Hashable, size: int, num_bytes: int, reason: str) -> None:
+        """Add an entry that is to be encoded."""
+        report = self.plan.report
+        self.plan.reasons[task.key] = reason
+        report.misses_by_reason[reason] = report.misses_by_reason.get(reason, 0) + 1
+        report.num_misses += 1
+        report.miss_bytes += num_bytes
+        self._batches[task.kind].add(group, size, task)
+
+    def finish(self) -> Plan:
+        """The plan with this shard's batches."""
+        self.plan.batches = {kind: batches.finish() for kind, batches in self._batches.items()}
+        return self.plan
