@@ -58,7 +58,7 @@ OWNERS = {
     ),
     "av": ("dataset/clips.py",),
     "psutil": ("doctor/environment.py",),
-    "pyarrow": ("dataset/tables.py",),
+    "pyarrow": ("dataset/parquet.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("families/", "models/"),
     "matplotlib": ("validation/",),

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from latentcache.config import Config, SourceConfig
 from latentcache.config_file import parse_config
-from latentcache.dataset.samples import Sample, SampleSource, read_small
+from latentcache.dataset.samples import Sample, SampleSource, read_range
 from latentcache.dataset.sources import open_source as open_configured
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.precache.run import run_precache
@@ -47,10 +47,11 @@ PHOTOS: dict[str, tuple[bytes, Captions]] = {
 }
 
 
-def open_source(kind: str, path: str | Path, **settings: Any) -> SampleSource:
+def open_source(kind: str, path: str | Path, *, control: Any = (), **settings: Any) -> SampleSource:
     """What a user's config with this source opens. Raises ConfigError and DatasetError."""
     source = {"kind": kind, "path": path, **settings}
-    return open_configured(parse_config({"datasets": [{"name": "photos", "source": source}]}).datasets[0].source)
+    dataset = parse_config({"datasets": [{"name": "photos", "source": source, "control": control}]}).datasets[0]
+    return open_configured(dataset.source, dataset.part_files)
 
 
 def samples(source: SampleSource) -> list[Sample]:
@@ -187,7 +188,7 @@ class TestAllSources:
             open_source(kind, tmp_path / "nowhere")
         (tmp_path / "notes.md").write_text("no images here")
         with pytest.raises(DatasetError, match=r"holds no|has no"):
-            open_source(kind, tmp_path)
+            list(open_source(kind, tmp_path).samples())
 
     def test_the_root_may_be_relative(
         self, kind: str, source: SampleSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +252,17 @@ class TestFolder:
             "cat.png": ("cat",),
             "sub/cat.png": ("",),
         }
+
+    def test_suffixes_may_be_in_capitals(self, tmp_path: Path) -> None:
+        """`cat.TXT` was not found: the image trained without its caption."""
+        write(tmp_path, "cat.JPG", "dog.png", "fox.png")
+        for name, text in {"cat.TXT": "a cat", "dog.Txt": "wrong", "dog.txt": "a dog", "Fox.TXT": "no fox"}.items():
+            (tmp_path / name).write_text(text)
+        found = {sample.sample_id: sample.captions for sample in samples(open_source("folder", tmp_path))}
+        assert found == {"cat.JPG": ("a cat",), "dog.png": ("a dog",), "fox.png": ("",)}
+        write_tar(tmp_path / "s.tar", {"cat.JPG": IMAGE, "cat.TXT": b"a cat"})
+        [sample] = samples(open_source("webdataset", tmp_path / "s.tar"))
+        assert sample.captions == ("a cat",)
 
     @pytest.mark.parametrize(
         ("text", "captions"),
@@ -545,13 +557,15 @@ class TestWebDataset:
         assert ids(source) == ["s.tar/a"]
         assert refusals(source) == [("s.tar/b", "truncated"), ("s.tar", "corrupt")]
 
-    @pytest.mark.parametrize(("name", "mode"), [("s.tar.gz", "w:gz"), ("s.tar", "w:bz2"), ("s.tar.xz", "w:xz")])
-    def test_a_compressed_tar_is_an_error_that_says_what_to_do(self, tmp_path: Path, name: str, mode: str) -> None:
-        with tarfile.open(tmp_path / name, mode) as tar:  # type: ignore[call-overload]
-            tar.addfile(tarfile.TarInfo("a.png"))
-        for path in (tmp_path, tmp_path / name):
+    def test_a_compressed_tar_is_named_with_what_to_do(self, tmp_path: Path) -> None:
+        for name, mode in (("s.tar.xz", "w:xz"), ("s.tar", "w:bz2")):
+            with tarfile.open(tmp_path / name, mode) as tar:  # type: ignore[call-overload]
+                tar.addfile(tarfile.TarInfo("a.png"))
+        for path in (tmp_path, tmp_path / "s.tar.xz"):
             with pytest.raises(DatasetError, match="decompress it"):
                 open_source("webdataset", path)
+        [refusal] = open_source("webdataset", tmp_path / "s.tar").samples()
+        assert isinstance(refusal, Refusal) and "decompress it" in refusal.detail
 
     def test_a_tar_that_changes_is_refused(self, tmp_path: Path) -> None:
         path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
@@ -627,7 +641,7 @@ class TestParquet:
     def test_wrong_columns_are_errors(self, tmp_path: Path, columns: dict, options: dict, message: str) -> None:
         write_parquet(tmp_path / "p.parquet", columns)
         with pytest.raises(DatasetError, match=message):
-            open_source("parquet", tmp_path, **options)
+            list(open_source("parquet", tmp_path, **options).samples())
 
     def test_a_bad_file_or_caption_is_refused_and_the_rest_goes_on(self, tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", {"image": [IMAGE], "text": ["a"]})
@@ -658,21 +672,23 @@ class TestParquet:
         assert caught.value.reason == "corrupt"
 
     def test_row_groups_are_kept_up_to_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("latentcache.dataset.tables.CACHE_BYTES", 2500)
-        images = [bytes([i]) * 1000 for i in range(6)]
-        source = open_source("parquet", write_parquet(tmp_path / "p.parquet", {"image": images}, row_group_size=1))
+        """Columns of the last one in any case: a row's images are read one after the other."""
+        monkeypatch.setattr("latentcache.dataset.parquet.CACHE_BYTES", 4500)
+        columns = {name: [bytes([i + j]) * 1000 for i in range(6)] for j, name in enumerate(("image", "edit"))}
+        source = open_source("parquet", write_parquet(tmp_path / "p.parquet", columns, 1), control={"column": "edit"})
         found = samples(source)
-        opened: list[int] = []
-        read = pq.ParquetFile.iter_batches
+        opened: list[tuple[int, str]] = []
+        read = pq.ParquetFile.read_row_group
 
-        def noted(self: Any, *arguments: Any, **options: Any) -> Any:
-            opened.extend(options["row_groups"])
-            return read(self, *arguments, **options)
+        def noted(self: Any, number: int, columns: list[str]) -> Any:
+            opened.append((number, columns[0]))
+            return read(self, number, columns=columns)
 
-        monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+        monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
         for row in (0, 1, 0, 1, 2, 1, 0):
-            assert source.read(found[row]) == images[row]
-        assert opened == [0, 1, 2, 0]
+            for each, name in ((found[row], "image"), (found[row].parts[0], "edit")):
+                assert source.read(each) == columns[name][row]
+        assert opened == [(row, name) for row in (0, 1, 2, 0) for name in ("image", "edit")]
 
     def test_without_pyarrow_the_error_says_what_to_install(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -718,8 +734,8 @@ def test_a_caption_is_whole_where_a_read_gives_less_than_there_is(
     path.write_bytes(text)
     read = os.read
     monkeypatch.setattr(os, "read", lambda fd, num_bytes: read(fd, min(num_bytes, 5)))
-    assert read_small(str(path), 1 << 20) == text
-    assert read_small(str(path), 7) == text[:7]
+    assert read_range(str(path), 0, 1 << 20) == text
+    assert read_range(str(path), 2, 7) == text[2:9]
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "webdataset", "parquet"])
