@@ -320,7 +320,7 @@ def _checked_format(data: bytes, path: str) -> str:
         raise ImageRefused(path, "empty", "the file has no bytes")
     name, by_suffix = sniff(data), _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower())
     if name is None and by_suffix in (None, *_PLUGINS):
-        raise ImageRefused(path, "not-an-image", f"it begins with {data[:8]!r}, which no format that is read does")
+        raise ImageRefused(path, "not-an-image", f"it begins with {data[:8]!r}, as none of {', '.join(_PLUGINS)} does")
     if name not in _PLUGINS:
         raise ImageRefused(
             path, "unsupported-format", f"{name or by_suffix}; convert it to one of {', '.join(_PLUGINS)}"

@@ -17,13 +17,11 @@ from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal, RefusalReason
 
 MAX_CAPTION_BYTES = 1 << 20
-"""Of a sample's captions together, in UTF-8. A longer file is not taken for captions."""
+"""Largest caption file. A longer one is not taken for captions."""
 MAX_ONE_CAPTION_BYTES = 1 << 14
-"""Of one caption, in UTF-8. CLIP reads 77 tokens, and its tokenizer takes seconds and megabytes for a long text."""
-MAX_CAPTIONS = 1 << 16
-"""Of a sample. With more, its line in the manifest could be longer than one may be."""
+"""Longest caption, in UTF-8. CLIP reads 77 tokens, and its tokenizer takes seconds and megabytes for a long text."""
 MAX_IMAGE_BYTES = 1 << 30
-"""Of the file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
+"""Largest file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
 600 MB."""
 
 SETTLED_NS = 2_000_000_000
@@ -187,20 +185,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
     stripped = tuple(caption.strip() for caption in captions if caption.strip())
-    sizes = []
     for caption in stripped:
         try:
-            sizes.append(len(caption.encode()))
+            num_bytes = len(caption.encode())
         except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
             raise CaptionError(f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
-    longest, num_bytes = max(sizes, default=0), sum(sizes)
-    if longest > MAX_ONE_CAPTION_BYTES:
-        raise CaptionError(f"a caption has {longest:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
-    if num_bytes > MAX_CAPTION_BYTES or len(sizes) > MAX_CAPTIONS:
-        raise CaptionError(
-            f"it has {len(sizes):,} captions with {num_bytes:,} bytes; a sample may have {MAX_CAPTIONS:,} captions "
-            f"with {MAX_CAPTION_BYTES:,} bytes together"
-        )
+        if num_bytes > MAX_ONE_CAPTION_BYTES:
+            raise CaptionError(f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
     return stripped
 
 

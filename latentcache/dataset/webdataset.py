@@ -6,7 +6,6 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 
 from typing_extensions import override
 
@@ -31,6 +30,7 @@ from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal
 
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_MAX_RECORD_BYTES = 1 << 20
 # A damaged header gives a TarError; a damaged extended header also what its numbers and names give.
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, MemoryError)
 
@@ -51,29 +51,30 @@ class TarDamage(Exception):
 def members(path: str) -> Iterator[tarfile.TarInfo]:
     """The members of a tar without compression, of any kind, one in memory at a time.
 
-    Raises TarDamage where it ends early, and OSError.
+    Raises OSError, and TarDamage where the tar ends early, if so then after the member that is cut.
     """
     end, size = -1, os.path.getsize(path)
     try:
-        with closing(tarfile.open(path, "r:")) as tar:
+        with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
                 if member.size < 0 or tar.offset <= end:  # it would lead back
                     raise tarfile.HeaderError(f"member {member.name!r:.80} has {member.size:,} bytes")
                 end = tar.offset
+                yield member
                 if member.offset_data + member.size > size:
                     raise TarDamage("truncated", f"the tar ends inside its member {member.name}")
-                yield member
             end = tar.offset
     except _TAR_ERRORS as error:
         detail = f"it cannot be read from byte {max(end, 0):,} on: {error}. A compressed tar has no random access"
         raise TarDamage("truncated", f"{detail}: decompress it") from error
-    # After the last member comes a block of zeros. tarfile stops silently at any other block, too.
-    block = read_range(path, end, tarfile.BLOCKSIZE)
-    if len(block) < tarfile.BLOCKSIZE:
-        raise TarDamage("truncated", f"the tar ends at byte {end + len(block):,} without an end mark")
-    if any(block):
-        raise TarDamage("corrupt", f"no member begins at byte {end:,}; what follows is not read")
+    # After the last member come zeros that fill a record. tarfile stops silently at anything else, too.
+    rest = read_range(path, end, _MAX_RECORD_BYTES)
+    if len(rest) < tarfile.BLOCKSIZE:
+        raise TarDamage("truncated", f"the tar ends at byte {end + len(rest):,} without an end mark")
+    if any(rest) or size - end > _MAX_RECORD_BYTES:
+        detail = f"no member begins at byte {end:,}, and the {size - end:,} bytes from there are not read"
+        raise TarDamage("corrupt", f"{detail}: is it damaged, or several tars?")
 
 
 class WebDatasetSource(SampleSource):

@@ -160,15 +160,6 @@ def test_formats_that_are_refused_say_what_to_do_instead() -> None:
         assert caught.value.reason == "unsupported-format" and text in caught.value.detail
 
 
-def test_an_animation_without_a_time_scale_is_corrupt() -> None:
-    """Pillow divides by it."""
-    data = bytearray(made("animated-avif").data)
-    scale = data.index(b"mdhd") + 4 + 4 + 8 + 8
-    assert data[scale : scale + 4] == (1000).to_bytes(4, "big")
-    data[scale : scale + 4] = bytes(4)
-    assert verdict(bytes(data), "a.avif", ImagesConfig(animated="first-frame")) == "corrupt"
-
-
 def test_alpha_is_composited_on_the_declared_colour() -> None:
     odd = made("rgba")
     pixels = decode(odd.data, odd.path, ImagesConfig(alpha_colour="#10C0f0"))
