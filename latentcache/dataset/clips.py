@@ -23,12 +23,12 @@ from latentcache.identity import Preparation
 from latentcache.types import Size
 
 MAX_DECODED_PIXELS = 1 << 35
-"""Of all frames of a file, which decoders may have to go through: 4.6 hours of 1920x1080 would be more. Without a bound
-a small file could make work for days."""
+"""Most pixels that all frames of a file may have, since decoders may go through them: 4.6 hours of 1920x1080 have more.
+Without a bound a small file could make work for days."""
 _ROUNDING = 1e-6
 """Times are in ms, and sums of them in floating point."""
 _MATROSKA_MAGIC = b"\x1a\x45\xdf\xa3"
-"""Of `.mkv` and `.webm`."""
+"""The first bytes of `.mkv` and `.webm`."""
 _PQ_AND_HLG = (16, 18)
 """FFmpeg's numbers of the transfer functions of HDR, whose values are no sRGB."""
 

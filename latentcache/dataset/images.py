@@ -185,7 +185,7 @@ def frame_times(data: bytes, path: str, config: ImagesConfig, max_pixels: int) -
 
 
 def decode_frames(data: bytes, path: str, config: ImagesConfig, numbers: Iterable[int]) -> Iterator[np.ndarray]:
-    """As `decode` each of these frames of a GIF, PNG or WebP. They are numbered from 0, and come in ascending order.
+    """These frames of a GIF, PNG or WebP, numbered from 0, in ascending order, each as `decode` gives it.
 
     An image that a PNG shows where animations are not known is none of its frames.
     """

@@ -28,7 +28,7 @@ class PartFiles:
         self._folders = [root if part.path is None else os.path.abspath(part.path) for part in parts]
         self._names = part_names(self._parts)
         self.columns = tuple(part.column for part in parts if part.column is not None)
-        """Of metadata, with the files of parts."""
+        """The columns of metadata that name files of parts."""
         self._images_in = lru_cache(REMEMBERED_FOLDERS)(_images_in)
         for name, part, folder in zip(self._names, self._parts, self._folders, strict=True):
             if folder == root and not part.suffix and part.column is None:

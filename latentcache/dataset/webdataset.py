@@ -169,18 +169,12 @@ class WebDatasetSource(SampleSource):
     ) -> Iterator[Sample | Refusal]:
         images = _images(group)
         if not images:
-            known = {column.lower() for _, column in self._parts}
-            others = [
-                place
-                for ending, places in group.items()
-                if _column(ending) not in (None, "", *known)
-                for place in places
-            ]
-            if others:
+            known = (None, *(column.lower() for _, column in self._parts))
+            if others := [ending for ending in group if _column(ending) not in known]:
                 detail = (
-                    "it is no image of its key, as its name has a dot before the suffix: rename it, or name the column"
+                    "its name has a dot before the suffix, so it is no image of its key: rename it, or name the column"
                 )
-                yield Refusal(sample_id, f"{path}#{others[0][0]}", "missing", detail)
+                yield Refusal(sample_id, f"{path}#{group[others[0]][0][0]}", "missing", detail)
             return
         yield self._sample(sample_id, path, signature, group, columns)
         for member, _, _ in images[1:]:
