@@ -292,7 +292,7 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
         # Inside a scan 0xFF is always escaped, so that an end mark after its start is one. libjpeg would make the rest
         # of a JPEG that was only half downloaded grey.
         if name == "JPEG" and data.find(b"\xff\xd9", stream.tell()) < 0:
-            raise ImageRefused(path, "truncated", f"the JPEG ends after {len(data):,} bytes, before its end")
+            raise ImageRefused(path, "truncated", f"the JPEG data ends after {len(data):,} bytes, before its end")
         orientation = _orientation(image, data, name)
         width, height = image.size
         size = Size(width, height) if orientation >= 5 else Size(height, width)
