@@ -285,7 +285,7 @@ def test_few_videos_are_in_memory_at_once(cached: Config, tmp_path: Path, monkey
         alive[0] -= 1
         raise ImageRefused("a", "corrupt", "it is empty")
 
-    monkeypatch.setattr("latentcache.precache.planner.probe_clip", counted)
+    monkeypatch.setattr("latentcache.precache.plan.probe_clip", counted)
     encode = cached.encode.model_copy(update={"num_workers": 12})
     config = changed(cached, source=SourceConfig(path=tmp_path)).model_copy(update={"encode": encode})
     assert run_precache(config, dry_run=True).num_refused == 12
