@@ -51,14 +51,14 @@ OWNERS = {
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",
-        "dataset/colour_profiles.py",
+        "dataset/colour.py",
         "dataset/resampling.py",
         "validation/",
         "service/page/thumbnails.py",
     ),
-    "av": ("dataset/video_files.py",),
+    "av": ("dataset/clips.py",),
     "psutil": ("doctor/environment.py",),
-    "pyarrow": ("dataset/tables.py",),
+    "pyarrow": ("dataset/parquet.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
     "matplotlib": ("validation/",),

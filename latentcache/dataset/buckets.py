@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from latentcache.config import BucketsConfig
 from latentcache.errors import ConfigError
@@ -43,10 +42,6 @@ def assign(size: Size, table: Sequence[Bucket]) -> Bucket:
 
     The logarithm makes portrait and landscape alike: the transposed size gets the transposed ratio.
     """
-    if not table:
-        raise ConfigError("the table of buckets is empty; make one with bucket_table")
-    if min(size) < 1:
-        raise ConfigError(f"an image of {size} has no aspect ratio")
     aspect = math.log(size.width / size.height)
 
     def distance(bucket: Bucket) -> tuple[float, int, int]:
@@ -57,19 +52,15 @@ def assign(size: Size, table: Sequence[Bucket]) -> Bucket:
     return min(table, key=distance)
 
 
-def fit(
-    original_size: Size, bucket: Bucket, *, crop: Literal["center", "top-left"] = "center", flip: bool = False
-) -> Geometry:
-    """The smallest resize that covers the bucket, then the crop. All integers, without floating point.
+def fit(original_size: Size, bucket: Bucket, *, flip: bool = False) -> Geometry:
+    """The smallest resize that covers the bucket, then the crop in the middle. All integers, without floating point.
 
     One side of `resized_size` equals the bucket's. The other is rounded to the nearest integer (halves up), which
-    never falls below the bucket's. A centre crop leaves the odd pixel at the bottom or on the right.
+    never falls below the bucket's. The crop leaves the odd pixel at the bottom or on the right.
     """
     height, width = original_size
     if min(height, width, *bucket) < 1:
         raise ConfigError(f"an image of {Size(height, width)} cannot be fitted to a bucket of {Bucket(*bucket)}")
-    if crop not in ("center", "top-left"):
-        raise ConfigError(f"crop is {crop!r}; use 'center' or 'top-left'", key="crop")
     # The side that must be enlarged most decides: bucket.height / height >= bucket.width / width.
     if bucket.height * width >= bucket.width * height:
         resized = Size(bucket.height, (2 * width * bucket.height + height) // (2 * height))
@@ -79,7 +70,7 @@ def fit(
     return Geometry(
         original_size=Size(height, width),
         resized_size=resized,
-        crop_top_left=Crop(spare.height // 2, spare.width // 2) if crop == "center" else Crop(0, 0),
+        crop_top_left=Crop(spare.height // 2, spare.width // 2),
         target_size=Bucket(*bucket),
         flip=flip,
     )

@@ -1,43 +1,49 @@
-"""Animated files and videos -> the frames of a clip.
+"""Animated files (by Pillow) and videos (by PyAV, the extra `video`) -> the frames of a clip.
 
-A clip's frames are those that are shown at the times 0, 1/fps, 2/fps, ... of its file. Legend: F frames of the clip.
+A clip's frames are those that are shown at the times 0, 1/fps, 2/fps, ... of its file. PyAV is imported when the first
+video is read, and the demuxer is named, because FFmpeg's own choice includes playlists, which read other files.
+Legend: F frames of the clip.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
 
 import numpy as np
 
 from latentcache.config import FramesConfig, ImagesConfig
-from latentcache.dataset import container
-from latentcache.dataset.images import decode_frames, prepare, probe
-from latentcache.dataset.video_files import decode_video, probe_video
+from latentcache.dataset.images import check_limits, decode_frames, frame_times, prepare, probe, sniff
 from latentcache.errors import ImageRefused
 from latentcache.identity import Preparation
 from latentcache.types import Size
 
 MAX_DECODED_PIXELS = 1 << 35
-"""Of the frames before the last one that a clip needs, which decoders have to go through: 4.6 hours of 1920x1080 would
-be more. Without a bound a small file could make work for days."""
+"""Most pixels that all frames of a file may have, since decoders may go through them: 4.6 hours of 1920x1080 have more.
+Without a bound a small file could make work for days."""
 _ROUNDING = 1e-6
 """Times are in ms, and sums of them in floating point."""
+_MATROSKA_MAGIC = b"\x1a\x45\xdf\xa3"
+"""The first bytes of `.mkv` and `.webm`."""
+_PQ_AND_HLG = (16, 18)
+"""FFmpeg's numbers of the transfer functions of HDR, whose values are no sRGB."""
 
 
 def probe_clip(data: bytes, path: str, images: ImagesConfig, frames: FramesConfig | None) -> tuple[Size, int | None]:
     """The upright size, and how many frames the file has at the rate of `frames`; None for a still image.
 
-    Without `frames` it has to be one. By the headers alone; of a video the first frame is decoded. Raises ImageRefused.
+    Without `frames` it has to be one, and its header alone is read. Else frames of an animation are decoded, and the
+    first one of a video. Raises ImageRefused.
     """
     if frames is None:
         return probe(data, path, images), None
-    if container.is_video(data):
-        size, shown = probe_video(data, path, images)
-        return size, _num_frames(shown, frames.fps)
-    times = _times(data)
+    size, times = _size_and_times(data, path, images)
     if not len(times):
         return probe(data, path, images), None
-    size = probe(data, path, images.model_copy(update={"animated": "first-frame"}))
     return size, _num_frames(times, frames.fps)
 
 
@@ -54,10 +60,9 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
 
     One frame at a time has its full size. Raises ImageRefused.
     """
-    geometry = preparation.geometry
-    num_frames, is_video = geometry.num_frames, container.is_video(data)
+    geometry, num_frames = preparation.geometry, preparation.geometry.num_frames
     assert num_frames is not None
-    times = probe_video(data, path, images)[1] if is_video else _times(data)
+    times = _size_and_times(data, path, images)[1]
     num_available = _num_frames(times, preparation.fps)
     if num_available < num_frames:
         raise ImageRefused(path, "corrupt", f"{num_available} frames are shown, where {num_frames} are needed")
@@ -65,9 +70,8 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
     numbers = np.arange(first, first + num_frames)
     if preparation.fps is not None:
         numbers = np.cumsum(times).searchsorted(numbers * (1000 / preparation.fps) + _ROUNDING, side="right")
-    _check_work(int(numbers[-1]) + 1, geometry.original_size, path)
     clip = np.empty((num_frames, *geometry.target_size, 3), np.uint8)
-    wanted, decode = np.unique(numbers), decode_video if is_video else decode_frames
+    wanted, decode = np.unique(numbers), _decode_video if _is_video(data) else decode_frames
     for number, pixels in zip(wanted, decode(data, path, images, wanted.tolist()), strict=True):
         size = Size(*pixels.shape[:2])
         if size != geometry.original_size:
@@ -77,9 +81,22 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
     return clip
 
 
-def _times(data: bytes) -> np.ndarray:
-    """For how many ms each frame is shown; empty for what is no animation that is read as a clip."""
-    return np.array(container.frame_times(data, container.sniff(data) or ""), np.float64)
+def _size_and_times(data: bytes, path: str, images: ImagesConfig) -> tuple[Size, np.ndarray]:
+    """The upright size, and for how many ms each frame is shown; nothing for a still image. Raises ImageRefused."""
+    if not _is_video(data):
+        size, times = frame_times(data, path, images, MAX_DECODED_PIXELS)
+        return size, np.array(times, np.float64)
+    with _opened_video(data, path, images) as (file, stream):
+        first = next(file.decode(stream), None)
+        if first is None:
+            raise ImageRefused(path, "corrupt", "the video has no frame")
+        size = Size(*_upright(first).shape[:2])
+        check_limits(size, path, images)
+    starts = _starts(data, path, images)
+    if len(starts) * math.prod(size) > MAX_DECODED_PIXELS:
+        raise ImageRefused(path, "too-many-pixels", f"its {len(starts):,} frames of {size} are too many; cut it")
+    shown = np.diff(starts)
+    return size, np.append(shown, np.median(shown) if len(shown) else 100.0)
 
 
 def _num_frames(times: np.ndarray, fps: float | None) -> int:
@@ -87,8 +104,85 @@ def _num_frames(times: np.ndarray, fps: float | None) -> int:
     return len(times) if fps is None else math.ceil(float(times.sum()) * fps / 1000 - _ROUNDING)
 
 
-def _check_work(num_frames: int, size: Size, path: str) -> None:
-    num_pixels = num_frames * math.prod(size)
-    if num_pixels > MAX_DECODED_PIXELS:
-        detail = f"its {num_frames:,} frames of {size} to the last one that is needed have {num_pixels:,} pixels"
-        raise ImageRefused(path, "too-many-pixels", f"{detail}; {MAX_DECODED_PIXELS:,} are allowed. Cut the clip")
+def _is_video(data: bytes) -> bool:
+    """Whether it is a video of MP4's kind or Matroska's, and no image."""
+    return data.startswith(_MATROSKA_MAGIC) or (data[4:8] == b"ftyp" and sniff(data) is None)
+
+
+def _decode_video(data: bytes, path: str, images: ImagesConfig, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+    """These frames, numbered from 0 in the order in which they are shown: uint8 [H, W, 3]. `numbers` ascend."""
+    starts, place = _starts(data, path, images), 0
+    with _opened_video(data, path, images) as (file, stream):
+        for frame in file.decode(stream):
+            start = -math.inf if frame.pts is None else _milliseconds(frame.pts, stream)
+            if start > starts[numbers[place]]:
+                break
+            if start == starts[numbers[place]]:
+                yield _upright(frame)
+                place += 1
+                if place == len(numbers):
+                    return
+    raise ImageRefused(path, "corrupt", f"frame {numbers[place]} cannot be decoded")
+
+
+def _starts(data: bytes, path: str, images: ImagesConfig) -> np.ndarray:
+    """When each frame is shown, in ms, ascending. Nothing is decoded."""
+    with _opened_video(data, path, images) as (file, stream):
+        packets = (packet for packet in file.demux(stream) if packet.pts is not None and not packet.is_discard)
+        return np.sort(np.fromiter((_milliseconds(packet.pts, stream) for packet in packets), np.float64))
+
+
+def _milliseconds(pts: int, stream: Any) -> float:
+    return float(1000 * pts * stream.time_base)
+
+
+@contextmanager
+def _opened_video(data: bytes, path: str, images: ImagesConfig) -> Iterator[tuple[Any, Any]]:
+    """The open file and its first video stream. What FFmpeg raises becomes an ImageRefused."""
+    if importlib.util.find_spec("av") is None:
+        raise ImageRefused(path, "unsupported-format", "a video; pip install 'latentcache[video]' reads it")
+    import av
+
+    is_matroska = data.startswith(_MATROSKA_MAGIC)
+    if not is_matroska and _ends_early(data):  # FFmpeg would make up what a cut frame lacks
+        raise ImageRefused(path, "truncated", f"the video ends after {len(data):,} bytes, before its end")
+    try:
+        with av.open(BytesIO(data), format="matroska" if is_matroska else "mov") as file:
+            if not file.streams.video:
+                raise ImageRefused(path, "unsupported-format", "it has no video stream")
+            stream = file.streams.video[0]
+            _check(stream, path, images)
+            yield file, stream
+    except (av.error.FFmpegError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
+        raise ImageRefused(path, "corrupt", f"FFmpeg: {error}") from error
+
+
+def _ends_early(data: bytes) -> bool:
+    """Whether a top-level box of an MP4 reaches past the end."""
+    offset = 0
+    while offset + 8 <= len(data):
+        length = int.from_bytes(data[offset : offset + 4], "big")
+        if length == 1:
+            length = int.from_bytes(data[offset + 8 : offset + 16], "big")
+        if length < 8:  # 0 is to the end of the file; else nonsense, of which the decoder will say what it is
+            return False
+        offset += length
+    return offset > len(data)
+
+
+def _check(stream: Any, path: str, images: ImagesConfig) -> None:
+    codec, sides = stream.codec_context, stream.sample_aspect_ratio
+    if codec is None:
+        detail = "a video in a codec that FFmpeg cannot decode; convert it to H.264"
+        raise ImageRefused(path, "unsupported-format", detail)
+    check_limits(Size(codec.height, codec.width), path, images)
+    if codec.color_trc in _PQ_AND_HLG:
+        raise ImageRefused(path, "unsupported-format", "a video in HDR; convert it to SDR")
+    if sides and not math.isclose(float(sides), 1):
+        raise ImageRefused(path, "unsupported-format", f"a video whose pixels have sides {sides}; scale it to 1:1")
+
+
+def _upright(frame: Any) -> np.ndarray:
+    """The frame in RGB, turned as the file's display matrix says."""
+    pixels: np.ndarray = frame.to_ndarray(format="rgb24")
+    return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from latentcache.config import PartConfig, part_names
-from latentcache.dataset.samples import MAX_NAME_CHARS, Sample, is_hidden, is_image, refuse_read, signature_of
+from latentcache.dataset.samples import Sample, is_hidden, is_image, refuse_read, signature_of
 from latentcache.errors import ConfigError, ImageRefused
 
 REMEMBERED_FOLDERS = 64
@@ -28,7 +28,7 @@ class PartFiles:
         self._folders = [root if part.path is None else os.path.abspath(part.path) for part in parts]
         self._names = part_names(self._parts)
         self.columns = tuple(part.column for part in parts if part.column is not None)
-        """Of metadata, with the files of parts."""
+        """The columns of metadata that name files of parts."""
         self._images_in = lru_cache(REMEMBERED_FOLDERS)(_images_in)
         for name, part, folder in zip(self._names, self._parts, self._folders, strict=True):
             if folder == root and not part.suffix and part.column is None:
@@ -123,8 +123,6 @@ def name_below(folder: str, file_name: Any) -> str:
     """The file that a line of metadata in `folder` names, relative to the dataset. ValueError saying what is wrong."""
     if not isinstance(file_name, str) or not file_name:
         raise ValueError(f"is {file_name!r:.80}; a file name is needed")
-    if len(file_name) > MAX_NAME_CHARS:
-        raise ValueError(f"has {len(file_name):,} characters; {MAX_NAME_CHARS:,} are allowed")
     name = posixpath.normpath(posixpath.join(folder, file_name))
     if posixpath.isabs(name) or os.path.isabs(file_name) or name.split("/")[0] == "..":
         raise ValueError(f"{file_name!r} leads out of the dataset's folder")

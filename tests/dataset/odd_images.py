@@ -469,7 +469,7 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "truncated-jpeg-thumbnail": _thumbnailed,
     "truncated-png": lambda: Odd(png(photo())[:-40], "t.png", "truncated"),
     "truncated-png-end": lambda: Odd(png(photo())[:-12], "te.png", "truncated"),
-    "truncated-webp": lambda: Odd(save(Image.fromarray(photo()), "WEBP")[:-60], "t.webp", "truncated"),
+    "truncated-webp": lambda: Odd(save(Image.fromarray(photo()), "WEBP")[:-60], "t.webp", "corrupt"),
     "truncated-avif": lambda: Odd(save(Image.fromarray(photo()), "AVIF")[:-60], "t.avif", "truncated"),
     "corrupt-png": lambda: _flipped_bit("flipped.png", split=False),
     "corrupt-png-split": lambda: _flipped_bit("flipped2.png", split=True),
@@ -501,6 +501,6 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "bomb-webp": lambda: Odd(
         b"RIFF" + struct.pack("<I", 4096) + b"WEBPVP8X\x0a\x00\x00\x00" + bytes(4) + b"\xdf\x2e\x00" * 2 + bytes(4096),
         "bomb.webp",
-        "too-many-pixels",
+        "corrupt",
     ),
 }

@@ -142,7 +142,7 @@ def test_columns_of_a_table(tmp_path: Path) -> None:
     with pytest.raises(ImageRefused, match="column 'edit' has no bytes in this row"):
         source.read(second.parts[0])
     with pytest.raises(DatasetError, match="has no column 'depth'"):
-        opened({"kind": "parquet", "path": tmp_path}, control={"column": "depth"})
+        read(opened({"kind": "parquet", "path": tmp_path}, control={"column": "depth"}))
 
 
 @pytest.mark.parametrize(
@@ -224,23 +224,3 @@ def test_images_that_lines_name_as_parts_or_of_refused_samples_are_in_the_metada
     found, refused = read(opened({"kind": "imagefolder", "path": tmp_path}, control={"column": "before"}))
     assert found.keys() == {"a.png"} and refused.keys() == {"b.png", "c.png"}
     assert "1 images are in no metadata.jsonl" in caplog.text
-
-
-def test_columns_of_one_row_group_are_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's images are read one after the other: else each would be decompressed again for each row."""
-    monkeypatch.setattr("latentcache.dataset.tables.CACHE_BYTES", 100)
-    columns = {name: [png(number + row) for row in range(4)] for number, name in enumerate(("image", "edit"))}
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "0.parquet", row_group_size=2)
-    source = opened({"kind": "parquet", "path": tmp_path}, control={"column": "edit"})
-    samples, opens, read_batches = list(source.samples()), [], pyarrow.parquet.ParquetFile.iter_batches
-
-    def noted(self: Any, *arguments: Any, **options: Any) -> Any:
-        opens.append((*options["row_groups"], *options["columns"]))
-        return read_batches(self, *arguments, **options)
-
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", noted)
-    for sample in samples:
-        assert isinstance(sample, Sample)
-        for each in (sample, *sample.parts):
-            assert source.read(each) in columns[each.locator[-1]]
-    assert opens == [(0, "image"), (0, "edit"), (1, "image"), (1, "edit")]

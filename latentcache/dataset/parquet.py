@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -20,8 +17,8 @@ from latentcache.dataset.samples import (
     SampleSource,
     Signature,
     captions_in_columns,
-    open_file,
-    refuse_read,
+    not_empty,
+    signature_of,
 )
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
@@ -33,16 +30,9 @@ if TYPE_CHECKING:
 CACHE_BYTES = 512 << 20
 """Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger:
 its columns of images are read in turn, and each would have to be decompressed again for each row."""
-MAX_ROW_GROUP_BYTES = 4 << 30
-"""Of a column of images of a row group, decompressed: it is read as a whole. Some kilobytes can become a terabyte."""
-MAX_FOOTER_BYTES = 64 << 20
-"""Of a parquet file's footer, which is read first. That of 10,000 row groups has some megabytes."""
-MAX_ROWS = 100_000_000
-"""Of a parquet file: its footer may claim any number."""
 _ROWS_AT_ONCE = 64
 _NUM_SENT = 8
 """Sources that a process keeps which other processes sent to it."""
-
 
 _Column = tuple[str, Signature | None, int, str]
 """A file as it was listed, a row group, and a column of images. The file may be another one in the next run."""
@@ -57,7 +47,8 @@ class ParquetSource(SampleSource):
     """Parquet files. The image column has bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
 
     Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read
-    neighbouring rows soon after each other.
+    neighbouring rows soon after each other. A file that cannot be read is a Refusal, and so is one without the columns;
+    if all are, it is a DatasetError.
     """
 
     def __init__(
@@ -67,10 +58,7 @@ class ParquetSource(SampleSource):
         caption_columns: tuple[str, ...] | None,
         parts: tuple[tuple[str, str], ...] = (),
     ):
-        """`files`: (name, path) of each, sorted. `parts`: (name, column) of each further part.
-
-        DatasetError if none can be read, or the first one that can be read lacks a column.
-        """
+        """`files`: (name, path) of each, sorted. `parts`: (name, column) of each further part."""
         try:
             import pyarrow
             import pyarrow.parquet as pq
@@ -86,18 +74,6 @@ class ParquetSource(SampleSource):
         self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
         self._lock = threading.Lock()
         self._cache: OrderedDict[_Column, pa.ChunkedArray] = OrderedDict()
-        unreadable: list[DatasetError] = []
-        for _, path in self._files:
-            try:
-                with self._opened(path) as (file, _):
-                    problem = self._problem(file.schema_arrow)
-            except self._errors as error:
-                unreadable.append(DatasetError(path, f"is no parquet file that can be read: {error}"))
-                continue
-            if problem is not None:
-                raise DatasetError(path, problem)
-            return
-        raise unreadable[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # One for all images that a process is sent: else each would read its whole row group again.
@@ -105,39 +81,37 @@ class ParquetSource(SampleSource):
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
+        return not_empty(self._samples(), self._files[0][1], "parquet")
+
+    def _samples(self) -> Iterator[Sample | Refusal]:
+        num_read, refusal = 0, None
         for name, path in self._files:
             try:
-                with self._opened(path) as (file, signature):
-                    if problem := self._problem(file.schema_arrow):
-                        yield Refusal(name, path, "unreadable", problem)
+                signature = signature_of(path)
+                with self._pq.ParquetFile(path) as file:
+                    num_read += 1
+                    problem = self._problem(file.schema_arrow)
+                    if problem is None:
+                        yield from self._samples_of(name, path, file, signature)
                         continue
-                    yield from self._samples_of(name, path, file, signature)
+                    if num_read == 1:  # most likely a slip in the config
+                        raise DatasetError(path, problem)
+                refusal = Refusal(name, path, "unreadable", problem)
+            except ImageRefused as refused:
+                refusal = Refusal(name, path, refused.reason, refused.detail)
             except self._errors as error:
-                yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
-
-    @contextmanager
-    def _opened(self, path: str) -> Iterator[tuple[pq.ParquetFile, Signature]]:
-        """A parquet file whose footer says nothing impossible. Raises what is in `_errors`."""
-        with io.BufferedReader(open_file(path)) as raw:
-            signature = Signature.of(os.fstat(raw.fileno()))
-            # The footer is preceded by all else, and followed by its length and a mark.
-            raw.seek(max(0, signature.size - 8))
-            footer_bytes = int.from_bytes(raw.read(4), "little")
-            if footer_bytes > MAX_FOOTER_BYTES:
-                raise ValueError(f"a footer of {footer_bytes:,} bytes; {MAX_FOOTER_BYTES:,} are allowed")
-            with self._pq.ParquetFile(raw) as file:
-                num_rows, most = file.metadata.num_rows, min(MAX_ROWS, signature.size)
-                if num_rows > most:
-                    raise ValueError(f"it says that it has {num_rows:,} rows, and can have {most:,} at most")
-                yield file, signature
+                refusal = Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
+            yield refusal
+        if num_read == 0 and refusal is not None:
+            raise DatasetError(refusal.path, refusal.detail)
 
     @override
     def read(self, sample: Sample) -> bytes:
         path, row_group, row, column = sample.locator
         try:
             value = self._images((path, sample.signature, row_group, column))[row].as_py()
-        except FileNotFoundError as error:
-            refuse_read(sample.path, error)
+        except ImageRefused as refused:
+            raise ImageRefused(sample.path, refused.reason, refused.detail) from refused
         except self._read_errors as error:
             raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
         data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
@@ -153,7 +127,7 @@ class ParquetSource(SampleSource):
         for group in range(file.num_row_groups):
             num_rows, row = file.metadata.row_group(group).num_rows, 0
             try:
-                for values in self._rows(file, group, columns) if columns else repeat({}, num_rows):
+                for values in _rows(file, group, columns) if columns else repeat({}, num_rows):
                     sample_id, place = f"{name}#{first_row + row}", f"{path}#{first_row + row}"
                     try:
                         captions = captions_in_columns(values, columns)
@@ -171,12 +145,6 @@ class ParquetSource(SampleSource):
                 detail = f"the captions of rows {first_row + row} to {last_row} cannot be read: {error}"
                 yield Refusal(f"{name}#{first_row + row}-{last_row}", path, "corrupt", detail)
             first_row += num_rows
-
-    def _rows(self, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The rows of a group by column. Few at a time: one value may be repeated very often."""
-        _check_size(file, group, columns)
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-            yield from batch.to_pylist()
 
     def _caption_columns(self, schema: pa.Schema) -> tuple[str, ...]:
         if self._columns is not None:
@@ -209,33 +177,17 @@ class ParquetSource(SampleSource):
         path, _, row_group, name = key
         with self._lock:
             if key not in self._cache:
-                with self._opened(path) as (file, _):
-                    self._cache[key] = self._column(file, row_group, name)
+                signature_of(path)  # of what is no file it says so
+                with self._pq.ParquetFile(path) as file:
+                    self._cache[key] = file.read_row_group(row_group, columns=[name]).column(0)
                 others = [other for other in self._cache if other[:3] != key[:3]]
                 while others and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
                     del self._cache[others.pop(0)]
             self._cache.move_to_end(key)
             return self._cache[key]
 
-    def _column(self, file: pq.ParquetFile, group: int, name: str) -> pa.ChunkedArray:
-        """A column of images of a row group. ValueError if it takes more than MAX_ROW_GROUP_BYTES."""
-        import pyarrow
 
-        _check_size(file, group, [name])
-        num_bytes, arrays = 0, []
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[name]):
-            arrays.append(batch.column(0))
-            num_bytes += arrays[-1].nbytes
-            if num_bytes > MAX_ROW_GROUP_BYTES:
-                raise ValueError(f"it has more than {MAX_ROW_GROUP_BYTES:,} bytes; write smaller row groups")
-        return pyarrow.chunked_array(arrays)
-
-
-def _check_size(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> None:
-    """ValueError for columns of a row group that say that they take more than MAX_ROW_GROUP_BYTES."""
-    metadata, num_bytes = file.metadata.row_group(group), 0
-    for chunk in map(metadata.column, range(metadata.num_columns)):
-        if chunk.path_in_schema.split(".")[0] in columns:
-            num_bytes += max(chunk.total_compressed_size, chunk.total_uncompressed_size)
-    if num_bytes > MAX_ROW_GROUP_BYTES:
-        raise ValueError(f"{', '.join(columns)} of a row group: {num_bytes:,} bytes; write smaller row groups")
+def _rows(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a group by column. Few at a time: one value may be repeated very often."""
+    for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+        yield from batch.to_pylist()

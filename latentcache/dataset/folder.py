@@ -1,0 +1,214 @@
+"""Images that are files of a folder, with caption files next to them or a metadata.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any
+
+from typing_extensions import override
+
+from latentcache.dataset.part_files import PartFiles, name_below
+from latentcache.dataset.samples import (
+    MAX_CAPTION_BYTES,
+    CaptionColumns,
+    CaptionError,
+    Sample,
+    SampleSource,
+    captions_in_text,
+    is_image,
+    not_empty,
+    read_image,
+    read_range,
+    signature_of,
+    walk,
+)
+from latentcache.errors import DatasetError, ImageRefused
+from latentcache.types import Refusal
+
+METADATA = "metadata.jsonl"
+MAX_LINE_BYTES = 8 << 20
+"""Longest accepted line of METADATA: captions of MAX_CAPTION_BYTES, escaped."""
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
+
+_log = logging.getLogger(__name__)
+
+
+class _FileSource(SampleSource):
+    """Images that are files in a folder, whose captions are found in its files."""
+
+    def __init__(self, root: str, parts: PartFiles | None = None):
+        self._root, self._prefix = root, os.path.join(root, "")
+        self._parts = parts or PartFiles(root, ())
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        return read_image(sample.locator)
+
+    def _sample(
+        self,
+        sample_id: str,
+        caption_place: str,
+        read_captions: Callable[[], tuple[str, ...]],
+        find_parts: Callable[[str], tuple[Sample, ...]],
+    ) -> Sample | Refusal:
+        """The sample with these captions and parts. `caption_place` says where captions are, if they are refused."""
+        path = self._prefix + sample_id
+        try:
+            signature = signature_of(path)
+            return Sample.of(sample_id, path, read_captions(), signature, path, find_parts(sample_id))
+        except ImageRefused as error:
+            return Refusal(sample_id, error.path, error.reason, error.detail)
+        except CaptionError as error:
+            return Refusal(sample_id, caption_place, "bad-caption", str(error))
+
+
+class CaptionFileSource(_FileSource):
+    """A folder, recursive. The captions of `a/cat.jpg` are the lines of `a/cat.txt`; with `joined` they are one.
+
+    Files with an image's suffix are samples, also of formats that are refused later, so that the report names them.
+    Suffixes may be in capitals, those of captions too. Hidden files and folders are skipped. `cat.jpg` and `cat.png`
+    are two samples with the same captions. A caption file that cannot be read or is not UTF-8 refuses the sample. With
+    `videos` these are samples too.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        caption_extension: str,
+        *,
+        joined: bool = False,
+        parts: PartFiles | None = None,
+        videos: bool = False,
+    ):
+        super().__init__(root, parts)
+        self._caption_extension, self._joined = caption_extension, joined
+        self._suffixes = VIDEO_SUFFIXES if videos else ()
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        return not_empty(self._samples(), self._root, "folder")
+
+    def _samples(self) -> Iterator[Sample | Refusal]:
+        for found in walk(self._root):
+            if isinstance(found, Refusal):
+                yield found
+            else:
+                yield from self._samples_in(*found)
+
+    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
+        prefix, caption_of = f"{folder}/" if folder else "", self._caption_files(names)
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            is_sample = is_image(name) or suffix.lower() in self._suffixes
+            if not is_sample or self._parts.is_part(prefix + name):
+                continue
+            caption_path = f"{self._prefix}{prefix}{caption_of.get(stem, '')}"
+            read_captions = partial(_captions_at, caption_path, self._joined) if stem in caption_of else tuple
+            yield self._sample(prefix + name, caption_path, read_captions, self._parts.of)
+
+    def _caption_files(self, names: list[str]) -> dict[str, str]:
+        """The names of caption files by their stems. `cat.TXT` is one, unless there is a `cat.txt`."""
+        extension, found = self._caption_extension, dict[str, str]()
+        for name in names:
+            stem, suffix = name[: -len(extension)], name[-len(extension) :]
+            if suffix == extension or (suffix.lower() == extension.lower() and stem not in found):
+                found[stem] = name
+        return found
+
+
+def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
+    try:
+        captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1))
+        return (" ".join(captions),) if joined and captions else captions
+    except OSError as error:
+        signature_of(path)  # of what is no file it says so
+        raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
+
+
+class ImageFolderSource(_FileSource):
+    """Hugging Face's imagefolder: each `metadata.jsonl` names, by `file_name`, images below its own folder.
+
+    As in `datasets`, the metadata decides what belongs to the dataset. Images that it does not name are left out, and
+    their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused.
+    DatasetError at the end for a folder without METADATA, and for a configured caption column that no line has.
+    """
+
+    def __init__(self, root: str, caption_columns: tuple[str, ...] | None, parts: PartFiles | None = None):
+        super().__init__(root, parts)
+        self._columns = caption_columns
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        return not_empty(self._samples(), self._root, "imagefolder")
+
+    def _samples(self) -> Iterator[Sample | Refusal]:
+        images: set[str] = set()
+        named: set[str] = set()
+        columns, has_metadata = CaptionColumns(self._columns), False
+        for found in walk(self._root):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            folder, names = found
+            paths = (posixpath.join(folder, name) for name in names if is_image(name))
+            images.update(path for path in paths if not self._parts.is_part(path))
+            if METADATA in names:
+                has_metadata = True
+                yield from self._samples_in(folder, named, columns)
+        if not has_metadata:
+            message = f"has no {METADATA}; for caption files next to the images use kind 'folder'"
+            raise DatasetError(self._root, message)
+        if left_out := len(images - named):
+            _log.warning("%s: %d images are in no %s, and are left out", self._root, left_out, METADATA)
+        columns.check(os.path.join(self._root, METADATA))
+
+    def _samples_in(self, folder: str, named: set[str], columns: CaptionColumns) -> Iterator[Sample | Refusal]:
+        """The samples of a folder's metadata. What it names is added to `named`."""
+        path, name = os.path.join(self._root, folder, METADATA), posixpath.join(folder, METADATA)
+        try:
+            signature_of(path)  # a pipe would be waited for
+            # Read as bytes: text mode would end at the first line that is not UTF-8.
+            with open(path, "rb") as file:
+                for number in count(1):
+                    line_id, place, line = f"{name}:{number}", f"{path}:{number}", file.readline(MAX_LINE_BYTES + 1)
+                    if len(line) > MAX_LINE_BYTES:
+                        detail = f"the line has more than {MAX_LINE_BYTES:,} bytes; what follows is not read"
+                        yield Refusal(line_id, place, "corrupt", detail)
+                        return
+                    if not line:
+                        return
+                    if line.strip():
+                        yield self._from_line(folder, line_id, place, line, named, columns)
+        except ImageRefused as refused:
+            yield Refusal(name, path, refused.reason, refused.detail)
+        except OSError as error:
+            yield Refusal(name, path, "unreadable", error.strerror or str(error))
+
+    def _from_line(
+        self, folder: str, line_id: str, place: str, line: bytes, named: set[str], columns: CaptionColumns
+    ) -> Sample | Refusal:
+        """`line_id` and `place` name the line, for a refusal."""
+        try:
+            row: Any = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            return Refusal(line_id, place, "corrupt", f"not a JSON line: {error}")
+        file_name = row.get("file_name") if isinstance(row, dict) else None
+        if not isinstance(file_name, str) or not file_name:
+            return Refusal(line_id, place, "corrupt", "it has no file_name")
+        try:
+            sample_id = name_below(folder, file_name)
+        except ValueError as error:
+            return Refusal(line_id, place, "unreadable", f"file_name {error}")
+        named.add(sample_id)
+        for column in self._parts.columns:
+            with suppress(ValueError):  # the sample is refused for it
+                named.add(name_below(folder, row.get(column)))
+        find_parts = partial(self._parts.of, row=row, folder=folder)
+        return self._sample(sample_id, place, partial(columns.captions, row), find_parts)

@@ -1,0 +1,243 @@
+"""Images that are members of tar files (WebDataset), read in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+
+from typing_extensions import override
+
+from latentcache.dataset.samples import (
+    MAX_CAPTION_BYTES,
+    MAX_IMAGE_BYTES,
+    CaptionColumns,
+    CaptionError,
+    Sample,
+    SampleSource,
+    Signature,
+    captions_in_text,
+    is_hidden,
+    is_image,
+    not_empty,
+    read_range,
+    refuse_read,
+    signature_of,
+    too_large,
+)
+from latentcache.errors import DatasetError, ImageRefused
+from latentcache.types import Refusal
+
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_MAX_RECORD_BYTES = 1 << 20
+# A damaged header gives a TarError; a damaged extended header also what its numbers and names give.
+_TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, MemoryError)
+
+_Member = tuple[str, int, int]
+"""The name of a member, where its bytes begin, and how many it has."""
+_Group = dict[str, list[_Member]]
+"""The members of a key by their endings, in small letters and without the first dot: `jpg`, `depth.png`, `txt`."""
+
+
+class TarDamage(Exception):
+    """A tar ends early. `reason` is a RefusalReason."""
+
+    def __init__(self, reason: str, detail: str):
+        self.reason, self.detail = reason, detail
+        super().__init__(detail)
+
+
+def members(path: str) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar without compression, of any kind, one in memory at a time.
+
+    Raises OSError, and TarDamage where the tar ends early, if so then after the member that is cut.
+    """
+    end, size = -1, os.path.getsize(path)
+    try:
+        with tarfile.open(path, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
+                if member.size < 0 or tar.offset <= end:  # it would lead back
+                    raise tarfile.HeaderError(f"member {member.name!r:.80} has {member.size:,} bytes")
+                end = tar.offset
+                yield member
+                if member.offset_data + member.size > size:
+                    raise TarDamage("truncated", f"the tar ends inside its member {member.name}")
+            end = tar.offset
+    except _TAR_ERRORS as error:
+        detail = f"it cannot be read from byte {max(end, 0):,} on: {error}. A compressed tar has no random access"
+        raise TarDamage("truncated", f"{detail}: decompress it") from error
+    # After the last member come zeros that fill a record. tarfile stops silently at anything else, too.
+    rest = read_range(path, end, _MAX_RECORD_BYTES)
+    if len(rest) < tarfile.BLOCKSIZE:
+        raise TarDamage("truncated", f"the tar ends at byte {end + len(rest):,} without an end mark")
+    if any(rest) or size - end > _MAX_RECORD_BYTES:
+        detail = f"no member begins at byte {end:,}, and the {size - end:,} bytes from there are not read"
+        raise TarDamage("corrupt", f"{detail}: is it damaged, or several tars?")
+
+
+class WebDatasetSource(SampleSource):
+    """Tar files. Members belong together if their paths are equal up to the first dot of the file name: the key.
+
+    The image is the member whose name has an image's suffix after the key, and nothing between them: `cat.jpg`, but not
+    `cat.depth.png`, which is a further part where one has the column `depth`, and else is left out. Captions are the
+    lines of `.txt`, or columns of `.json`. If columns are configured, `.json` comes first, and a column that no sample
+    has is a DatasetError at the end. Unlike in WebDataset, the members of a key may be apart in the tar. Samples come
+    in the order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the samples
+    before the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[tuple[str, str]],
+        caption_columns: tuple[str, ...] | None,
+        parts: tuple[tuple[str, str], ...] = (),
+    ):
+        """`shards`: (name, path) of each tar, sorted. `parts`: (name, column) of each further part.
+
+        DatasetError for a compressed tar, which has no random access.
+        """
+        self._shards, self._columns, self._parts = tuple(shards), caption_columns, parts
+        for _, path in self._shards:
+            if path.lower().endswith(COMPRESSED_SUFFIXES):
+                raise DatasetError(path, "is compressed; decompress it: images do not get smaller by it")
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        return not_empty(self._samples(), self._shards[0][1], "webdataset")
+
+    def _samples(self) -> Iterator[Sample | Refusal]:
+        columns = CaptionColumns(self._columns)
+        for name, path in self._shards:
+            try:
+                yield from self._samples_of(name, path, signature_of(path), columns)
+            except ImageRefused as refused:
+                yield Refusal(name, path, refused.reason, refused.detail)
+            except OSError as error:
+                yield Refusal(name, path, "unreadable", error.strerror or str(error))
+        columns.check(self._shards[0][1])
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        tar, offset, num_bytes = sample.locator
+        try:
+            status = os.stat(tar)
+            data = read_range(tar, offset, num_bytes)
+        except OSError as error:
+            refuse_read(sample.path, error)
+        now, then = Signature.of(status), sample.signature
+        if then is not None and (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
+            raise ImageRefused(sample.path, "changed", "the tar was changed during the run; run precache again")
+        return data
+
+    def _samples_of(
+        self, name: str, path: str, signature: Signature, columns: CaptionColumns
+    ) -> Iterator[Sample | Refusal]:
+        """The samples of a tar, whose headers are all read first: a caption may come long after its image."""
+        groups: dict[str, _Group] = {}
+        refused: list[Refusal] = []
+        key = ""
+        try:
+            for member in members(path):
+                folder, _, base = member.name.removeprefix("./").rpartition("/")
+                stem, _, ending = base.partition(".")
+                ending = ending.lower()
+                if member.isdir() or is_hidden(base) or not (is_image(base) or ending in ("txt", "json")):
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if not member.isreg() or member.issparse():
+                    problem = "not a regular member of the tar"
+                elif is_image(base) and member.size > MAX_IMAGE_BYTES:
+                    problem = too_large(member.size)
+                else:
+                    place = member.name, member.offset_data, member.size
+                    groups.setdefault(key, {}).setdefault(ending, []).append(place)
+                    continue
+                refused.append(Refusal(f"{name}/{key}", f"{path}#{member.name}", "unreadable", problem))
+        except TarDamage as damage:
+            if cut := _images(groups.pop(key, {})):
+                detail = "the tar is cut or damaged after this image, where its caption may have been"
+                refused.append(Refusal(f"{name}/{key}", f"{path}#{cut[0][0]}", "truncated", detail))
+            refused.append(Refusal(name, path, damage.reason, damage.detail))
+        for key, group in groups.items():
+            yield from self._samples_in(f"{name}/{key}", path, signature, group, columns)
+        yield from refused
+
+    def _samples_in(
+        self, sample_id: str, path: str, signature: Signature, group: _Group, columns: CaptionColumns
+    ) -> Iterator[Sample | Refusal]:
+        images = _images(group)
+        if not images:
+            known = (None, *(column.lower() for _, column in self._parts))
+            if others := [ending for ending in group if _column(ending) not in known]:
+                detail = (
+                    "its name has a dot before the suffix, so it is no image of its key: rename it, or name the column"
+                )
+                yield Refusal(sample_id, f"{path}#{group[others[0]][0][0]}", "missing", detail)
+            return
+        yield self._sample(sample_id, path, signature, group, columns)
+        for member, _, _ in images[1:]:
+            detail = f"the key has an image already: {images[0][0]}"
+            yield Refusal(sample_id, f"{path}#{member}", "duplicate", detail)
+
+    def _sample(
+        self, sample_id: str, path: str, signature: Signature, group: _Group, columns: CaptionColumns
+    ) -> Sample | Refusal:
+        member, offset, num_bytes = _images(group)[0]
+        place = f"{path}#{member}"
+        try:
+            captions = self._captions(path, group, columns)
+            parts = self._parts_of(sample_id, path, signature, group)
+        except CaptionError as error:
+            return Refusal(sample_id, place, "bad-caption", str(error))
+        except ImageRefused as refused:
+            return Refusal(sample_id, place, refused.reason, refused.detail)
+        return Sample.of(sample_id, place, captions, signature, (path, offset, num_bytes), parts)
+
+    def _parts_of(self, sample_id: str, path: str, signature: Signature, group: _Group) -> tuple[Sample, ...]:
+        """Raises ImageRefused, naming the part, for one that is not there or there twice."""
+        found = []
+        for name, column in self._parts:
+            places = _images(group, column.lower())
+            if not places:
+                raise ImageRefused(path, "missing", f"{name}: its key has no member .{column} of an image")
+            if len(places) > 1:
+                names = ", ".join(member for member, _, _ in places)
+                raise ImageRefused(path, "duplicate", f"{name}: its key has several: {names}")
+            [(member, offset, num_bytes)] = places
+            found.append(Sample.of(sample_id, f"{path}#{member}", (), signature, (path, offset, num_bytes)))
+        return tuple(found)
+
+    def _captions(self, path: str, group: _Group, columns: CaptionColumns) -> tuple[str, ...]:
+        """Raises CaptionError."""
+        for ending in ("txt", "json"):
+            if len(group.get(ending, ())) > 1:
+                raise CaptionError(f"the tar has two members {group[ending][1][0]}")
+        if "json" in group and (self._columns is not None or "txt" not in group):
+            try:
+                row = json.loads(_caption_member(path, group["json"][0]))
+            except (ValueError, RecursionError) as error:
+                raise CaptionError(f"its .json cannot be read: {error}") from error
+            if not isinstance(row, dict):
+                raise CaptionError(f"its .json holds a {type(row).__name__}; an object is needed")
+            return columns.captions(row)
+        return captions_in_text(_caption_member(path, group["txt"][0])) if "txt" in group else ()
+
+
+def _column(ending: str) -> str | None:
+    """The part of an image's ending before its suffix: "" of `jpg`, `depth` of `depth.jpg`; None of no image."""
+    column, _, suffix = ending.rpartition(".")
+    return column if is_image(f"a.{suffix}") else None
+
+
+def _images(group: _Group, column: str = "") -> list[_Member]:
+    """The images of a key whose ending has this before its suffix, in their order."""
+    return [place for ending, places in group.items() if _column(ending) == column for place in places]
+
+
+def _caption_member(path: str, member: _Member) -> bytes:
+    _, offset, num_bytes = member
+    if num_bytes > MAX_CAPTION_BYTES:
+        raise CaptionError(f"its caption has {num_bytes:,} bytes; {MAX_CAPTION_BYTES:,} are allowed")
+    return read_range(path, offset, num_bytes)
