@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -23,8 +22,6 @@ from latentcache.precache.tasks import TextTask
 from latentcache.store.entry import DTYPES
 from latentcache.types import Entry
 from latentcache.utils.concurrency import bounded_map
-
-logger = logging.getLogger("latentcache")
 
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
