@@ -6,7 +6,7 @@ from pathlib import Path
 
 import latentcache
 
-MAX_LINES = 39815
+MAX_LINES = 38400
 
 
 def test_the_package_does_not_grow() -> None:
