@@ -94,7 +94,7 @@ def import_kohya(
     area: int | None = None,
     options: OfImport = IMPORT_DEFAULTS,
 ) -> int:
-    """Import the .npz files of kohya's sd-scripts: SDXL, SD 1.5, FLUX.1.
+    """Import the .npz files of kohya's sd-scripts.
 
     Args:
         root: The folder of the files.
@@ -159,7 +159,7 @@ def export_kohya(
     overwrite: Overwrite = False,
     source: OfExport = EXPORT_DEFAULTS,
 ) -> int:
-    """Export the .npz files of kohya's sd-scripts: SDXL, SD 1.5, FLUX.1.
+    """Export the .npz files of kohya's sd-scripts.
 
     Args:
         root: The images' folder, or one laid out like it.
@@ -191,7 +191,7 @@ def export_musubi(
     overwrite: Overwrite = False,
     source: OfExport = EXPORT_DEFAULTS,
 ) -> int:
-    """Export musubi-tuner's files: Z-Image, Qwen-Image, Krea 2, Wan's still images, FLUX.1 Kontext.
+    """Export musubi-tuner's files.
 
     Args:
         root: The folder to write to: a `cache_directory`.

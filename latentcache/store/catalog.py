@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 from latentcache.errors import (
@@ -149,11 +149,11 @@ class Catalog:
         """Make the index say what the packs say, while the caller keeps all writers away: see `reconcile`."""
         if self.read_only:
             raise ReadOnlyError(self.directory.path)
-        try:
-            return self.reconcile(anew=True)
-        except IndexDamagedError:
-            self._start_over()
-            return self.reconcile()
+        if self.directory.index.exists():
+            with suppress(IndexDamagedError):
+                return self.reconcile(anew=True)
+        self._start_over()
+        return self.reconcile()
 
     # Catching up
 

@@ -15,6 +15,7 @@ from helpers.tiny_models import tiny_folder, tiny_model
 from safetensors.torch import save_file
 
 from latentcache.config import Config, ModelConfig, ValidationConfig
+from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
@@ -240,7 +241,10 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
     texts = TextKeys(WAN, models.tokenizers, planned.text, "")
     clean = pipeline_wan.basic_clean
     monkeypatch.setattr(pipeline_wan, "basic_clean", lambda text: clean(text.replace("cafÃ©", "café")))
-    tasks = [TextTask(texts.key(text), texts.identity(text), text, text, text) for text in ("cafÃ©", "a cat")]
+    tasks = [
+        TextTask(texts.key(text), texts.identity(text), Sample(text, text, (), True, None, None), text)
+        for text in ("cafÃ©", "a cat")
+    ]
     monkeypatch.setattr(pipeline_wan, "basic_clean", clean)
     encoder = RayEncoder(config, planned)
     encoder.start()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.foreign_samples import Foreign, image, imported, of_family, pairs, text
+from helpers.tiny_models import tiny_folder
 from safetensors.torch import load_file
 
 from latentcache.config import Config
@@ -121,7 +122,7 @@ def test_a_family_whose_layout_is_not_known_is_refused_by_name(tmp_path: Path) -
 def test_the_mean_is_written_or_a_draw_that_the_seed_determines(
     make_config: Callable[..., Config], tmp_path: Path, module: Any
 ) -> None:
-    family = {"model.family": "z-image"} if module is musubi else {}
+    family = {"model.path": tiny_folder("z-image")} if module is musubi else {}
     config = make_config(**family, **{"validation.prompts": []})
     run_precache(config)
     drawn = []

@@ -12,6 +12,7 @@ import torch
 from helpers.foreign_files import reasons, split
 from helpers.kohya_files import dialect_a, dialect_b, text_of, write_npz
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_folder
 
 from latentcache.config import Config
 from latentcache.errors import ConfigError, DatasetError
@@ -98,7 +99,7 @@ def test_an_export_has_the_names_and_values_of_what_was_imported(tmp_path: Path)
 
 
 def test_the_mask_of_texts_that_were_counted_is_written(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    config = make_config(**{"model.family": "flux", "validation.prompts": []})
+    config = make_config(**{"model.path": tiny_folder("flux"), "validation.prompts": []})
     run_precache(config)
     with LatentCache(config.cache.path) as cache:
         report = kohya.export(cache, "photos", tmp_path / "out")
