@@ -113,6 +113,8 @@ def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
 def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
     """What each submodule has by its dotted path, else what its nearest parent has."""
     found: dict[str, T] = {}
+    if not own:
+        return found
     for path, _ in module.named_modules():
         above = path.rpartition(".")[0]
         if path in own:
@@ -193,14 +195,14 @@ def numbered(device: torch.device) -> torch.device:
 
 def _accelerate_hooks(module: torch.nn.Module) -> Iterable[Any]:
     """What accelerate keeps in `_hf_hook`: one hook, or several in a SequentialHook."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks: Iterable[Any] = getattr(hook, "hooks", (hook,))
+    hook = vars(module).get("_hf_hook")  # a module without an attribute takes long to say so
+    hooks: Iterable[Any] = () if hook is None else getattr(hook, "hooks", (hook,))
     return hooks
 
 
 def _diffusers_hooks(module: torch.nn.Module) -> Iterable[Any]:
     """What diffusers keeps in the registry `_diffusers_hook`: group offloading, layerwise casting."""
-    hooks: dict[str, Any] = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    hooks: dict[str, Any] = getattr(vars(module).get("_diffusers_hook"), "hooks", {})
     return hooks.values()
 
 
@@ -267,8 +269,8 @@ def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
     for path, owner in module.named_modules():
         prefix, hook = (f"{path}." if path else ""), hooks.get(path)
         found: list[tuple[str, AuditKind, torch.Tensor]] = [
-            *((name, "parameter", parameter) for name, parameter in owner.named_parameters(recurse=False)),
-            *((name, "buffer", buffer) for name, buffer in owner.named_buffers(recurse=False)),
+            *((name, "parameter", value) for name, value in owner._parameters.items() if value is not None),
+            *((name, "buffer", value) for name, value in owner._buffers.items() if value is not None),
         ]
         if hook is None:
             values = vars(owner).items()

@@ -25,7 +25,7 @@ from latentcache.devices.tensor_location import (
     why_immovable,
 )
 from latentcache.errors import PhaseError
-from latentcache.phases.module_state import Modules, Snapshot, parameters, submodules
+from latentcache.phases.state import Modules, Snapshot, parameters, submodules
 from latentcache.phases.weights import is_training, named_weights
 
 SHARDING_CLASSES = {"FSDPModule": "FSDP", "FullyShardedDataParallel": "FSDP1"}
@@ -68,12 +68,12 @@ class ModelParts:
         reasons = {name: self._why_managed(name) for name in self.modules}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
-    def pinned(self, park: torch.device) -> dict[str, str]:
-        """The other modules that must stay in their memory, with the reason: phases restore tensors, but move none.
+    def pinned(self, park: torch.device, managed: Collection[str]) -> dict[str, str]:
+        """The modules, but for `managed`, that must stay in their memory, with the reason: phases move none of them.
 
         What lies on `park` need not: a phase that moves it gives it back in its own memory.
         """
-        managed, reduced = self.managed(), self.reduced_parameters()
+        reduced = self.reduced_parameters()
         reasons = {name: _why_pinned(part, reduced, park) for name, part in self.modules.items() if name not in managed}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
@@ -127,7 +127,11 @@ class ModelParts:
             "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
             "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
             "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:": [
-                name for name, module in submodules(self.modules) if replaces_parameters(module) and is_trained(module)
+                name
+                for part, whole in self.modules.items()
+                if any(map(replaces_parameters, whole.modules()))
+                for name, module in submodules({part: whole})
+                if replaces_parameters(module) and is_trained(module)
             ],
             "these are on meta and hold no values: load the part first": [
                 f"{part}.{name}" for part in placed for name in _empty_tensors(self.modules[part])

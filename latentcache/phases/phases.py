@@ -15,25 +15,14 @@ from latentcache.devices.tensor_location import is_optimizer, is_scaler, numbere
 from latentcache.errors import PhaseError
 from latentcache.families import DENOISERS
 from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, why_rearranged
-from latentcache.phases.module_state import (
-    CompiledCalls,
-    ModuleHooks,
-    ModuleSettings,
-    ModuleStructure,
-    RequiresGrad,
-    Snapshot,
-    TrainingModes,
-    call_eagerly,
-    parameters,
-)
-from latentcache.phases.process_state import GlobalFlags, RandomStreams
+from latentcache.phases.state import ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
+    Casts,
     EmaWeights,
     Gradients,
     KeptMemory,
     ScheduleFreeMode,
-    WeightDtypes,
     Weights,
     named_weights,
 )
@@ -128,7 +117,10 @@ class Phases:
 
     def not_moved(self) -> dict[str, str]:
         """The parts that phases leave where they are, with the reason."""
-        return {**self._model.managed(), **self._pinned()}
+        managed = self._model.managed()
+        if self._open_phases:
+            return {**managed, **self._open_phases[0].weights.pinned}
+        return {**managed, **self._model.pinned(self._park, managed)}
 
     def why_not_moved(self, name: str) -> str | None:
         """Why phases leave a part where it is, or None if they move it. PhaseError if there is no such part."""
@@ -151,28 +143,62 @@ class Phases:
 
     @contextmanager
     def enter(self, phase: str | Phase) -> Iterator[Phases]:
-        """Apply a phase, without gradients; put everything back at the end, also after an error or Ctrl-C.
+        """Apply a phase, without gradients; at its end put back what it changed, also after an error or Ctrl-C.
 
-        Put back are, by object: the training flag of every submodule, requires_grad, device, dtype and memory of every
-        parameter and buffer, structure, hooks, plain settings (LoRA scale and adapters, checkpointing, tiling), random
-        streams, torch's global flags, EMA weights and the mode of a schedule-free optimizer. Gradients, the GradScaler
-        and schedulers are not touched. Ctrl-C waits while state is put back. Phases nest. For parts of FSDP, ZeRO-3 and
-        offload hooks their software manages tensors, structure, hooks and settings; for parts declared immovable it
-        manages tensors, structure and hooks: a phase leaves these alone.
+        Put back are the training flag of every submodule, requires_grad, device, dtype and memory of every parameter
+        and buffer, gradients, compiled calls, random streams, gradient mode and autocast, EMA weights and the mode of a
+        schedule-free optimizer. Nothing else is: adapters, hooks, attention processors and other settings that code in
+        the phase changes stay changed, and so do torch's other global flags. The GradScaler and schedulers are not
+        touched. Ctrl-C waits while state is put back. Phases nest. Tensors of parts that FSDP, ZeRO-3 or offload hooks
+        manage, and of parts declared immovable, are left alone.
 
-        Raises DeviceMismatchError when the audit at the beginning finds a tensor elsewhere. Raises PhaseError for a
-        phase that cannot be entered, and for state that could not be put back; the rest is put back all the same. A
-        part that cannot come back, because its device has no room, stays whole on the other one: `place` repairs that.
+        Args:
+            phase: The name of a phase, or one of your own.
+
+        Yields:
+            These phases.
+
+        Raises:
+            DeviceMismatchError: The audit at the beginning finds a tensor elsewhere.
+            PhaseError: The phase cannot be entered, or something could not be put back; the rest is put back all the
+                same. A part that cannot come back, because its device has no room, stays whole on the other one:
+                `place` repairs that.
         """
         name, phase = (phase, self._phase(phase)) if isinstance(phase, str) else ("custom", phase)
         self._model.check_names(name, phase.on_device, phase.training)
+        with self._entered(name, phase, tuple(self._model.modules) + tuple(self._averages)):
+            yield self
+
+    @contextmanager
+    def lend(self, *names: str) -> Iterator[None]:
+        """Put these parts on the device too, in eval mode, to decode images or encode a prompt; then put them back.
+
+        In a phase only these parts are looked at and put back.
+
+        Args:
+            names: Names of modules.
+
+        Raises:
+            PhaseError: There is no such part, and as for `enter`.
+        """
+        for name in names:
+            self.module(name)
+        now = self._phase_now()
+        phase = replace(now, on_device=tuple(dict.fromkeys((*now.on_device, *names))))
+        # Outside of all phases nobody else puts back what code in the block does to the other parts.
+        parts = names if self._open_phases else (*self._model.modules, *self._averages)
+        with self._entered("custom", phase, parts):
+            yield
+
+    @contextmanager
+    def _entered(self, name: str, phase: Phase, parts: Collection[str]) -> Iterator[None]:
         opened = None
         try:
             try:
                 with uninterrupted():
-                    opened = self._open(name, phase)
+                    opened = self._open(name, phase, parts)
                 with torch.no_grad():
-                    yield self
+                    yield
             finally:
                 with uninterrupted():
                     self._close(opened)
@@ -182,21 +208,11 @@ class Phases:
                 with uninterrupted():
                     self._close(opened)
 
-    @contextmanager
-    def lend(self, *names: str) -> Iterator[None]:
-        """Put these parts on the device too, in eval mode, to decode images or encode a prompt; then put them back."""
-        for name in names:
-            self.module(name)
-        now = self._phase_now()
-        with self.enter(replace(now, on_device=tuple(dict.fromkeys((*now.on_device, *names))))):
-            yield
-
     def place(self) -> None:
         """Declare the placement of the current phase again: call it after code that may have moved parts away."""
         if self._open_phases:
-            innermost = self._open_phases[-1]
-            innermost.structure.restore()
-            self._declare(innermost.phase, innermost.weights, modes=True)
+            self._open_phases[0].weights.restore_buffers()  # the outermost phase has all parts
+            self._declare(self._open_phases[-1].phase, self._open_phases[0].weights, modes=True)
         else:
             self._declare(self._phase_now(), self._weights(KeptMemory()), modes=False)
 
@@ -204,22 +220,22 @@ class Phases:
 
     def _declare(self, phase: Phase, weights: Weights, *, modes: bool) -> None:
         try:
-            self._apply(phase, weights, modes=modes)
+            self._apply(phase, weights, self._model.modules if modes else {})
         except Exception as error:
             error.add_note(REPAIR)
             raise
         self._audit(phase, weights)
 
-    def _open(self, name: str, phase: Phase) -> _OpenPhase:
+    def _open(self, name: str, phase: Phase, parts: Collection[str]) -> _OpenPhase:
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
         # Kept only when the phase is open: memory of a refused phase, however old, would be put back in a later one.
         memory = self._memory if self._open_phases else KeptMemory()
-        weights = self._weights(memory, outermost=not self._open_phases)
-        opened = _OpenPhase(name, phase, self._model, weights, self.device)
+        weights = self._weights(memory, parts)
+        opened = _OpenPhase(name, phase, self._model, weights, self.device, parts)
         self._memory = memory
         self._open_phases.append(opened)
         try:
-            self._apply(phase, weights)
+            self._apply(phase, weights, opened.modules)
             for averages in opened.averages if phase.averaged else ():
                 averages.swap_in()
             self._audit(phase, weights)
@@ -231,42 +247,27 @@ class Phases:
     def _close(self, opened: _OpenPhase | None) -> None:
         if opened is None:
             return  # it was refused
-        replaced = [name for name in opened.structure.replaced_parameters() if name in opened.trained]
         failures = opened.restore()
         self._open_phases.remove(opened)
         if not self._open_phases:
             self._memory = KeptMemory()  # no memory is kept while no phase is open
-        if replaced:
-            failures.append(
-                f"{len(replaced)} trained Parameters were replaced, the first is {replaced[0]}: "
-                "enable_sequential_cpu_offload and align_module_device do that, and an optimizer would go on to train "
-                "the old objects. They are put back. Use enable_model_cpu_offload on a part that is not trained, or "
-                "Phases.lend"
-            )
-        failures += opened.changes()
-        weights = opened.weights
-        origins = {part: device for part in weights.parts if (device := weights.device_of(part)) is not None}
-        if origins:
-            failures += [finding.to_text() for finding in audit(self._audited(origins), device=origins).errors]
         if failures:
             raise PhaseError(
                 "not everything could be put back as it was:", phase=opened.name, offenders=tuple(failures)
             )
 
-    def _apply(self, phase: Phase, weights: Weights, *, modes: bool = True) -> None:
-        """Parked parts go first: they make room."""
+    def _apply(self, phase: Phase, weights: Weights, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Place the weights, parked parts first: they make room. Then set the modes of these modules."""
         for name in weights.parts:
             if name not in phase.on_device:
                 weights.place(name, self._park)
         for name in weights.parts:
             if name in phase.on_device:
                 weights.place(name, self.device)
-        if modes:
-            for name, module in self._model.modules.items():
-                module.train(name in phase.training)
-            if not phase.training:
-                # A compiled module would be compiled once more for each shape of validation.
-                call_eagerly(self._model.modules)
+        for name, module in modules.items():
+            module.train(name in phase.training)
+        if not phase.training:
+            EagerCalls(modules).apply()
 
     def _audit(self, phase: Phase, weights: Weights) -> None:
         devices = {name: self.device if name in phase.on_device else self._park for name in weights.parts}
@@ -274,24 +275,25 @@ class Phases:
         devices = {name: to for name, to in devices.items() if name in phase.on_device or name not in weights.pinned}
         modules = devices.keys() & self._model.modules.keys()
         training = {name: name in phase.training for name in modules} if self._open_phases or not phase.training else {}
-        audit(self._audited(devices), device=devices, training=training).raise_for_errors()
-
-    def _audited(self, devices: Mapping[str, torch.device]) -> dict[str, Any]:
-        """The modules that phases move, and what trains them where all trained parts are where training has them."""
         audited: dict[str, Any] = {name: (self._model.modules | self._averages)[name] for name in devices}
         trained = self._model.trained()
         if trained and all(devices.get(name) == self.device for name in trained):
+            # What trains them, where all trained parts are where training has them.
             audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
-        return audited
+        audit(audited, device=devices, training=training).raise_for_errors()
 
-    def _weights(self, memory: KeptMemory, *, outermost: bool = False) -> Weights:
-        managed = self._model.managed()
-        parts = {name: module for name, module in self._model.modules.items() if name not in managed} | self._averages
-        return Weights(parts, memory, self._park, self._pinned(), outermost=outermost)
-
-    def _pinned(self) -> Mapping[str, str]:
-        """The parts that must stay in their memory, with the reason: in a phase those of when the outermost began."""
-        return self._open_phases[-1].weights.pinned if self._open_phases else self._model.pinned(self._park)
+    def _weights(self, memory: KeptMemory, names: Collection[str] | None = None) -> Weights:
+        """The weights of these parts, by default of all, as far as phases may move them."""
+        if self._open_phases:  # whether a part may be moved is decided when the outermost phase begins
+            outermost = self._open_phases[0].weights
+            movable, pinned = outermost.parts, outermost.pinned
+        else:
+            managed = self._model.managed()
+            movable = tuple(name for name in (*self._model.modules, *self._averages) if name not in managed)
+            pinned = self._model.pinned(self._park, managed)
+        parts = self._model.modules | self._averages
+        chosen = {name: parts[name] for name in movable if names is None or name in names}
+        return Weights(chosen, memory, self._park, pinned)
 
     def _phase(self, name: str) -> Phase:
         if name not in self._phases:
@@ -305,20 +307,26 @@ class Phases:
 
 
 class _OpenPhase:
-    """A phase from its beginning to its end: what it declares, and snapshots of everything that it must restore."""
+    """A phase from its beginning to its end: what it declares, and snapshots of what it changes in these parts."""
 
-    def __init__(self, name: str, phase: Phase, model: ModelParts, weights: Weights, device: torch.device):
+    def __init__(
+        self,
+        name: str,
+        phase: Phase,
+        model: ModelParts,
+        weights: Weights,
+        device: torch.device,
+        parts: Collection[str],
+    ):
         self.name, self.phase, self.weights = name, phase, weights
-        # Software that shards, swaps or offloads a part may exchange the part's tensors and hooks in a forward.
+        self.modules = {part: module for part, module in model.modules.items() if part in parts}
+        # Software that shards, swaps or offloads a part may exchange the part's tensors in a forward.
         settled = {
             part: module
-            for part, module in model.modules.items()
+            for part, module in self.modules.items()
             if part in weights.parts or why_rearranged(module) is None
         }
-        fixed = {part: module for part, module in settled.items() if part not in model.immovable}
-        self.trained = {name for name, parameter in parameters(fixed) if parameter.requires_grad}
-        self.structure = ModuleStructure(fixed)
-        gathered = GatheredShards(model.modules)  # before any use of the parameters: gathered ones are others
+        gathered = GatheredShards(self.modules)  # before any use of the parameters: gathered ones are others
         self.averages: list[EmaWeights | ScheduleFreeMode] = [
             ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)
         ]
@@ -328,33 +336,24 @@ class _OpenPhase:
             self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=phase.averaged))
         # In the order in which they are restored. Random streams are last: nothing after them may draw.
         self._snapshots: tuple[Snapshot, ...] = (
-            ModuleHooks(fixed),
-            CompiledCalls(model.modules),
-            self.structure,
             gathered,
             weights,
             ReducedGradients(settled, model.reduced_parameters()),
             Gradients(settled),
             *reversed(self.averages),
-            WeightDtypes(weights),
-            TrainingModes(model.wrapped),
-            RequiresGrad(model.wrapped),
-            ModuleSettings(settled),
-            GlobalFlags(device),
+            Casts(weights),
+            TrainingModes({part: module for part, module in model.wrapped.items() if part in parts}),
+            EagerCalls(self.modules),
+            ComputeModes(device),
             RandomStreams(),
         )
 
     def restore(self) -> list[str]:
-        """Restore everything. A snapshot that fails is reported, and does not keep the others from it."""
+        """Restore everything, and say what could not be. A snapshot that fails does not keep the others from it."""
         failures = []
         for snapshot in self._snapshots:
             try:
                 snapshot.restore()
             except Exception as error:
                 failures.append(f"{type(snapshot).__name__}: {type(error).__name__}: {error}")
-        return failures
-
-    def changes(self) -> list[str]:
-        """What is not as it was."""
-        changes = [line for snapshot in self._snapshots for line in snapshot.changes()]
-        return [*changes, *self.weights.values_changed()]
+        return failures + [line for snapshot in self._snapshots for line in snapshot.changes()]

@@ -8,7 +8,7 @@ swapped in and out by their own methods, and the trained weights are copied back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,12 +17,7 @@ import torch
 from latentcache.devices.optimizer import unwrapped
 from latentcache.devices.tensor_location import is_swapped_in
 from latentcache.errors import PhaseError
-from latentcache.phases.module_state import Modules, Snapshot, parameters
-
-NUM_SAMPLED = 4
-"""Numbers of each tensor that are compared at the end of a phase. Mistakes that change weights in place, such as
-fusing a LoRA, change all of them."""
-
+from latentcache.phases.state import Modules, Snapshot, parameters
 
 REPAIR = "Make room, then call Phases.place()"
 """What to do when a part could not be moved."""
@@ -75,15 +70,7 @@ class KeptMemory:
 class Weights(Snapshot):
     """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, Any],
-        memory: KeptMemory,
-        park: torch.device,
-        pinned: Mapping[str, str],
-        *,
-        outermost: bool,
-    ):
+    def __init__(self, parts: Mapping[str, Any], memory: KeptMemory, park: torch.device, pinned: Mapping[str, str]):
         self._memory, self.pinned = memory, pinned
         self.failed: dict[str, Exception] = {}
         """The parts that `restore` could not put back."""
@@ -95,8 +82,14 @@ class Weights(Snapshot):
                 parked = tensor.detach() if tensor.device == park else None
                 origin = TensorOrigin(tensor.device, tensor.dtype, parked)
                 self._tensors[part].append((f"{part}.{name}", tensor, origin))
-        # A phase inside another leaves the comparison to that one.
-        self._sample = _sampled(tensor for _, tensor, _ in self._all()) if outermost else None
+        # `Module.to` gives a parameter other data, but puts another tensor in a buffer's place.
+        self._buffers = [
+            (module._buffers, dict(module._buffers))
+            for owner in parts.values()
+            if isinstance(owner, torch.nn.Module)
+            for module in owner.modules()
+            if module._buffers
+        ]
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -120,8 +113,14 @@ class Weights(Snapshot):
             error.add_note(f"{part} was not put on {device}: all of it is where it was")
             raise
 
+    def restore_buffers(self) -> None:
+        """Put every buffer that was replaced in its place again."""
+        for buffers, kept in self._buffers:
+            buffers.update(kept)
+
     def restore(self) -> None:
         """Put every tensor back on its device, with its own memory: first those to park, which make room."""
+        self.restore_buffers()
         for is_parked in (True, False):
             for part in self._tensors:
                 self._restore(part, is_parked=is_parked)
@@ -136,43 +135,37 @@ class Weights(Snapshot):
         except Exception as error:
             self.failed[part] = error
 
-    def restore_dtypes(self) -> None:
-        """Restore the dtypes that the phase around this one had cast to. A cast tensor has memory of its own."""
-        for _, tensor, origin in self._all():
-            if tensor.dtype != origin.dtype:
-                tensor.data = tensor.data.to(origin.dtype)
-
     def changes(self) -> Iterator[str]:
-        """The parts that could not be put back, and the tensors of others that have another device or dtype."""
+        """The parts that could not be put back."""
         for part, error in self.failed.items():
             yield f"{part}: {type(error).__name__}: {error}. All of it is where it was in the phase. {REPAIR}"
-        kept = (tensors for part, tensors in self._tensors.items() if part not in self.failed)
-        for name, tensor, origin in chain.from_iterable(kept):
-            if (tensor.device, tensor.dtype) != (origin.device, origin.dtype):
-                yield f"{name}: is {tensor.dtype} on {tensor.device}, was {origin.dtype} on {origin.device}"
 
-    def values_changed(self) -> Iterator[str]:
-        """The tensors whose values are others than when the phase began, as far as a few numbers of each show."""
-        if self._sample is None:
-            return
-        now = _sampled(tensor for _, tensor, _ in self._all())
-        for (name, _, _), before, after in zip(self._all(), self._sample, now, strict=True):
-            if not torch.equal(before, after):
-                yield f"{name}: its values were changed in place"
-
-    def _all(self) -> Iterator[tuple[str, torch.Tensor, TensorOrigin]]:
-        return chain.from_iterable(self._tensors.values())
+    def origins(self) -> Iterator[tuple[str, torch.Tensor, TensorOrigin]]:
+        """Every tensor by name, with where it was, without those of parts that could not be put back."""
+        return chain.from_iterable(tensors for part, tensors in self._tensors.items() if part not in self.failed)
 
 
-class WeightDtypes(Snapshot):
-    """The dtypes of weights. They are restored after averages were swapped out, because the swap needs kept memory."""
+class Casts(Snapshot):
+    """The dtype of tensors that code in the phase around this one had cast.
+
+    They have no memory of their own to go back to, so they are cast again: after averages are swapped out of the memory
+    that is restored.
+    """
 
     def __init__(self, weights: Weights):
         self._weights = weights
 
     def restore(self) -> None:
-        """Cast the weights whose dtype is another."""
-        self._weights.restore_dtypes()
+        """Cast them again."""
+        for _, tensor, origin in self._weights.origins():
+            if tensor.dtype != origin.dtype:
+                tensor.data = tensor.data.to(origin.dtype)
+
+    def changes(self) -> Iterator[str]:
+        """The tensors that have another device or dtype, without those of parts that could not be put back."""
+        for name, tensor, origin in self._weights.origins():
+            if (tensor.device, tensor.dtype) != (origin.device, origin.dtype):
+                yield f"{name}: is {tensor.dtype} on {tensor.device}, was {origin.dtype} on {origin.device}"
 
 
 class Gradients(Snapshot):
@@ -180,24 +173,18 @@ class Gradients(Snapshot):
 
     def __init__(self, modules: Modules):
         self._kept = [
-            (name, parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach())
-            for name, parameter in parameters(modules)
+            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach())
+            for _, parameter in parameters(modules)
+            if parameter.requires_grad
         ]
 
     def restore(self) -> None:
-        """Give every parameter its gradient again, in its own memory."""
-        for _, parameter, gradient, values in self._kept:
+        """Give every trained parameter its gradient again, in its own memory."""
+        for parameter, gradient, values in self._kept:
             if gradient is not None and values is not None and not _is_same_memory(gradient, values):
                 gradient.data = values
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-
-    def changes(self) -> Iterator[str]:
-        """The parameters with another gradient."""
-        for name, parameter, gradient, values in self._kept:
-            moved = gradient is not None and values is not None and not _is_same_memory(gradient, values)
-            if parameter.grad is not gradient or moved:
-                yield f"{name}: has another gradient"
 
 
 class EmaWeights(Snapshot):
@@ -307,29 +294,3 @@ def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     first, second = ((t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) for t in (one, other))
     return first == second
-
-
-@torch.no_grad()
-def _sampled(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The bytes of NUM_SAMPLED numbers of each tensor, spread evenly: on the CPU, with one copy for each device."""
-    pieces: list[torch.Tensor] = []
-    for tensor in tensors:
-        values = tensor.detach()
-        num = min(NUM_SAMPLED, values.numel())
-        if not (
-            values.is_contiguous() or (values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last))
-        ):
-            values = values.contiguous()
-        # Over the memory, in either order of dimensions: a copy of all weights in channels_last would cost seconds.
-        step = max(1, values.numel() // NUM_SAMPLED)
-        # As bytes: a surrounding autocast leaves these alone.
-        pieces.append(values.as_strided((num,), (step,), values.storage_offset()).contiguous().view(torch.uint8))
-    found: dict[int, torch.Tensor] = {}
-    groups: dict[torch.device, list[int]] = {}
-    for number, piece in enumerate(pieces):
-        groups.setdefault(piece.device, []).append(number)
-    for numbers in groups.values():
-        joined = torch.cat([pieces[number] for number in numbers]).cpu()
-        parts = torch.split_with_sizes(joined, [pieces[number].numel() for number in numbers])
-        found.update(zip(numbers, parts, strict=True))
-    return [found[number] for number in range(len(pieces))]

@@ -26,8 +26,7 @@ from latentcache.families.base import Family, check_prompts
 from latentcache.loading.cache import LatentCache
 from latentcache.models.running import uncached_autocast
 from latentcache.models.vae import decode_fitting, vae_facts
-from latentcache.phases.module_state import TrainingModes
-from latentcache.phases.process_state import RandomStreams
+from latentcache.phases.state import RandomStreams, TrainingModes
 from latentcache.validation.noise_schedule import is_flow
 
 PromptPair = tuple[str, bool]

@@ -1,4 +1,4 @@
-"""Everything that a validation may do to a training run by mistake, and everything that must be as before afterwards.
+"""What a validation may do to a training run by mistake and a phase puts back, and what must be as before afterwards.
 
 `state_of` looks at the run with code of its own: it shares nothing with what puts the run back.
 """
@@ -13,14 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import cpu_offload_with_hook
-from diffusers.models.attention_processor import AttnProcessor
 from helpers.phase_training import Training
 
 FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
     "grad": (torch.is_grad_enabled, torch.set_grad_enabled, True),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
     "autocast": (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda value: torch.set_autocast_enabled("cpu", value),
@@ -31,47 +27,8 @@ FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
         lambda value: torch.set_autocast_dtype("cpu", value),
         torch.float16,
     ),
-    "deterministic": (
-        torch.are_deterministic_algorithms_enabled,
-        lambda value: torch.use_deterministic_algorithms(value, warn_only=True),
-        True,
-    ),
-    "benchmark": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
-        True,
-    ),
-    "cudnn deterministic": (
-        lambda: torch.backends.cudnn.deterministic,
-        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
-        True,
-    ),
-    "cudnn enabled": (
-        lambda: torch.backends.cudnn.enabled,
-        lambda value: setattr(torch.backends.cudnn, "enabled", value),
-        False,
-    ),
-    "cudnn tf32": (
-        lambda: torch.backends.cudnn.allow_tf32,
-        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
-        False,
-    ),
-    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
-    "fp16 reduction": (
-        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        lambda value: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", value),
-        False,
-    ),
-    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
 }
 """How each is read and set, and a value that is not its default."""
-
-
-class Stranger(torch.nn.Module):
-    """A module that was not there."""
-
-    def forward(self, sample: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return sample
 
 
 def modes(training: Training) -> None:
@@ -106,46 +63,6 @@ def a_cast_around_a_phase(training: Training) -> None:
     with training.phases.enter("sample"):
         pass
     assert {parameter.dtype for parameter in vae.parameters()} == {torch.float16}
-
-
-def buffers(training: Training) -> None:
-    embeddings = training.parts["text_encoder"].embeddings
-    embeddings.position_ids = embeddings.position_ids.clone() + 1
-
-
-def structure(training: Training) -> None:
-    training.unet.conv_in = Stranger()
-    training.parts["vae"].decoder.extra = Stranger()
-    del training.parts["text_encoder_2"].text_projection
-
-
-def torch_hooks(training: Training) -> None:
-    training.unet.register_forward_hook(lambda module, args, output: None)
-    training.parts["vae"].decoder.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
-
-
-def offload_hooks(training: Training) -> None:
-    cpu_offload_with_hook(training.parts["vae"], training.device)
-    training.unet.forward = Stranger().forward
-
-
-def settings(training: Training) -> None:
-    training.unet.enable_gradient_checkpointing()
-    training.unet.set_attn_processor(AttnProcessor())
-    training.parts["vae"].enable_tiling()
-    training.parts["vae"].encoder.newly_set = 3
-    training.parts["text_encoder"].kept_list.append(4)
-    training.parts["text_encoder"].kept_dict["b"][0] = 5
-    training.parts["text_encoder"].kept_dict["c"] = 6
-    training.parts["text_encoder"].kept_tuple[0].append(6)
-
-
-def adapters(training: Training) -> None:
-    if training.variant == "lora":
-        training.unet.disable_adapters()
-        for module in training.unet.modules():
-            if hasattr(module, "set_scale"):
-                module.set_scale("default", 0.1)
 
 
 def random_python(training: Training) -> None:
@@ -190,22 +107,9 @@ DISTURBANCES = (
     a_cast_around_a_phase,
     dtypes,
     gradients,
-    buffers,
-    torch_hooks,
-    offload_hooks,
-    settings,
-    adapters,
     averages,
-    structure,
     flags,
 )
-
-
-def prepare(training: Training) -> Training:
-    """Give the run what some disturbances need: plain containers on a module, and a buffer that is saved."""
-    encoder = training.parts["text_encoder"]
-    encoder.kept_list, encoder.kept_dict, encoder.kept_tuple = [1, 2], {"a": 1, "b": [2]}, ([3], "x")
-    return training
 
 
 def state_of(training: Training) -> dict[str, Any]:
@@ -238,21 +142,9 @@ def state_of(training: Training) -> dict[str, Any]:
 
 def _of_submodule(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield f"{name} training", module.training
-    for key, value in vars(module).items():
-        if key in ("_parameters", "_buffers"):
-            yield f"{name} {key}", list(value)
-        elif isinstance(value, dict) and key.startswith("_"):
-            yield f"{name} {key}", [(str(inner), id(member)) for inner, member in value.items()]
-        elif isinstance(value, bool | int | float | str | list | tuple | dict) and key != "training":
-            yield f"{name} {key}", repr(value)
-        elif callable(value):
-            yield f"{name} {key}", id(value)
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield f"{name}.{key}", _of_tensor(parameter)
-    for key, buffer in module._buffers.items():
-        if buffer is not None:
-            yield f"{name}.{key}", _of_tensor(buffer)
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield f"{name}.{key}", _of_tensor(tensor)
 
 
 def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.phase_disturbances import FLAGS, differences, prepare, state_of
+from helpers.phase_disturbances import FLAGS, differences, state_of
 from helpers.phase_training import VARIANTS, Training
 from helpers.training_run import assert_same_bits
 
@@ -106,7 +106,7 @@ def name_of(value: Any) -> str:
 
 def variant_for(disturb: Callable[[Training], None]) -> str:
     """A variant in which the disturbance has something to disturb."""
-    return {"adapters": "lora", "averages": "ema"}.get(disturb.__name__, "plain")
+    return "ema" if disturb.__name__ == "averages" else "plain"
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def assert_as_without(scenario: Callable[[Training], None], device: torch.device
 
 def leave_no_trace(device: torch.device, variant: str, disturbances: Sequence[Callable[[Training], None]]) -> None:
     """Disturb a run inside a phase, under a surrounding autocast; afterwards all is as it was."""
-    training = prepare(Training(device, variant))
+    training = Training(device, variant)
     for _ in range(3):
         training.step()
     defaults = {name: read() for name, (read, _, _) in FLAGS.items()}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from helpers.phase_disturbances import DISTURBANCES, FLAGS, differences, prepare, state_of
-from helpers.phase_mutations import cases, is_noticed, without
+from helpers.phase_disturbances import DISTURBANCES, FLAGS, differences, state_of
 from helpers.phase_runs import CASES, assert_as_without, leave_no_trace, name_of, variant_for
 from helpers.phase_training import VARIANTS, Training
+
+from latentcache.errors import PhaseError
+from latentcache.phases.state import ComputeModes, RandomStreams, Snapshot, TrainingModes
+from latentcache.phases.weights import EmaWeights, Gradients, ScheduleFreeMode, Weights
 
 CPU = torch.device("cpu")
 
@@ -35,7 +37,7 @@ def test_each_disturbance_shows_without_the_switch(disturb: Callable[[Training],
     """So none of the tests above passes because nothing was done."""
     if disturb.__name__ == "placement":
         pytest.skip("there is one device here; tests/sim has two")
-    training = prepare(Training(CPU, variant_for(disturb)))
+    training = Training(CPU, variant_for(disturb))
     training.step()
     defaults = {name: read() for name, (read, _, _) in FLAGS.items()}
     before = state_of(training)
@@ -47,16 +49,12 @@ def test_each_disturbance_shows_without_the_switch(disturb: Callable[[Training],
             put(defaults[name])
 
 
-NOT_HERE = (
-    "torch.get_device_module(here).set_rng_state(stream, *position)",
-    "self._kept[id(tensor)] = (tensor, values)",
+@pytest.mark.parametrize(
+    "snapshot", [TrainingModes, RandomStreams, ComputeModes, EmaWeights, ScheduleFreeMode, Weights, Gradients]
 )
-"""Statements that act where there is an accelerator: tests/sim takes these out."""
-
-
-@pytest.mark.parametrize(("owner", "name", "number"), cases(lambda text: text not in NOT_HERE))
-def test_taking_out_any_one_restore_is_noticed(
-    owner: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, without(owner, name, number))
-    assert is_noticed(CPU)
+def test_each_snapshot_is_needed(snapshot: type[Snapshot], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no snapshot is restored by another one, and the disturbances show that each works."""
+    monkeypatch.setattr(snapshot, "restore", lambda self: None)
+    with pytest.raises((PhaseError, AssertionError, RuntimeError)):
+        for variant in ("plain", "ema", "schedule-free"):
+            leave_no_trace(CPU, variant, DISTURBANCES)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.phase_mutations import text_of, without
 from helpers.phase_training import Training
 
 from latentcache.errors import DeviceMismatchError, PhaseError
-from latentcache.phases import weights
 from latentcache.phases.phases import Phase, Phases
 
 CPU = torch.device("cpu")
@@ -86,7 +84,7 @@ def test_weights_that_were_parked_in_inference_mode_can_be_trained(device: torch
     training.step()
 
 
-def averages_that_are_parked_for_a_while(device: torch.device) -> None:
+def test_averages_that_are_parked_come_back(device: torch.device) -> None:
     """The UNet comes from the CPU, its averages come in on the device, and it makes room for the VAE with them in."""
     training = Training(device, "ema")
     training.step()
@@ -105,17 +103,6 @@ def averages_that_are_parked_for_a_while(device: torch.device) -> None:
     training.step()
 
 
-def test_averages_that_are_parked_come_back(device: torch.device) -> None:
-    averages_that_are_parked_for_a_while(device)
-
-
-def test_taking_out_what_a_move_remembers_is_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert text_of(weights.KeptMemory, "put", 0) == "self._kept[id(tensor)] = (tensor, values)"
-    monkeypatch.setattr(weights.KeptMemory, "put", without(weights.KeptMemory, "put", 0))
-    with pytest.raises((AssertionError, PhaseError)):
-        averages_that_are_parked_for_a_while(device)
-
-
 def test_parts_that_share_a_tensor_cannot_be_apart(device: torch.device) -> None:
     training = Training(device)
     one, other = training.parts["text_encoder"], training.parts["text_encoder_2"]
@@ -123,8 +110,7 @@ def test_parts_that_share_a_tensor_cannot_be_apart(device: torch.device) -> None
     phases = Phases(training.parts, device=device)
     with (
         pytest.raises(DeviceMismatchError, match="text_encoder"),
-        phases.enter("validate"),
-        phases.lend("text_encoder"),
+        phases.enter(Phase(on_device=("text_encoder",))),
     ):
         pass
     assert one.embeddings.token_embedding.weight.device == CPU

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError, PipelineStopped
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.items import Item
-from latentcache.phases.process_state import RandomStreams
+from latentcache.phases.state import RandomStreams
 from latentcache.store.base import Store
 from latentcache.store.entry import is_field
 from latentcache.store.writer import Writer
