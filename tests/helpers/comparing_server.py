@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -13,6 +14,10 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+import pytest
+
+_numbers = itertools.count()
 
 
 class ComparingServer(ThreadingHTTPServer):
@@ -145,3 +150,18 @@ def comparing_server() -> Iterator[ComparingServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def object_server() -> Iterator[ComparingServer]:
+    """An object store over HTTP that compares before it replaces."""
+    with comparing_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(object_server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place on it, which the environment leads to."""
+    for name, value in object_server.environment("s3").items():
+        monkeypatch.setenv(name, value)
+    return f"s3://team/{next(_numbers)}/cache"
