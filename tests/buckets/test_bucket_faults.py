@@ -18,7 +18,7 @@ from latentcache.errors import RemoteError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.locations import open_remote
 from latentcache.remote.store import RemoteStore
-from latentcache.remote.transport import ANY_VERSION, packs_in
+from latentcache.remote.transport import ANY_VERSION
 
 RETRY_S = 3.0
 NEW = entries_of(50)
@@ -121,26 +121,6 @@ def test_a_fault_that_lasts_is_an_error_with_a_next_step(
         assert store.damaged() == {} and store.add(NEW) in (0, len(NEW)), "it may have arrived"
         assert_right(store, KEYS)
         assert store.get(NEW[0].record.key).tensors["moments"].equal(NEW[0].tensors["moments"])
-
-
-def test_an_upload_whose_answer_is_lost_is_stored_once(swift_url: str, relay: Relay) -> None:
-    puts = []
-
-    def lose_first(path: str, status: int, data: bytes) -> bytes | None:
-        if "/packs/" not in path or status >= 300:
-            return data
-        puts.append(path)
-        return None if len(puts) == 1 else data
-
-    with opened(swift_url, retry_s=RETRY_S) as store:
-        assert store.find(KEYS) == set(KEYS)
-        relay.change = lose_first
-        assert store.add(NEW) == len(NEW)
-    relay.change = None
-    assert len([1 for method, path in relay.requests if method == "PUT" and "/packs/" in path]) == 2
-    assert len(packs_in(BucketTransport.open(swift_url))) == 2
-    with opened(swift_url) as store:
-        assert len(list(store.keys())) == len(KEYS) + len(NEW)
 
 
 def test_what_cannot_be_removed_in_passing_is_tried_again(swift_url: str, relay: Relay) -> None:
