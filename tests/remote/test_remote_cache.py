@@ -36,7 +36,7 @@ from latentcache import (
 )
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
+from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache import plan as planner
@@ -397,22 +397,3 @@ def test_validation_reads_from_a_service_and_fills_it(
             assert report is not None and report.loss is not None and "held-out" in cache.manifests.names()
         losses.append(report.loss.loss)
     assert losses[0] == losses[1]
-
-
-def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CacheConfig(path="https://host/a/").path == "https://host/a"
-    assert CacheConfig(path="~/x").path == Path.home() / "x"
-    with pytest.raises(ValueError, match="ftp://host"):
-        CacheConfig(path="ftp://host/a")
-    with pytest.raises(StoreError, match="ftp://host"):
-        LatentCache("ftp://host/a")
-    with pytest.raises(StoreError, match="give a URL as text"):
-        LatentCache(Path("http://host:1"))
-    from latentcache.config_file import parse_config
-
-    datasets = [{"name": "a", "source": {"path": "x"}}]
-    with pytest.raises(ConfigError, match=r"cache\.path: 'ftp://b': a cache is a directory"):
-        parse_config({"cache": {"path": "ftp://b"}, "datasets": datasets})
-    config = parse_config({"cache": {"path": "http://h:1", "local": "~/l", "retry_s": 3}, "datasets": datasets})
-    assert Config.model_validate_json(config.model_dump_json()) == config
-    assert config.cache.remote_options() == {"local": Path.home() / "l", "local_max_bytes": None, "retry_s": 3.0}

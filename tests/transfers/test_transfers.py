@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -19,7 +18,6 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef
 from latentcache.errors import DatasetError, StorageFullError, StoreError
-from latentcache.identity import key_of
 from latentcache.remote.transfer import End, Move, merged, transfer
 from latentcache.store import DiskStore
 from latentcache.store.upkeep import compact, rebuild, verify
@@ -284,16 +282,6 @@ def test_a_source_is_not_written(tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in source.rglob("*") if path.is_file()}
     with pytest.raises(StoreError, match="there is no cache here"):
         transfer(tmp_path / "absent", tmp_path / "b")
-
-
-def test_entries_go_by_key_not_by_name(tmp_path: Path) -> None:
-    """A pack whose file was swapped for another one is what it holds, and its keys follow from its records."""
-    source, other = fill(tmp_path / "a", range(8)), fill(tmp_path / "other", range(8, 16), None)
-    (pack,), (swapped,) = source.glob("packs/*/*.safetensors"), other.glob("packs/*/*.safetensors")
-    shutil.copy(swapped, pack)
-    report = transfer(source, tmp_path / "b")
-    assert not report.ok and "photos" in report.refused and manifest_of(tmp_path / "b") is None
-    assert key_of({"kind": "image", "served": 3}) == key_of_image(3)
 
 
 def test_commands_say_what_is_wrong(tmp_path: Path, run: Run) -> None:
