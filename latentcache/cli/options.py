@@ -87,7 +87,7 @@ class CacheOptions:
         location = self.cache(target).path
         if isinstance(location, str):
             step = "Run it on the machine that serves the cache, and name the directory."
-            if kind_of(location) == "bucket":
+            if kind_of(location) != "service":
                 step = f"`latentcache pull {location} DIRECTORY` brings it there; then name the directory."
             raise RemoteError(location, "this command works on the cache's own directory", step)
         return location

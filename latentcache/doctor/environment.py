@@ -100,7 +100,7 @@ def diagnose(
         from latentcache.remote.locations import kind_of
 
         kind = kind_of(cache_path)
-        step = "`latentcache status` reads it" if kind == "bucket" else "run `latentcache doctor` on its machine too"
+        step = "run `latentcache doctor` on its machine too" if kind == "service" else "`latentcache status` reads it"
         found = Finding("note", "cache", f"{cache_path} is a {kind}", step)
         diagnosis += Diagnosis((found,))
     else:
