@@ -258,7 +258,7 @@ class LatentCache(Closing):
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
-        keys = None if self._remote is None else self._remote.encode_prompts([(text, negative)])
+        keys = None if self._remote is None else self._remote.transport.encode_prompts([(text, negative)])
         if keys is None:
             raise missing
         datasets, found = self.datasets(), self.store.record(keys[0]).identity

@@ -16,12 +16,7 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import override
 
-from latentcache.errors import (
-    EntryDamagedError,
-    PackError,
-    ReadOnlyError,
-    StoreError,
-)
+from latentcache.errors import EntryDamagedError, PackError, ReadOnlyError, StoreError
 from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.tier import Tier
 from latentcache.remote.transport import ANY_VERSION, Transport
@@ -82,23 +77,16 @@ class RemoteStore(PackReader):
             raise ReadOnlyError(self.url, "is open for reading only here: open it without read_only=True")
         self.transport.check_writable()
 
-    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
-        """The keys of prompts, pairs of a text and whether it is negative; None where they encode nothing there."""
-        return self.transport.encode_prompts(prompts)
-
     # Writing
 
     @override
     def writer(self) -> Writer:
         self.check_writable()
-        return Writer(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
-
-    def stored(self, keys: Sequence[str]) -> set[str]:
-        """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
-        return self._found(keys, LISTED_S)
+        return Writer(self._upload, nullcontext(), lambda keys: self._found(list(keys), LISTED_S))
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
-        present = self.stored([entry.key for entry in entries])
+        # The list of packs may be a minute old: at worst an entry is stored twice.
+        present = self._found([entry.key for entry in entries], LISTED_S)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
