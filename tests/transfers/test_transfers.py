@@ -249,7 +249,7 @@ def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
     monkeypatch.setattr(there, "find", find)
     report = Move(here, there).run()
     for end in (here, there):
-        end.close()
+        end.transport.close()
     assert report.refused.keys() == {*gone, "photos"}
     assert all("is gone since it was listed: run the same command again" in report.refused[pack] for pack in gone)
     assert transfer(source, target).ok
