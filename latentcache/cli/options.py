@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from latentcache.config import CacheConfig, Config, location_of
 from latentcache.config_file import is_list, is_scalar, load_config, section_of
 from latentcache.errors import ConfigError, RemoteError
-from latentcache.location import is_url
-from latentcache.remote.locations import kind_of
+from latentcache.location import is_url, kind_of
 
 
 def flags_of(section: type[BaseModel]) -> type[BaseModel]:

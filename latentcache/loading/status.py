@@ -13,7 +13,9 @@ from latentcache.config import RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
-from latentcache.remote.locations import kind_of, open_transport, snapshot
+from latentcache.location import kind_of
+from latentcache.remote.tier import snapshot
+from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore

@@ -14,12 +14,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
+from latentcache.config import RETRY_S, RemoteOptions
+from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, PackError, ReadOnlyError, StoreError
 from latentcache.remote.index import LISTED_S, FarIndex
+from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import Tier
-from latentcache.remote.transport import ANY_VERSION, Transport
+from latentcache.remote.transport import ANY_VERSION, Transport, open_transport
 from latentcache.store.base import StoreStats
 from latentcache.store.directory import pack_name
 from latentcache.store.entry import OwnedEntry, check_key
@@ -229,3 +232,18 @@ class RemoteStore(PackReader):
         self.tier.close()
         self.transport.close()
         self.release_all()
+
+
+def open_remote(
+    url: str, *, read_only: bool | None = None, create: bool = False, **options: Unpack[RemoteOptions]
+) -> tuple[RemoteStore, Manifests]:
+    """The store and the manifests of the cache at `url`. The options are those of `CacheConfig`.
+
+    `create` makes a bucket a cache if it is none yet. StoreError if there is no cache; RemoteError.
+    """
+    local = options.get("local")
+    transport = open_transport(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
+    if not (create and read_only):  # what is to be made, and may not, is empty
+        transport.check(create=create)
+    store = RemoteStore(transport, read_only=read_only, local=local, local_max_bytes=options.get("local_max_bytes"))
+    return store, RemoteManifests(transport, read_only=bool(read_only))

@@ -29,13 +29,15 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
+from latentcache.location import kind_of
 from latentcache.remote.index import FarIndex
-from latentcache.remote.locations import kind_of, open_transport, snapshot
 from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.tier import snapshot
 from latentcache.remote.transport import (
     ANY_VERSION,
     Listed,
     Transport,
+    open_transport,
     packs_in,
     read_checked,
     read_pack,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
+from latentcache.config import RETRY_S
 from latentcache.errors import PackError, ReadOnlyError, StoreError
+from latentcache.location import kind_of
 from latentcache.store.base import Closing
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.entry import PACK_SUFFIX, is_pack_id
@@ -100,6 +102,18 @@ class Transport(Closing, Protocol):
     def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
         """The keys of prompts, pairs of a text and whether it is negative; None where they encode nothing there."""
         return None
+
+
+def open_transport(url: str, *, token: str | None = None, retry_s: float = RETRY_S) -> Transport:
+    """The files of the cache of a bucket or a service. RemoteError."""
+    # Only what is used is imported: each needs a package of its own.
+    if kind_of(url) == "service":
+        from latentcache.remote.service import ServiceTransport
+
+        return ServiceTransport(url, token=token, retry_s=retry_s)
+    from latentcache.remote.bucket import BucketTransport
+
+    return BucketTransport.open(url, retry_s=retry_s)
 
 
 def packs_in(transport: Transport) -> dict[str, Listed]:

@@ -16,8 +16,7 @@ from test_bucket_store_reads import ENTRIES, KEYS, assert_right
 
 from latentcache.errors import RemoteError
 from latentcache.remote.bucket import BucketTransport
-from latentcache.remote.locations import open_remote
-from latentcache.remote.store import RemoteStore
+from latentcache.remote.store import RemoteStore, open_remote
 from latentcache.remote.transport import ANY_VERSION
 
 RETRY_S = 3.0
