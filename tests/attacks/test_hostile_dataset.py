@@ -22,9 +22,7 @@ from PIL import Image
 
 from latentcache.config import SourceConfig
 from latentcache.dataset import samples
-from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError, ImageRefused
@@ -273,16 +271,6 @@ def test_a_caption_that_is_too_long_is_refused(tmp_path: Path, make_config: Call
     assert {refusal.sample_id: refusal.reason for refusal in report.refused} == {"t.parquet#1": "bad-caption"}
     manifest = ManifestFolder(config.cache.path / "manifests").read("photos")
     assert manifest is not None and len(manifest.rows) == len(rows)
-
-
-def test_a_manifest_that_is_written_can_be_read(tmp_path: Path) -> None:
-    """With the largest captions, and names that are no Unicode text."""
-    folder, name = ManifestFolder(tmp_path), "\udcff" * 4096
-    captions = tuple(CaptionRef("\x01" * 16, "0" * 64, "unverified") for _ in range(1 << 16))
-    row = Row(name, name, "f" * 64, (), captions, Refusal(name, name, "corrupt", "x" * 1000))
-    manifest = Manifest("photos", "train", 1, {"schema": 1, "salt": "", "text_encoding": {}}, {name: row})
-    folder.write(manifest)
-    assert folder.read("photos") == manifest
 
 
 # Tars ----------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
 from latentcache.remote.upkeep import prune, verify
 from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
-from latentcache.store.pack import WholePack
 
 ENTRIES = [entry for number in range(24) for entry in entries_of(number)]
 KEYS = list(dict.fromkeys(entry.record.key for entry in ENTRIES))
@@ -261,30 +260,6 @@ def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: M
         for call in (store.get, store.record, lambda key: store.rows([key])):
             with pytest.raises(EntryDamagedError, match="gone"):
                 call(KEYS[0])
-
-
-def test_packs_that_go_while_they_are_looked_at_are_not_damaged(
-    objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process makes room, again and again, just before the pack is checked; then a third brings it again."""
-    in_file = WholePack.in_file
-
-    def gone(path: Path) -> WholePack:
-        path.unlink()
-        return in_file(path)
-
-    with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
-        [location] = store.locate(KEYS[:1])
-        assert store.relocate(KEYS[0], location, "its bytes changed") == location
-        for _ in range(3):
-            assert_right(store, KEYS)
-            with monkeypatch.context() as patch:
-                patch.setattr(WholePack, "in_file", gone)
-                assert store.relocate(KEYS[0], location, "its pack is gone") == location
-            assert store.relocate(KEYS[0], location, "its pack is gone") == location
-            store.release_all()
-        assert_right(store, KEYS)
-        assert store.damaged() == {}
 
 
 def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore, tmp_path: Path) -> None:

@@ -71,10 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        source = self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")
         with self.server.lock:
-            if source is not None:
-                data = self.server.objects[f"/{unquote(source).lstrip('/')}"][0]
             there = self.server.objects.get(self._path())
             generation = self.headers.get("x-goog-if-generation-match")
             is_other = generation is not None and int(generation) != (there[1] if there else 0)
@@ -87,9 +84,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.generation += 1
             self.server.objects[self._path()] = data, self.server.generation
             self.server.times[self._path()] = time.time()
-            if source is not None:
-                copied = f"<CopyObjectResult><ETag>{escape(_tag(data))}</ETag></CopyObjectResult>"
-                return self._answer(200, copied.encode(), Content_Type="application/xml")
             return self._answer(200, ETag=_tag(data), x_goog_generation=str(self.server.generation))
 
     def do_GET(self) -> None:
