@@ -374,9 +374,7 @@ HOSTILE_TARS: dict[str, bytes] = {
     "a size that is no number": pax(size="1e9999") + GOOD,
     "a size beyond 64 bits": pax(size="9" * 30) + GOOD,
     "an infinite time": pax(mtime="inf") + GOOD,
-    "a map of holes": pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})
-    + header("s.png", b"0", 512)
-    + b"9" * 512,
+    "a map of holes": pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}) + header("s.png", b"0", 512) + NINES,
     "a map of no numbers": pax(**{"GNU.sparse.map": "x,y", "GNU.sparse.size": "-1"}) + GOOD,
 }
 
