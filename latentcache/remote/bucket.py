@@ -215,8 +215,7 @@ class BucketTransport(Transport):
             with suppress(FileNotFoundError), self._errors(f"{name} cannot be removed"):
                 obstore.delete(self._store, name)
 
-        for _ in in_threads(remove, names):
-            pass
+        in_threads(remove, names)
 
     def close(self) -> None:
         """Nothing is open between calls."""

@@ -49,7 +49,7 @@ def snapshot(url: str, local: str | Path | None = None) -> Path:
         found = snapshot_download(
             repository, repo_type="dataset", revision=revision or None, cache_dir=folder, allow_patterns=wanted
         )
-    except (OSError, ValueError) as error:  # its own errors are among these
+    except Exception as error:  # also those of the HTTP library below it, which is another one with each release
         step = "Check the name, the network, and the token (`hf auth login`); `hf upload` puts a cache there."
         raise RemoteError(url, f"cannot be fetched: {type(error).__name__}: {error!s:.300}", step) from error
     return Path(found)

@@ -7,7 +7,7 @@ A cache has the same files everywhere: `CACHE.json`, `packs/<xx>/<pack>.safetens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -151,8 +151,7 @@ def read_checked(read: Callable[[str], memoryview], pack: str) -> tuple[WholePac
     raise AssertionError
 
 
-def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """What `function` returns for each of the items, in their order, by NUM_THREADS threads. Its error ends it."""
     with ThreadPoolExecutor(NUM_THREADS, "latentcache-remote") as executor:
-        for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS):
-            yield future.result()
+        return [future.result() for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS)]

@@ -110,12 +110,17 @@ def test_damage_in_a_snapshot_is_found(cache: Path, asked: list[dict[str, Any]],
 
 
 def test_what_the_hub_refuses_is_an_error_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(repository: str, **options: Any) -> str:
-        raise OSError("401 Client Error: Repository Not Found")
+    class ReadTimeout(Exception):
+        """As that of httpx, which gets out when a file stops to come: no OSError."""
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(RemoteError, match=r"Repository Not Found.*hf auth login"):
-        LatentCache(URL, local=tmp_path)
+    for error in (OSError("401 Client Error: Repository Not Found"), ReadTimeout("The read operation timed out")):
+
+        def refuse(repository: str, error: Exception = error, **options: Any) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+        with pytest.raises(RemoteError, match=rf"{error}.*hf auth login"):
+            LatentCache(URL, local=tmp_path)
     for wrong in ("hf://someone/photos", "hf://datasets/photos", "hf://models/a/b"):
         with pytest.raises(StoreError, match="hf://datasets/USER/NAME"):
             LatentCache(wrong)
