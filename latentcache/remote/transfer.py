@@ -56,8 +56,6 @@ REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
 """Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
 Location = str | Path
-_Outcome = tuple[int | None, str | None]
-"""What became of a pack: the bytes that were sent, 0 if none had to be, None if none are wanted; why it was refused."""
 
 
 @dataclass(slots=True)
@@ -223,9 +221,9 @@ class Move:
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(staying) - len(new)
         progress.start("move packs", len(new))
-        for num_bytes, refused in self._moved(new, packs, wanted):
+        for pack, num_bytes in self._moved(new, packs, wanted):
             self.report.num_left += num_bytes is None
-            self.report.num_there += num_bytes == 0 and refused is None
+            self.report.num_there += num_bytes == 0 and pack not in self.report.refused
             progress.advance()
         progress.finish()
         for manifest in manifests:
@@ -242,65 +240,66 @@ class Move:
 
     def _moved(
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
-    ) -> Iterator[_Outcome]:
-        """Move these packs, several at a time, and count what was moved and refused."""
+    ) -> Iterator[tuple[str, int | None]]:
+        """Move these packs, several at a time, and count what was moved. Yields each with what `_move` returns."""
         move = partial(self._move, sizes, wanted)
         with (
             ThreadPoolExecutor(NUM_THREADS, "latentcache-transfer") as executor,
             closing(bounded_map(executor, move, chosen, 2 * NUM_THREADS)) as moved,
         ):
             for pack, future in moved:
-                num_bytes, refused = future.result()
-                if refused is not None:
-                    self.report.refused[pack] = refused
-                if num_bytes:
+                if num_bytes := future.result():
                     self.report.num_packs += 1
                     self.report.num_bytes += num_bytes
-                yield num_bytes, refused
+                yield pack, num_bytes
 
-    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> _Outcome:
-        """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
+    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> int | None:
+        """Move what is wanted of a pack and not there. Errors that other packs would have too are raised.
+
+        Returns the bytes that were sent, 0 if none had to be or it is refused, None if none are wanted.
+        """
         try:
             keys = self.source.keys_of(pack, sizes[pack])
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
-                    return None, None
+                    return None
             missing = set(keys) - self.target.find(keys)
             if not missing or self.dry_run:
-                return sizes[pack] if missing else 0, None
+                return sizes[pack] if missing else 0
             return self._send(pack, missing)
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            return 0, "is gone since it was listed: run the same command again, which finds where it is now"
+            again = "run the same command again, which finds where it is now"
+            self.report.refused[pack] = f"is gone since it was listed: {again}"
         except StoreError as error:
             # Of this pack alone: it cannot be had there, as an archived one, or was found damaged.
             is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED
             if isinstance(error, RemoteError) and not is_refused and error.kind != PackError.__name__:
                 raise
-            return 0, str(error)
+            self.report.refused[pack] = str(error)
+        return 0
 
-    def _send(self, pack: str, missing: set[str]) -> _Outcome:
+    def _send(self, pack: str, missing: set[str]) -> int:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
         whole, problems = read_checked(partial(read_pack, self.source.transport), pack)
         if not problems and pack not in self._there:
             self.target.send(whole)
-            return whole.data.size, None
-        reason = None
+            return whole.data.size
         if lost := missing & problems.keys():
             self._lost[pack], key = lost, min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
-            reason = (
+            self.report.refused[pack] = (
                 f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "
                 "and `latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the "
                 "pack was sent"
             )
         if missing == lost:
-            return 0, reason
+            return 0
         row, copy = whole.part(missing - lost)
         self.target.send(WholePack.in_memory(row.pack.id, copy))
-        return len(copy), reason
+        return len(copy)
 
     # Manifests
 
