@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import PlainValidator
 
+Kind = Literal["directory", "bucket", "service", "hub"]
 SERVICE_SCHEMES = ("http", "https")
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 """Of object stores, as obstore takes them."""
@@ -31,6 +32,15 @@ _MISTYPED = re.compile(rf"(?:{_SCHEMES})(?::|//)|[^/:]+:\d+/?$|$", re.IGNORECASE
 def is_url(value: object) -> bool:
     """Whether the cache is named by a URL, not by a path."""
     return isinstance(value, str) and _SCHEME.match(value) is not None
+
+
+def kind_of(location: Path | str) -> Kind:
+    """The kind of what `cache_location` gave."""
+    if isinstance(location, Path):
+        return "directory"
+    if location.startswith(HUB):
+        return "hub"
+    return "service" if location.partition("://")[0] in SERVICE_SCHEMES else "bucket"
 
 
 def cache_location(value: object) -> Path | str:

@@ -30,7 +30,7 @@ from latentcache.cli.remote_commands import prune_bucket
 from latentcache.config import location_of
 from latentcache.config_file import number_of_bytes
 from latentcache.errors import ConfigError
-from latentcache.remote.locations import kind_of
+from latentcache.location import kind_of
 
 logger = logging.getLogger("latentcache")
 

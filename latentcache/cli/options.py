@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from latentcache.config import CacheConfig, Config, location_of
 from latentcache.config_file import is_list, is_scalar, load_config, section_of
 from latentcache.errors import ConfigError, RemoteError
-from latentcache.location import is_url
-from latentcache.remote.locations import kind_of
+from latentcache.location import is_url, kind_of
 
 
 def flags_of(section: type[BaseModel]) -> type[BaseModel]:
@@ -87,7 +86,7 @@ class CacheOptions:
         location = self.cache(target).path
         if isinstance(location, str):
             step = "Run it on the machine that serves the cache, and name the directory."
-            if kind_of(location) == "bucket":
+            if kind_of(location) != "service":
                 step = f"`latentcache pull {location} DIRECTORY` brings it there; then name the directory."
             raise RemoteError(location, "this command works on the cache's own directory", step)
         return location

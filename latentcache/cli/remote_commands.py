@@ -123,7 +123,7 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
 
 def prune_bucket(url: str, *, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:
     """`prune` of a bucket. `grace`: hours for which what is not needed any more stays."""
-    from latentcache.remote.locations import open_transport
+    from latentcache.remote.transport import open_transport
     from latentcache.remote.upkeep import prune
 
     if not 0 <= grace <= MAX_GRACE_H:

@@ -97,10 +97,10 @@ def diagnose(
     if cache_path is None:
         diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
     elif isinstance(cache_path, str):
-        from latentcache.remote.locations import kind_of
+        from latentcache.location import kind_of
 
         kind = kind_of(cache_path)
-        step = "`latentcache status` reads it" if kind == "bucket" else "run `latentcache doctor` on its machine too"
+        step = "run `latentcache doctor` on its machine too" if kind == "service" else "`latentcache status` reads it"
         found = Finding("note", "cache", f"{cache_path} is a {kind}", step)
         diagnosis += Diagnosis((found,))
     else:

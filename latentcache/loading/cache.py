@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,15 +34,14 @@ from latentcache.loading.sample import (
     remembered,
     unverified_error,
 )
-from latentcache.remote.locations import kind_of, open_remote, snapshot
+from latentcache.location import kind_of
+from latentcache.remote.store import RemoteStore, open_remote
+from latentcache.remote.tier import snapshot
 from latentcache.store.base import Closing, Store
 from latentcache.store.batch import Column, Empty, columns_of, concatenated, stack_columns
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
-
-if TYPE_CHECKING:
-    from latentcache.remote.store import RemoteStore
 
 
 @dataclass(slots=True)
@@ -258,7 +257,7 @@ class LatentCache(Closing):
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
-        keys = None if self._remote is None else self._remote.encode_prompts([(text, negative)])
+        keys = None if self._remote is None else self._remote.transport.encode_prompts([(text, negative)])
         if keys is None:
             raise missing
         datasets, found = self.datasets(), self.store.record(keys[0]).identity

@@ -13,7 +13,9 @@ from latentcache.config import RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
-from latentcache.remote.locations import kind_of, open_transport, snapshot
+from latentcache.location import kind_of
+from latentcache.remote.tier import snapshot
+from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
@@ -138,17 +140,16 @@ def verify(
 
     A cache that cannot be written is checked all the same; only the marks are missing then.
     """
-    location = location_of(path)
+    location, options = location_of(path), path.remote_options() if isinstance(path, CacheConfig) else {}
     is_hub = kind_of(location) == "hub"
-    location = snapshot(str(location)) if is_hub else location
+    location = snapshot(str(location), options.get("local")) if is_hub else location
     if isinstance(location, Path):
         with DiskStore(location, read_only=is_hub or not os.access(location, os.W_OK), create=False) as disk:
             return upkeep.verify(disk, subset=subset, progress=progress)
     from latentcache.remote.upkeep import verify as verify_far
 
-    retry_s = path.retry_s if isinstance(path, CacheConfig) else RETRY_S
     # Without the local tier: what is there is to be read.
-    with open_transport(location, retry_s=retry_s) as transport:
+    with open_transport(location, retry_s=options.get("retry_s", RETRY_S)) as transport:
         transport.check()
         return verify_far(transport, subset=subset, progress=progress)
 

@@ -13,8 +13,10 @@ from typing import Any
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests, keys_in_use
 from latentcache.errors import DatasetError, ReadOnlyError, StoreError
+from latentcache.location import kind_of
 from latentcache.precache.memo import Memo
-from latentcache.remote.locations import kind_of, open_remote, snapshot
+from latentcache.remote.store import open_remote
+from latentcache.remote.tier import folder_of, snapshot
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
 from latentcache.store.memory import MemoryStore
@@ -98,8 +100,6 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
 
 
 def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
-    from latentcache.remote.tier import folder_of
-
     with ExitStack() as stack:
         store, manifests = open_remote(url, read_only=read_only or None, create=True, **config.remote_options())
         stack.callback(store.close)

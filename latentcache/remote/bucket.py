@@ -166,13 +166,7 @@ class BucketTransport(Transport):
         try:
             with self._errors(f"{name} cannot be written"):
                 obstore.put(
-                    self._uploads,
-                    name,
-                    data,
-                    mode=mode,
-                    use_multipart=parts,
-                    chunk_size=PART_BYTES,
-                    max_concurrency=1,
+                    self._uploads, name, data, mode=mode, use_multipart=parts, chunk_size=PART_BYTES, max_concurrency=1
                 )
         except (AlreadyExistsError, PreconditionError):
             return False
@@ -215,8 +209,7 @@ class BucketTransport(Transport):
             with suppress(FileNotFoundError), self._errors(f"{name} cannot be removed"):
                 obstore.delete(self._store, name)
 
-        for _ in in_threads(remove, names):
-            pass
+        in_threads(remove, names)
 
     def close(self) -> None:
         """Nothing is open between calls."""

@@ -14,17 +14,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
-from latentcache.errors import (
-    EntryDamagedError,
-    PackError,
-    ReadOnlyError,
-    StoreError,
-)
+from latentcache.config import RETRY_S, RemoteOptions
+from latentcache.dataset.manifest_folder import Manifests
+from latentcache.errors import EntryDamagedError, PackError, ReadOnlyError, StoreError
 from latentcache.remote.index import LISTED_S, FarIndex
+from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import Tier
-from latentcache.remote.transport import ANY_VERSION, Transport
+from latentcache.remote.transport import ANY_VERSION, Transport, open_transport
 from latentcache.store.base import StoreStats
 from latentcache.store.directory import pack_name
 from latentcache.store.entry import OwnedEntry, check_key
@@ -82,23 +80,16 @@ class RemoteStore(PackReader):
             raise ReadOnlyError(self.url, "is open for reading only here: open it without read_only=True")
         self.transport.check_writable()
 
-    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
-        """The keys of prompts, pairs of a text and whether it is negative; None where they encode nothing there."""
-        return self.transport.encode_prompts(prompts)
-
     # Writing
 
     @override
     def writer(self) -> Writer:
         self.check_writable()
-        return Writer(self._upload, nullcontext(), lambda keys: self.stored(list(keys)))
-
-    def stored(self, keys: Sequence[str]) -> set[str]:
-        """Find keys that a writer would add, by a list that may be a minute old: at worst an entry is stored twice."""
-        return self._found(keys, LISTED_S)
+        return Writer(self._upload, nullcontext(), lambda keys: self._found(list(keys), LISTED_S))
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
-        present = self.stored([entry.key for entry in entries])
+        # The list of packs may be a minute old: at worst an entry is stored twice.
+        present = self._found([entry.key for entry in entries], LISTED_S)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
@@ -241,3 +232,18 @@ class RemoteStore(PackReader):
         self.tier.close()
         self.transport.close()
         self.release_all()
+
+
+def open_remote(
+    url: str, *, read_only: bool | None = None, create: bool = False, **options: Unpack[RemoteOptions]
+) -> tuple[RemoteStore, Manifests]:
+    """The store and the manifests of the cache at `url`. The options are those of `CacheConfig`.
+
+    `create` makes a bucket a cache if it is none yet. StoreError if there is no cache; RemoteError.
+    """
+    local = options.get("local")
+    transport = open_transport(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
+    if not (create and read_only):  # what is to be made, and may not, is empty
+        transport.check(create=create)
+    store = RemoteStore(transport, read_only=read_only, local=local, local_max_bytes=options.get("local_max_bytes"))
+    return store, RemoteManifests(transport, read_only=bool(read_only))

@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from latentcache.errors import StoreBusyError, StoreError
+from latentcache.errors import RemoteError, StoreBusyError, StoreError
 from latentcache.identity import digest
+from latentcache.location import HUB
 from latentcache.remote.transport import Transport, read_pack
 from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
@@ -32,6 +33,26 @@ def folder_of(url: str, local: str | Path | None = None) -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
     root = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "latentcache"
     return (root if local is None else Path(local).expanduser()) / digest(url.encode())[:16]
+
+
+def snapshot(url: str, local: str | Path | None = None) -> Path:
+    """The directory of a cache on the hub, for reading: huggingface_hub fetches what is not here, below `local`.
+
+    RemoteError: it cannot be had.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = folder_of(url, local) / "hub"
+    repository, _, revision = url.removeprefix(HUB).partition("@")
+    wanted = ["CACHE.json", "packs/**", "manifests/*"]
+    try:
+        found = snapshot_download(
+            repository, repo_type="dataset", revision=revision or None, cache_dir=folder, allow_patterns=wanted
+        )
+    except Exception as error:  # also those of the HTTP library below it, which is another one with each release
+        step = "Check the name, the network, and the token (`hf auth login`); `hf upload` puts a cache there."
+        raise RemoteError(url, f"cannot be fetched: {type(error).__name__}: {error!s:.300}", step) from error
+    return Path(found)
 
 
 class Tier:

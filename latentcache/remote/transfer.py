@@ -29,13 +29,15 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
+from latentcache.location import kind_of
 from latentcache.remote.index import FarIndex
-from latentcache.remote.locations import kind_of, open_transport, snapshot
 from latentcache.remote.manifests import RemoteManifests
+from latentcache.remote.tier import snapshot
 from latentcache.remote.transport import (
     ANY_VERSION,
     Listed,
     Transport,
+    open_transport,
     packs_in,
     read_checked,
     read_pack,
@@ -54,8 +56,6 @@ REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
 """Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
 Location = str | Path
-_Outcome = tuple[int | None, str | None]
-"""What became of a pack: the bytes that were sent, 0 if none had to be, None if none are wanted; why it was refused."""
 
 
 @dataclass(slots=True)
@@ -142,9 +142,9 @@ class End:
     """One end of a transfer: the packs and manifests of a cache, which this class reaches through a transport."""
 
     def __init__(self, transport: Transport, manifests: Manifests):
-        self.name, self.manifests, self._transport = transport.url, manifests, transport
+        self.name, self.manifests, self.transport = transport.url, manifests, transport
         self.is_here = isinstance(transport, _Directory)
-        self._index = FarIndex(transport)
+        self.index = FarIndex(transport)
 
     @staticmethod
     def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
@@ -176,38 +176,26 @@ class End:
 
         What is gone is not found any more.
         """
-        if self._index.sizes:  # else what is there was not asked for yet
-            self._index.refresh()
-        leaving = removals_in(self._transport).keys()  # first: what took the place of these is then among the packs
-        return {pack: listed.num_bytes for pack, listed in packs_in(self._transport).items()}, leaving
+        if self.index.sizes:  # else what is there was not asked for yet
+            self.index.refresh()
+        leaving = removals_in(self.transport).keys()  # first: what took the place of these is then among the packs
+        return {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}, leaving
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries; in a directory of those that its index has. FileNotFoundError; PackError."""
-        keys = self._index.row(pack, num_bytes).names()
+        keys = self.index.row(pack, num_bytes).names()
         return list(self.find(keys)) if self.is_here else keys
 
     def find(self, keys: Collection[str]) -> set[str]:
         """Find which of the keys have entries there that stay."""
-        found = self._transport.find(list(keys))
-        return self._index.find(keys) if found is None else found
-
-    def leaving(self, keys: Collection[str]) -> set[str]:
-        """Find which of the keys have entries in packs that are listed for removal, after `find`."""
-        return self._index.table.find(list(keys))
-
-    def read(self, pack: str) -> memoryview:
-        """The bytes of a pack. FileNotFoundError if it is gone."""
-        return read_pack(self._transport, pack)
+        found = self.transport.find(list(keys))
+        return self.index.find(keys) if found is None else found
 
     def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
-        self._transport.write(pack_name(whole.row.pack.id), whole.data.data, version=ANY_VERSION)
+        self.transport.write(pack_name(whole.row.pack.id), whole.data.data, version=ANY_VERSION)
         if not self.is_here:
-            self._index.add(whole.row)
-
-    def close(self) -> None:
-        """Close the connection, or the store."""
-        self._transport.close()
+            self.index.add(whole.row)
 
 
 class Move:
@@ -233,9 +221,9 @@ class Move:
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(staying) - len(new)
         progress.start("move packs", len(new))
-        for num_bytes, refused in self._moved(new, packs, wanted):
+        for pack, num_bytes in self._moved(new, packs, wanted):
             self.report.num_left += num_bytes is None
-            self.report.num_there += num_bytes == 0 and refused is None
+            self.report.num_there += num_bytes == 0 and pack not in self.report.refused
             progress.advance()
         progress.finish()
         for manifest in manifests:
@@ -252,65 +240,66 @@ class Move:
 
     def _moved(
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
-    ) -> Iterator[_Outcome]:
-        """Move these packs, several at a time, and count what was moved and refused."""
+    ) -> Iterator[tuple[str, int | None]]:
+        """Move these packs, several at a time, and count what was moved. Yields each with what `_move` returns."""
         move = partial(self._move, sizes, wanted)
         with (
             ThreadPoolExecutor(NUM_THREADS, "latentcache-transfer") as executor,
             closing(bounded_map(executor, move, chosen, 2 * NUM_THREADS)) as moved,
         ):
             for pack, future in moved:
-                num_bytes, refused = future.result()
-                if refused is not None:
-                    self.report.refused[pack] = refused
-                if num_bytes:
+                if num_bytes := future.result():
                     self.report.num_packs += 1
                     self.report.num_bytes += num_bytes
-                yield num_bytes, refused
+                yield pack, num_bytes
 
-    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> _Outcome:
-        """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
+    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> int | None:
+        """Move what is wanted of a pack and not there. Errors that other packs would have too are raised.
+
+        Returns the bytes that were sent, 0 if none had to be or it is refused, None if none are wanted.
+        """
         try:
             keys = self.source.keys_of(pack, sizes[pack])
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
-                    return None, None
+                    return None
             missing = set(keys) - self.target.find(keys)
             if not missing or self.dry_run:
-                return sizes[pack] if missing else 0, None
+                return sizes[pack] if missing else 0
             return self._send(pack, missing)
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            return 0, "is gone since it was listed: run the same command again, which finds where it is now"
+            again = "run the same command again, which finds where it is now"
+            self.report.refused[pack] = f"is gone since it was listed: {again}"
         except StoreError as error:
             # Of this pack alone: it cannot be had there, as an archived one, or was found damaged.
             is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED
             if isinstance(error, RemoteError) and not is_refused and error.kind != PackError.__name__:
                 raise
-            return 0, str(error)
+            self.report.refused[pack] = str(error)
+        return 0
 
-    def _send(self, pack: str, missing: set[str]) -> _Outcome:
+    def _send(self, pack: str, missing: set[str]) -> int:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
-        whole, problems = read_checked(self.source.read, pack)
+        whole, problems = read_checked(partial(read_pack, self.source.transport), pack)
         if not problems and pack not in self._there:
             self.target.send(whole)
-            return whole.data.size, None
-        reason = None
+            return whole.data.size
         if lost := missing & problems.keys():
             self._lost[pack], key = lost, min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
-            reason = (
+            self.report.refused[pack] = (
                 f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "
                 "and `latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the "
                 "pack was sent"
             )
         if missing == lost:
-            return 0, reason
+            return 0
         row, copy = whole.part(missing - lost)
         self.target.send(WholePack.in_memory(row.pack.id, copy))
-        return len(copy), reason
+        return len(copy)
 
     # Manifests
 
@@ -345,13 +334,14 @@ class Move:
         """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
             self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
-        missing = self._missing(manifest)
-        if missing and not self.dry_run:
+        keys = manifest.keys()
+        missing = keys - self.target.find(keys)
+        if self.dry_run:  # the entries of packs that go are in the source's table after `find`
+            missing -= self.source.find(missing) | self.source.index.table.find(list(missing))
+        elif missing:
             for _ in self._moved(sorted(sizes), sizes, missing):
                 pass
-            missing = self._missing(manifest)
-        if self.dry_run:
-            missing -= self.source.find(missing) | self.source.leaving(missing)
+            missing = keys - self.target.find(keys)
         if missing:
             row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
             raise DatasetError(
@@ -359,25 +349,19 @@ class Move:
                 f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "
                 f"{row.sample_id!r:.120}. `latentcache precache CONFIG` makes them; then run the same command again",
             )
-        new: Manifest | None = None
+        made: Manifest | None = self._changed(manifest) if self.dry_run else None
 
         def make() -> Manifest | None:
-            nonlocal new
-            new = self._changed(manifest)
-            return new
+            nonlocal made
+            made = self._changed(manifest)
+            return made
 
-        if self.dry_run:
-            make()
-        else:
+        if not self.dry_run:
             update_manifest(self.target.manifests, make)
-            if new is None:
-                self.target.manifests.end(manifest.name)
-        if new is not None:
+        if made is not None:
             self.report.manifests.append(manifest.name)
-
-    def _missing(self, manifest: Manifest) -> set[str]:
-        keys = manifest.keys()
-        return keys - self.target.find(keys)
+        elif not self.dry_run:
+            self.target.manifests.end(manifest.name)
 
 
 def merged(theirs: Manifest, ours: Manifest) -> Manifest:
@@ -409,11 +393,13 @@ def transfer(
 
     StoreError for a manifest that `source` lacks, before `target` is made.
     """
-    with closing(End.open(source)) as first:
+    first = End.open(source)
+    with first.transport:
         known = first.manifests.names() if manifests else []
         if unknown := sorted(set(manifests) - set(known)):
             there = ", ".join(known) or "none"
             raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
         read = os.path.abspath(first.name) if first.is_here else first.name
-        with closing(End.open(target, is_target=True, dry_run=dry_run, source=read)) as second:
+        second = End.open(target, is_target=True, dry_run=dry_run, source=read)
+        with second.transport:
             return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

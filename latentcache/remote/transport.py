@@ -7,11 +7,13 @@ A cache has the same files everywhere: `CACHE.json`, `packs/<xx>/<pack>.safetens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
+from latentcache.config import RETRY_S
 from latentcache.errors import PackError, ReadOnlyError, StoreError
+from latentcache.location import kind_of
 from latentcache.store.base import Closing
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.entry import PACK_SUFFIX, is_pack_id
@@ -102,6 +104,18 @@ class Transport(Closing, Protocol):
         return None
 
 
+def open_transport(url: str, *, token: str | None = None, retry_s: float = RETRY_S) -> Transport:
+    """The files of the cache of a bucket or a service. RemoteError."""
+    # Only what is used is imported: each needs a package of its own.
+    if kind_of(url) == "service":
+        from latentcache.remote.service import ServiceTransport
+
+        return ServiceTransport(url, token=token, retry_s=retry_s)
+    from latentcache.remote.bucket import BucketTransport
+
+    return BucketTransport.open(url, retry_s=retry_s)
+
+
 def packs_in(transport: Transport) -> dict[str, Listed]:
     """The packs that are there, by id."""
     found = ((_PACK_NAME.fullmatch(name), each) for name, each in transport.list("packs").items())
@@ -137,8 +151,7 @@ def read_checked(read: Callable[[str], memoryview], pack: str) -> tuple[WholePac
     raise AssertionError
 
 
-def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """What `function` returns for each of the items, in their order, by NUM_THREADS threads. Its error ends it."""
     with ThreadPoolExecutor(NUM_THREADS, "latentcache-remote") as executor:
-        for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS):
-            yield future.result()
+        return [future.result() for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS)]

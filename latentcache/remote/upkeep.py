@@ -215,8 +215,7 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
             new.add(pack)
     report.num_listed, report.listed_bytes = len(new), sum(sizes[pack] for pack in new)
     if not dry_run:
-        for _ in in_threads(lambda pack: transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION), sorted(new)):
-            pass
+        in_threads(lambda pack: transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION), sorted(new))
         transport.remove([name for name, each in transport.list(PROBES).items() if each.modified <= limit])
         if unfinished:
             manifests.give_up(oldest)

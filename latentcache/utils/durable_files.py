@@ -87,7 +87,7 @@ def sealed_file(path: Path, num_bytes: int, *, is_new: bool = False) -> Iterator
         fd, temporary = _locked_sibling(path)
         try:
             with ExitStack() as opened:
-                opened.callback(unlock_and_close, fd)
+                opened.callback(unlock_and_close, fd, os.getpid())
                 yield fd
                 os.fsync(fd)
                 if os.name == "nt":
@@ -141,12 +141,16 @@ def remove_whole(path: Path) -> None:
         shutil.rmtree(aside)
 
 
-def unlock_and_close(fd: int) -> None:
-    """Release the lock on a descriptor, and close it."""
-    # Closing alone is not enough: a child that was forked meanwhile has the same lock until it exits.
+def unlock_and_close(fd: int, owner: int, at: int | None = file_locks.FAR) -> None:
+    """Release the lock on a byte of an open file, or all with None, and close it. `owner` is the process that has it.
+
+    Closing alone is not enough: a child that was forked meanwhile has the same lock until it exits. And such a child
+    closes only: it must not release its parent's lock.
+    """
     try:
-        with suppress(OSError):  # a disk that fails; closing is what is left then
-            file_locks.release(fd)
+        if os.getpid() == owner:
+            with suppress(OSError):  # a disk that fails; closing is what is left then
+                file_locks.release(fd, at)
     finally:
         os.close(fd)
 

@@ -30,7 +30,8 @@ if sys.platform == "win32":
     _EXCLUSIVE, _AT_ONCE = 2, 1
     _TAKEN = (33, 997)  # ERROR_LOCK_VIOLATION, ERROR_IO_PENDING
 
-    def _take(fd: int, shared: bool, wait: bool, at: int) -> bool:
+    def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
+        """Lock the byte `at` of an open file, as on other systems."""
         flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
         if _kernel.LockFileEx(_handle(fd), flags, 0, 1, 0, _overlapped(at)):
             return True
@@ -39,7 +40,8 @@ if sys.platform == "win32":
             return False
         raise ctypes.WinError(code)
 
-    def _release(fd: int, at: int | None) -> None:
+    def release(fd: int, at: int | None = FAR) -> None:
+        """Release the lock on the byte `at`. None, all of them: these end when the file is closed."""
         if at is not None:  # Windows releases no two locks at once
             _kernel.UnlockFileEx(_handle(fd), 0, 1, 0, _overlapped(at))
 
@@ -55,7 +57,21 @@ else:
 
     _IS_OFD = hasattr(fcntl, "F_OFD_SETLK")
 
-    def _take(fd: int, shared: bool, wait: bool, at: int) -> bool:
+    def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
+        """Lock the byte `at` of an open file.
+
+        Args:
+            fd: The file's descriptor: open for writing, or for reading where the lock is shared.
+            shared: Others may have a shared lock on the byte too.
+            wait: Wait until the lock is free.
+            at: The byte's offset. It need not exist.
+
+        Returns:
+            Whether the lock was taken; with `wait` always.
+
+        Raises:
+            OSError: The file system has no locks, or fails.
+        """
         try:
             if _IS_OFD:
                 command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
@@ -69,7 +85,11 @@ else:
             raise
         return True
 
-    def _release(fd: int, at: int | None) -> None:
+    def release(fd: int, at: int | None = FAR) -> None:
+        """Release the lock on the byte `at`, None: on all bytes, for those too who share the open file.
+
+        OSError: the file system fails.
+        """
         if _IS_OFD:
             # A range of no bytes reaches to the end.
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, at or 0, 0 if at is None else 1))
@@ -78,29 +98,3 @@ else:
 
     def _range(kind: int, at: int, num_bytes: int) -> bytes:
         return struct.pack("hhqqi4x", kind, os.SEEK_SET, at, num_bytes, 0)
-
-
-def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
-    """Lock the byte `at` of an open file.
-
-    Args:
-        fd: The file's descriptor: open for writing, or for reading where the lock is shared.
-        shared: Others may have a shared lock on the byte too.
-        wait: Wait until the lock is free.
-        at: The byte's offset. It need not exist.
-
-    Returns:
-        Whether the lock was taken; with `wait` always.
-
-    Raises:
-        OSError: The file system has no locks, or fails.
-    """
-    return _take(fd, shared, wait, at)
-
-
-def release(fd: int, at: int | None = FAR) -> None:
-    """Release the lock on the byte `at`, for those too who share the open file. OSError: the file system fails.
-
-    None: all locks on the file. On Windows these end when it is closed, since nobody shares it there.
-    """
-    _release(fd, at)

@@ -35,10 +35,7 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
                 _sign(fd, operation)
         yield
     finally:
-        if os.getpid() == owner:
-            unlock_and_close(fd)
-        else:
-            os.close(fd)  # a forked child must not release its parent's lock
+        unlock_and_close(fd, owner)
 
 
 def _open(path: Path) -> int:
@@ -72,7 +69,7 @@ class ReadersLock:
         with suppress(OSError, StoreError):
             fd = _open(path)
             # Not __del__, which may run when the modules that it needs are gone.
-            self._end = weakref.finalize(self, _unlock_reader, fd, os.getpid())
+            self._end = weakref.finalize(self, unlock_and_close, fd, os.getpid())
             if file_locks.take(fd):
                 os.utime(path)  # no other reader is there
             file_locks.take(fd, shared=True, wait=True)
@@ -81,13 +78,6 @@ class ReadersLock:
         """The process does not read any more."""
         if self._end is not None:
             self._end()
-
-
-def _unlock_reader(fd: int, owner: int) -> None:
-    if os.getpid() == owner:
-        with suppress(OSError):
-            file_locks.release(fd)  # a fork has the same lock, and may live on
-    os.close(fd)
 
 
 def readers_since(path: Path) -> float | None:
@@ -125,18 +115,13 @@ class Claims:
 
     def release(self, keys: Iterable[str]) -> None:
         """Others may claim these keys from now on."""
-        for key in keys:
-            self._release(_byte_of(key))
+        with suppress(OSError):  # the file system has no locks
+            for key in keys:
+                file_locks.release(self._fd, _byte_of(key))
 
     def close(self) -> None:
         """Release all claims."""
-        if os.getpid() == self._owner:
-            self._release(None)  # a fork has the same locks, and may live on
-        os.close(self._fd)
-
-    def _release(self, byte: int | None) -> None:
-        with suppress(OSError):  # the file system has no locks
-            file_locks.release(self._fd, byte)
+        unlock_and_close(self._fd, self._owner, None)
 
 
 def _byte_of(key: str) -> int:

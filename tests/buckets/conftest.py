@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.comparing_server import ComparingServer, comparing_server
+from helpers.comparing_server import object_server, s3_url  # noqa: F401 - fixtures
 from helpers.swift_server import SwiftServer
 
 from latentcache.remote.bucket import BucketTransport
@@ -24,21 +23,6 @@ def swift_url(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in swift.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://tests/{next(_numbers)}/cache"
-
-
-@pytest.fixture
-def object_server() -> Iterator[ComparingServer]:
-    """An object store over HTTP that compares before it replaces."""
-    with comparing_server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3_url(object_server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty place on it, which the environment leads to."""
-    for name, value in object_server.environment("s3").items():
-        monkeypatch.setenv(name, value)
-    return f"s3://team/{next(_numbers)}/cache"
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -23,10 +23,8 @@ from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
 from latentcache.remote.upkeep import prune, verify
-from latentcache.store import DiskStore
 from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
-from latentcache.store.pack import WholePack
 
 ENTRIES = [entry for number in range(24) for entry in entries_of(number)]
 KEYS = list(dict.fromkeys(entry.record.key for entry in ENTRIES))
@@ -103,45 +101,6 @@ def test_without_a_folder_packs_lie_in_that_of_the_user(s3_url: str, tmp_path: P
         ids = here.sample_ids()[::2]
         assert torch.equal(there.batch(ids, device="cpu")["latents"], here.batch(ids, device="cpu")["latents"])
     assert len(list((tmp_path / "xdg" / "latentcache").glob("*/packs/*/*.safetensors"))) == 3
-
-
-def test_what_packs_say_is_read_here_where_they_are(objects: MemoryStore, tmp_path: Path) -> None:
-    with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
-        assert_right(store, KEYS)
-    first, second, _ = sorted((tmp_path / "local").glob("*/packs/*/*"))
-    first.write_bytes(first.read_bytes()[:100])
-    second.write_bytes(first.read_bytes())
-    bucket = CountingBucket(objects)
-    with RemoteStore(bucket, local=tmp_path / "local") as store:
-        assert store.find(KEYS) == set(KEYS) and set(bucket.headers_read) == {first.stem, second.stem}
-        assert_right(store, KEYS)
-    assert sorted(bucket.packs_read) == [first.stem, second.stem]
-
-
-def test_what_another_machine_adds_is_seen(objects: MemoryStore, tmp_path: Path) -> None:
-    seen = CountingBucket(objects)
-    mine, theirs = RemoteStore(seen, local=tmp_path / "mine"), RemoteStore(BucketTransport(objects, "memory://their"))
-    new = entries_of(30)[0]
-    assert mine.find([new.record.key]) == set()
-    assert theirs.add([new]) == 1
-    assert mine.find([new.record.key]) == {new.record.key} and len(seen.headers_read) == 4, "the other packs are known"
-    assert mine.get(new.record.key).tensors["moments"].equal(new.tensors["moments"])
-    assert mine.add([new]) == 0 and len(packs_in(mine.transport)) == 4
-    mine.close()
-    theirs.close()
-
-
-def test_a_key_in_two_packs_is_one_entry(objects: MemoryStore, tmp_path: Path) -> None:
-    with DiskStore(tmp_path / "other") as other:  # as another machine encodes the same and pushes
-        other.add(ENTRIES)
-        [(pack, _)] = other.directory.pack_sizes().items()
-        data = other.directory.pack_path(pack).read_bytes()
-    bucket = CountingBucket(objects)
-    with RemoteStore(bucket, local=tmp_path / "local") as store:
-        assert len(list(store.keys())) == len(KEYS)
-        bucket.write(pack_name(pack), data, version=ANY_VERSION)
-        assert sorted(store.keys()) == sorted(KEYS) and sum(store.stats().num_entries.values()) == len(KEYS)
-        assert_right(store, KEYS)
 
 
 def test_a_pack_that_is_noted_twice_keeps_its_entries(objects: MemoryStore, tmp_path: Path) -> None:
@@ -290,21 +249,6 @@ def test_a_short_object_among_the_packs_costs_nothing_but_itself(
         assert store.index.unreadable.keys() == {"0" * 32}
 
 
-def test_a_new_pack_that_may_not_be_read_leaves_the_others(objects: MemoryStore, tmp_path: Path) -> None:
-    class Archiving(CountingBucket):
-        def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-            if name == pack_name("0" * 32):
-                raise RemoteError(self.url, "it is archived", "Restore it.", status=403)
-            return super().read(name, start, num_bytes)
-
-    bucket = Archiving(objects)
-    with RemoteStore(bucket, local=tmp_path / "local") as store:
-        assert store.find(KEYS) == set(KEYS)
-        bucket.write(pack_name("0" * 32), bytes(1000), version=ANY_VERSION)
-        assert store.find([*KEYS, "f" * 64]) == set(KEYS) and sorted(store.keys()) == sorted(KEYS)
-        assert_right(store, KEYS)
-
-
 def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: MemoryStore, tmp_path: Path) -> None:
     class Lacking(CountingBucket):
         def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
@@ -316,30 +260,6 @@ def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: M
         for call in (store.get, store.record, lambda key: store.rows([key])):
             with pytest.raises(EntryDamagedError, match="gone"):
                 call(KEYS[0])
-
-
-def test_packs_that_go_while_they_are_looked_at_are_not_damaged(
-    objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process makes room, again and again, just before the pack is checked; then a third brings it again."""
-    in_file = WholePack.in_file
-
-    def gone(path: Path) -> WholePack:
-        path.unlink()
-        return in_file(path)
-
-    with RemoteStore(CountingBucket(objects), local=tmp_path / "local") as store:
-        [location] = store.locate(KEYS[:1])
-        assert store.relocate(KEYS[0], location, "its bytes changed") == location
-        for _ in range(3):
-            assert_right(store, KEYS)
-            with monkeypatch.context() as patch:
-                patch.setattr(WholePack, "in_file", gone)
-                assert store.relocate(KEYS[0], location, "its pack is gone") == location
-            assert store.relocate(KEYS[0], location, "its pack is gone") == location
-            store.release_all()
-        assert_right(store, KEYS)
-        assert store.damaged() == {}
 
 
 def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore, tmp_path: Path) -> None:

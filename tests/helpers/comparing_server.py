@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -13,6 +14,10 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+import pytest
+
+_numbers = itertools.count()
 
 
 class ComparingServer(ThreadingHTTPServer):
@@ -66,10 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        source = self.headers.get("x-amz-copy-source") or self.headers.get("x-goog-copy-source")
         with self.server.lock:
-            if source is not None:
-                data = self.server.objects[f"/{unquote(source).lstrip('/')}"][0]
             there = self.server.objects.get(self._path())
             generation = self.headers.get("x-goog-if-generation-match")
             is_other = generation is not None and int(generation) != (there[1] if there else 0)
@@ -82,9 +84,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.generation += 1
             self.server.objects[self._path()] = data, self.server.generation
             self.server.times[self._path()] = time.time()
-            if source is not None:
-                copied = f"<CopyObjectResult><ETag>{escape(_tag(data))}</ETag></CopyObjectResult>"
-                return self._answer(200, copied.encode(), Content_Type="application/xml")
             return self._answer(200, ETag=_tag(data), x_goog_generation=str(self.server.generation))
 
     def do_GET(self) -> None:
@@ -145,3 +144,18 @@ def comparing_server() -> Iterator[ComparingServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def object_server() -> Iterator[ComparingServer]:
+    """An object store over HTTP that compares before it replaces."""
+    with comparing_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(object_server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place on it, which the environment leads to."""
+    for name, value in object_server.environment("s3").items():
+        monkeypatch.setenv(name, value)
+    return f"s3://team/{next(_numbers)}/cache"

@@ -77,10 +77,10 @@ class SwiftServer:
     def address(self) -> tuple[str, int]:
         return "127.0.0.1", self.port
 
-    def environment(self, port: int | None = None) -> Mapping[str, str]:
-        """The variables that AWS's own tools take too; `port` is that of a relay before the server, if any."""
+    def environment(self) -> Mapping[str, str]:
+        """The variables that AWS's own tools take too."""
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": KEY_ID,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_REGION": REGION,
@@ -104,10 +104,6 @@ class SwiftServer:
             region=REGION,
             client_options={"allow_http": True},
         )
-
-    def names(self, bucket: str) -> list[str]:
-        """Everything that lies in a bucket."""
-        return sorted(each["path"] for chunk in obstore.list(self.store(bucket)) for each in chunk)
 
 
 def _folder() -> Path:

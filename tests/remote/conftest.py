@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.comparing_server import object_server, s3_url  # noqa: F401 - fixtures
 from helpers.relay import Relay, relaying
 from helpers.remote_samples import make_cache
 from helpers.serving import RunningServer, serving

@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
 from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from helpers.relay import Relay
 from helpers.remote_samples import make_cache, make_manifest
-from helpers.runner_runs import precache_training_set, validation_config
 from helpers.serving import RunningServer, serving
 from torch.utils.data import DataLoader
 
@@ -32,13 +30,12 @@ from latentcache import (
     LatentCache,
     LatentDataset,
     LatentLoader,
-    ValidationRunner,
 )
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
+from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_denoiser, tiny_parts
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Shard
@@ -381,38 +378,3 @@ def test_import_and_export_use_a_service(
         assert code == 0 and report["num_files"] == 4
         written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.npz")})
     assert written[0].keys() == written[1].keys() and len(written[0]) == 4
-
-
-def test_validation_reads_from_a_service_and_fills_it(
-    empty: RunningServer, make_config: Callable[..., Config], photos: Path, tmp_path: Path
-) -> None:
-    losses = []
-    for number, path in enumerate((tmp_path / "near", empty.url)):
-        config = validation_config(make_config, photos, prompts=(), path=tmp_path / f"validation-{number}")
-        config = config.model_copy(update={"cache": CacheConfig(path=path)})
-        precache_training_set(config)
-        parts = tiny_parts() | {"unet": tiny_denoiser(), "scheduler": DDPMScheduler()}
-        with LatentCache(config.cache) as cache:
-            report = ValidationRunner(parts, cache, config).run(1)
-            assert report is not None and report.loss is not None and "held-out" in cache.manifests.names()
-        losses.append(report.loss.loss)
-    assert losses[0] == losses[1]
-
-
-def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CacheConfig(path="https://host/a/").path == "https://host/a"
-    assert CacheConfig(path="~/x").path == Path.home() / "x"
-    with pytest.raises(ValueError, match="ftp://host"):
-        CacheConfig(path="ftp://host/a")
-    with pytest.raises(StoreError, match="ftp://host"):
-        LatentCache("ftp://host/a")
-    with pytest.raises(StoreError, match="give a URL as text"):
-        LatentCache(Path("http://host:1"))
-    from latentcache.config_file import parse_config
-
-    datasets = [{"name": "a", "source": {"path": "x"}}]
-    with pytest.raises(ConfigError, match=r"cache\.path: 'ftp://b': a cache is a directory"):
-        parse_config({"cache": {"path": "ftp://b"}, "datasets": datasets})
-    config = parse_config({"cache": {"path": "http://h:1", "local": "~/l", "retry_s": 3}, "datasets": datasets})
-    assert Config.model_validate_json(config.model_dump_json()) == config
-    assert config.cache.remote_options() == {"local": Path.home() / "l", "local_max_bytes": None, "retry_s": 3.0}

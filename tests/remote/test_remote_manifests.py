@@ -1,34 +1,170 @@
-"""Manifests of a service: read, replaced, and never replaced unseen."""
+"""Manifests elsewhere: read, replaced as a whole, and never replaced unseen, in a bucket as on a service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
-from helpers.serving import RunningServer
+from helpers.serving import RunningServer, serving
+from obstore.store import MemoryStore
 
-from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import DatasetError, RemoteError, StoreBusyError
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import update_manifest
+from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
+from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.transfer import transfer
-from latentcache.remote.transport import Listed
+from latentcache.remote.transport import ANY_VERSION, Listed, Transport
+from latentcache.store import DiskStore
 
 
-@pytest.fixture
-def folder(served_cache: Path) -> Iterator[ManifestFolder]:
-    """The manifests on the server's disk; what a test adds goes again."""
-    yield ManifestFolder(served_cache / "manifests")
-    for name in ("other", "odd"):
-        for file in (served_cache / "manifests").glob(f"{name}*"):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    """A server of a cache without entries, and the folder of its manifests."""
+    cache = tmp_path_factory.mktemp("written") / "cache"
+    DiskStore(cache).close()
+    with serving(cache) as server:
+        yield server, cache / "manifests"
+
+
+@pytest.fixture(params=["memory", "s3", "service"])
+def far(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    """A cache elsewhere that has no manifest yet."""
+    if request.param == "memory":
+        yield BucketTransport(MemoryStore(), "memory://manifests")
+    elif request.param == "s3":
+        yield BucketTransport.open(request.getfixturevalue("s3_url"))
+    else:
+        server, folder = request.getfixturevalue("written")
+        yield ServiceTransport(server.url, token=server.write_token, retry_s=5)
+        for file in folder.glob("*"):
             file.unlink()
 
 
-def connected(url: str, token: str | None) -> RemoteManifests:
-    return RemoteManifests(ServiceTransport(url, token=token, retry_s=5))
+def files_of(far: Transport, request: pytest.FixtureRequest) -> set[str]:
+    """The files of manifests, and of notes of runs, that are there, but for the one that is locked."""
+    if isinstance(far, ServiceTransport):
+        return {file.name for file in request.getfixturevalue("written")[1].glob("*") if file.name != ".lock"}
+    return {name.removeprefix("manifests/") for name in far.list("manifests")}
+
+
+def make(*numbers: int, name: str = "photos") -> Manifest:
+    rows = make_manifest(num_samples=max(numbers) + 1).rows
+    return replace(make_manifest(name), rows={f"{number}.png": rows[f"{number}.png"] for number in numbers})
+
+
+def ids(manifest: Manifest | None) -> set[int]:
+    assert manifest is not None
+    return {int(sample_id.removesuffix(".png")) for sample_id in manifest.rows}
+
+
+def test_what_was_written_is_read_and_replaced_as_a_whole(far: Transport, request: pytest.FixtureRequest) -> None:
+    manifests = RemoteManifests(far)
+    assert manifests.names() == [] and manifests.read("photos") is None
+    manifests.begin("photos")
+    [note] = files_of(far, request)
+    assert note.startswith("photos+") and note.endswith(".unfinished") and manifests.names() == []
+    manifests.write(make(1, 2))
+    manifests.write(make(7, name="my.photos"))
+    assert files_of(far, request) == {"photos.safetensors", "my.photos.safetensors"}
+    assert RemoteManifests(far).read("photos") == make(1, 2)
+    assert RemoteManifests(far).names() == ["my.photos", "photos"]
+    manifests.write(make(2, 3))
+    assert manifests.read("photos") == make(2, 3), "1 is gone: this writer knew of it"
+    RemoteManifests(far).write(make(4))
+    assert manifests.read("photos") == make(4)
+
+
+def test_writers_that_read_the_same_lose_nothing(far: Transport) -> None:
+    RemoteManifests(far).write(make(1))
+    first, second = RemoteManifests(far), RemoteManifests(far)
+    assert ids(first.read("photos")) == ids(second.read("photos")) == {1}
+    first.write(make(1, 2))
+    for _ in range(2):
+        with pytest.raises(StoreBusyError, match="another client replaced the manifest photos"):
+            second.write(make(1, 3))
+    assert ids(second.read("photos")) == {1, 2}
+    second.write(make(1, 2, 3))
+    assert first.read("photos") == make(1, 2, 3)
+    second.write(make(9))
+    first.write(make(9))  # equal: as when ranks end together
+    assert ids(RemoteManifests(far).read("photos")) == {9}
+    new, other = RemoteManifests(far), RemoteManifests(far)
+    assert new.read("other") is None
+    other.write(make(4, name="other"))
+    with pytest.raises(StoreBusyError):
+        new.write(make(2, name="other"))
+    assert RemoteManifests(far).read("other") == make(4, name="other")
+
+
+def test_many_writers_at_once_lose_nothing(far: Transport) -> None:
+    """Each adds its samples one by one, as machines do that push to one place."""
+    errors: list[BaseException] = []
+
+    def add(first: int) -> None:
+        manifests = RemoteManifests(far)
+
+        def with_one(number: int) -> Callable[[], Manifest]:
+            def made() -> Manifest:
+                there = manifests.read("photos")
+                return make(*({number} if there is None else ids(there) | {number}))
+
+            return made
+
+        try:
+            for number in range(first, first + 4):
+                update_manifest(manifests, with_one(number))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=add, args=(10 * number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert ids(RemoteManifests(far).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
+
+
+def test_a_damaged_manifest_is_named_and_replaced(far: Transport, request: pytest.FixtureRequest) -> None:
+    manifests = RemoteManifests(far)
+    manifests.write(make(1))
+    if isinstance(far, ServiceTransport):
+        path = request.getfixturevalue("written")[1] / "photos.safetensors"
+        path.write_bytes(path.read_bytes().replace(b"1.png", b"2.png"))
+    else:
+        name = "manifests/photos.safetensors"
+        far.write(name, bytes(far.read(name)[0]).replace(b"1.png", b"2.png"), version=ANY_VERSION)
+    with pytest.raises(DatasetError, match="its digest differs"):
+        manifests.read("photos")
+    manifests.write(make(3))
+    assert manifests.read("photos") == make(3)
+
+
+def test_an_old_manifest_is_named_and_replaced() -> None:
+    """It counts: `prune` must not remove what it lists as if nothing needed it."""
+    bucket = BucketTransport(MemoryStore(), "memory://manifests")
+    bucket.write("manifests/photos.jsonl", b'{"format": 2, "name": "photos"}\n', version=ANY_VERSION)
+    manifests = RemoteManifests(bucket)
+    assert manifests.names() == ["photos"]
+    with pytest.raises(DatasetError, match=r"manifests/photos\.jsonl.*older version.*latentcache precache CONFIG"):
+        manifests.read("photos")
+    manifests.write(make(3))
+    assert manifests.read("photos") == make(3) and list(bucket.list("manifests")) == ["manifests/photos.safetensors"]
+
+
+def test_a_reader_writes_nothing(far: Transport, request: pytest.FixtureRequest) -> None:
+    manifests = RemoteManifests(far, read_only=True)
+    for call in (lambda: manifests.write(make(1)), lambda: manifests.begin("photos")):
+        with pytest.raises(ReadOnlyError):
+            call()
+    assert files_of(far, request) == set()
 
 
 @pytest.mark.parametrize("name", ["../../odd", "/tmp/odd", "", "..", "a\\..\\odd", "odd\n", "a" * 101])
@@ -41,43 +177,8 @@ def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_manifest_is_noted_and_replaced(server: RunningServer, folder: ManifestFolder) -> None:
-    manifests, manifest = connected(server.url, server.write_token), make_manifest("other", 4)
-    assert manifests.read("served") == make_manifest() and manifests.read("other") is None
-    manifests.begin("other")
-    assert list(folder.unfinished()) == ["other"]
-    manifests.write(manifest)
-    assert folder.read("other") == manifest and folder.unfinished() == {}
-    assert manifests.names() == ["other", "served"]
-    smaller = make_manifest("other", 2)
-    assert manifests.read("other") == manifest
-    manifests.write(smaller)
-    manifests.write(manifest)  # once more, without having read what was written
-    assert folder.read("other") == manifest
-    path = folder.path / "other.safetensors"
-    path.write_bytes(path.read_bytes().replace(b"caption 0", b"caption 9"))
-    with pytest.raises(DatasetError):
-        manifests.read("other")
-    manifests.write(smaller)  # in the place of a damaged one
-    assert folder.read("other") == smaller
-
-
-def test_what_another_client_wrote_meanwhile_is_not_undone(server: RunningServer, folder: ManifestFolder) -> None:
-    mine, theirs = (connected(server.url, server.write_token) for _ in range(2))
-    assert mine.read("other") is None
-    theirs.write(make_manifest("other", 4))
-    for _ in range(2):
-        with pytest.raises(StoreBusyError, match="another client replaced the manifest other"):
-            mine.write(make_manifest("other", 2))
-    assert folder.read("other") == make_manifest("other", 4)
-    assert theirs.read("other") == mine.read("other")
-    mine.write(make_manifest("other", 2))
-    theirs.write(make_manifest("other", 2))  # equal: as when ranks end together
-    assert folder.read("other") == make_manifest("other", 2)
-
-
 def test_a_damaged_transfer_of_a_manifest_is_fetched_again(relay: Relay, server: RunningServer) -> None:
-    manifests = connected(relay.url, server.token)
+    manifests = RemoteManifests(ServiceTransport(relay.url, token=server.token, retry_s=5))
     faults = [True]
     relay.change = lambda path, status, data: (
         data.replace(b"caption 3", b"caption 4") if faults and faults.pop() else data

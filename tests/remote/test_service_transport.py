@@ -50,15 +50,6 @@ def test_a_server_that_is_not_there_is_tried_for_the_stated_time() -> None:
     assert "cache.retry_s is 1" in str(caught.value)
 
 
-def test_a_passing_fault_is_tried_again(relay: Relay, server: RunningServer) -> None:
-    """No answer, and one that is cut short."""
-    faults = [lambda data: None, lambda data: data[: len(data) // 2]]
-    relay.change = lambda path, status, data: faults.pop()(data) if faults else data
-    with served_store(relay.url, token=server.token, retry_s=20) as store:
-        assert store.find([entries_of(0)[0].record.key, "0" * 64]) == {entries_of(0)[0].record.key}
-    assert len(relay.requests) == 3
-
-
 def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: Relay, server: RunningServer) -> None:
     never, hung = threading.Event(), [True]
     relay.change = lambda path, status, data: (never.wait(20) and None) if hung and hung.pop() else data

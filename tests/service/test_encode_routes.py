@@ -334,7 +334,7 @@ def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(server: Runni
 def test_without_a_config_there_is_no_such_route(served: Any, tmp_path: Path, run: Any) -> None:
     assert served.server.post("/v1/prompts:encode", prompts("x")).status == 404
     with served_store(served.server.url, token=served.server.token) as store:
-        assert store.encode_prompts([("x", False)]) is None
+        assert store.transport.encode_prompts([("x", False)]) is None
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     code, _, err = run("serve", served.path, "--port", "0", "--encode", bad)

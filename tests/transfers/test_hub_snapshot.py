@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers.hub_snapshot import snapshot_of
 from helpers.remote_samples import NUM_SAMPLES, make_cache, make_manifest
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache.config import CacheConfig
 from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError, StoreError
 from latentcache.loading.status import status, verify
 from latentcache.remote.transfer import transfer
@@ -66,14 +68,20 @@ def test_a_loader_reads_it_in_both_orders(cache: Path, asked: list[dict[str, Any
     assert {request["revision"] for request in asked} == {"v1"}
 
 
-def test_it_is_verified_pulled_and_not_written(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_it_is_verified_pulled_and_not_written(
+    cache: Path, asked: list[dict[str, Any]], tmp_path: Path, run: Callable[..., Any]
+) -> None:
     assert verify(URL).ok and status(URL).num_lost == 0
+    assert verify(CacheConfig(path=URL, local=tmp_path / "local")).ok
+    assert asked[-1]["cache_dir"].is_relative_to(tmp_path / "local"), "what is fetched there is not fetched again"
     assert transfer(URL, tmp_path / "back").manifests == ["served"]
     assert {each.name for each in (tmp_path / "back").glob("packs/*/*")} == {
         each.name for each in cache.glob("packs/*/*")
     }
     with pytest.raises(ReadOnlyError, match="hf upload"):
         transfer(cache, URL)
+    code, _, err = run("compact", URL)
+    assert code == 2 and f"`latentcache pull {URL} DIRECTORY` brings it there" in err
     with LatentCache(URL) as there:
         assert there.store.read_only
         with pytest.raises(ReadOnlyError):
@@ -102,12 +110,17 @@ def test_damage_in_a_snapshot_is_found(cache: Path, asked: list[dict[str, Any]],
 
 
 def test_what_the_hub_refuses_is_an_error_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(repository: str, **options: Any) -> str:
-        raise OSError("401 Client Error: Repository Not Found")
+    class ReadTimeout(Exception):
+        """As that of httpx, which gets out when a file stops to come: no OSError."""
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(RemoteError, match=r"Repository Not Found.*hf auth login"):
-        LatentCache(URL, local=tmp_path)
+    for error in (OSError("401 Client Error: Repository Not Found"), ReadTimeout("The read operation timed out")):
+
+        def refuse(repository: str, error: Exception = error, **options: Any) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+        with pytest.raises(RemoteError, match=rf"{error}.*hf auth login"):
+            LatentCache(URL, local=tmp_path)
     for wrong in ("hf://someone/photos", "hf://datasets/photos", "hf://models/a/b"):
         with pytest.raises(StoreError, match="hf://datasets/USER/NAME"):
             LatentCache(wrong)
