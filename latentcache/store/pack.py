@@ -530,6 +530,12 @@ class WholePack:
             if (problem := self.problem(key, self.row.location(at))) is not None:
                 yield key, problem
 
+    def checked_row(self, path: Path) -> PackRow:
+        """The pack's row. PackError naming `path` unless every byte that counts is as it was written."""
+        for key, problem in self.problems():
+            raise PackError(path, f"entry {key}: {problem}")
+        return self.row
+
     def copy(self, key: str, location: Location) -> OwnedEntry | str:
         """A copy of an entry, or why it is not what was stored."""
         found = self.verified(key, location)

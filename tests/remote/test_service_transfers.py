@@ -42,8 +42,8 @@ def far(running: tuple[RunningServer, Path], monkeypatch: pytest.MonkeyPatch) ->
     yield running[1]
     with DiskStore(running[1]) as store:
         store.remove(list(store.keys()))
-        packs = store.catalog.table.empty_packs()
-        store.catalog.drop_empty(packs)
+        packs = store.table.empty_packs()
+        store.drop_empty(packs)
     for file in (running[1] / "manifests").glob("*"):
         file.unlink()
 

@@ -4,10 +4,13 @@ import errno
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,9 +27,10 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store import DiskStore, Index
+from latentcache.store import DiskStore
 from latentcache.store import writer as writer_module
 from latentcache.store.batch import read_batch
+from latentcache.store.index import Index
 from latentcache.store.upkeep import rebuild, verify
 
 
@@ -526,6 +530,30 @@ def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
             assert "index" in str(error)
         shutil.rmtree(root / "index")
         (root / "index").mkdir()
+
+
+class Bomb:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["generation", f"pack:{'0' * 32}", "new"])
+def test_nothing_in_the_index_is_unpickled(root, tmp_path, name):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+    with closing(sqlite3.connect(root / "index" / "cache.db")) as connection, connection:
+        row = "INSERT OR REPLACE INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 4, ?)"
+        connection.execute(row, (name, pickle.dumps(Bomb(tmp_path / "exploded"))))
+    for read_only in (True, False):
+        with DiskStore(root, read_only=read_only) as store:
+            assert_holds(store, 0)
+            assert set(store.keys()) == {key(0)}
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_locks(root):

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from store_samples import flip, key, mark, pack_of, payload, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError
-from latentcache.store import DiskStore, catalog
+from latentcache.store import DiskStore, disk
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 NUMBERS = range(14)
@@ -194,7 +194,7 @@ def test_readers_see_all_entries_while_the_index_is_rebuilt(root):
     with DiskStore(root) as store:
         store.add([sample(number) for number in range(8)])
         keys = {key(number) for number in range(8)}
-        real, seen = catalog.read_rows, []
+        real, seen = disk.read_rows, []
 
         def looking(directory, packs):
             found = real(directory, packs)
@@ -204,7 +204,7 @@ def test_readers_see_all_entries_while_the_index_is_rebuilt(root):
             return found
 
         with pytest.MonkeyPatch.context() as patched, DiskStore(root, read_only=True) as reader:
-            patched.setattr(catalog, "read_rows", looking)
+            patched.setattr(disk, "read_rows", looking)
             assert rebuild(root).num_entries == 8
             assert_knows(reader, range(8))
         assert seen and all(each == keys for each in seen)
