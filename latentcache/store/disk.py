@@ -344,7 +344,7 @@ class DiskStore(PackReader):
                 with sealed_file(path, num_bytes, is_new=not replace) as fd:
                     for part in chunks:
                         write_all(fd, part)
-                    row = row or WholePack.in_open_file(path, fd).checked_row(path)
+                    row = row or WholePack.in_file(path, fd).checked_row(path)
                     # From here on upkeep must not see a pack that the index does not know.
                     held.enter_context(self.lock("taking a pack", shared=True))
                     if replace and self._knows(pack):
