@@ -94,9 +94,7 @@ class PackReader(Store):
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return self._rows(keys, self.locate(keys))
-
-    def _rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        locations = self.locate(keys)
         self.bring({location.pack.id for location in locations})
         known = [self._known(location) for location in locations]
         if unread := [location for location, row in zip(locations, known, strict=True) if row is None]:
@@ -106,15 +104,12 @@ class PackReader(Store):
 
     @override
     def get(self, key: str) -> Entry:
-        [location] = self.locate([key])
-        record, rows = self._record(key, location), self._rows([key], [location])
+        [location], record, rows = self.locate([key]), self.record(key), self.rows([key])
         return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 
     @override
     def record(self, key: str) -> Record:
-        return self._record(key, self.locate([key])[0])
-
-    def _record(self, key: str, location: Location) -> Record:
+        [location] = self.locate([key])
         while True:
             problem = DISAGREE
             try:

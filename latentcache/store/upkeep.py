@@ -389,15 +389,20 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
     many entries were copied.
     """
     old: dict[str, Location] = {}
-    num_copied = 0
-    disk.drop_empty()
-    for batch in full_packs(_copies(disk, frozenset(chosen), old, damaged, unreadable), PACK_AGE_S):
-        row = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
+    copies, num_copied = _copies(disk, frozenset(chosen), old, damaged, unreadable), 0
+    while True:
+        disk.drop_empty()
+        buffer = PackBuffer(PACK_AGE_S)
+        for copy in copies:
+            buffer.add(copy)
+            if buffer.is_full():
+                break
+        if not buffer.entries:
+            disk.drop_empty()
+            return num_copied
+        row = write_pack(disk.directory.new_pack_path(new_pack_id()), list(buffer.entries.values()))
         num_copied += disk.move(row, old)
         old.clear()
-        disk.drop_empty()
-    disk.drop_empty()
-    return num_copied
 
 
 def _copies(
@@ -423,15 +428,3 @@ def _copies(
             else:
                 old[key] = location
                 yield copy
-
-
-def full_packs(entries: Iterator[OwnedEntry], age_s: float) -> Iterator[list[OwnedEntry]]:
-    """The entries in as many as a pack has, or as come in `age_s` seconds. Keys are distinct."""
-    buffer = PackBuffer(age_s)
-    for entry in entries:
-        buffer.add(entry)
-        if buffer.is_full():
-            yield list(buffer.entries.values())
-            buffer = PackBuffer(age_s)
-    if buffer.entries:
-        yield list(buffer.entries.values())
