@@ -119,7 +119,6 @@ def verify(
     `subset=(n, t)` takes the n-th of t parts of the packs, 1 <= n <= t; all t parts are all packs. A read-only store
     is checked but not changed.
     """
-    subset = checked_subset(subset)
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
             disk.reload()
@@ -141,17 +140,11 @@ def verify(
         )
 
 
-def checked_subset(subset: tuple[int, int] | None) -> tuple[int, int]:
-    """The n-th of t parts, by default the whole. StoreError unless 1 <= n <= t."""
+def packs_in_subset(packs: Iterable[str], subset: tuple[int, int] | None) -> list[str]:
+    """The packs, by id, of the n-th of t parts, by default all. StoreError unless 1 <= n <= t."""
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
-    return part, num_parts
-
-
-def packs_in_subset(packs: Iterable[str], subset: tuple[int, int]) -> list[str]:
-    """The packs, by id, of one of the parts that `verify` takes."""
-    part, num_parts = subset
     return sorted([pack for pack in packs if int(pack[:8], 16) % num_parts == part - 1])
 
 
@@ -338,7 +331,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
-        chosen = choose(disk.table)
+        chosen = _to_rewrite(disk.table)
         before = disk.directory.pack_sizes()
         damaged: dict[str, str] = {}
         unreadable: dict[str, str] = {}
@@ -370,7 +363,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
         )
 
 
-def choose(table: LocationTable) -> dict[str, tuple[int, int]]:
+def _to_rewrite(table: LocationTable) -> dict[str, tuple[int, int]]:
     """The packs that are to be rewritten, with the number of live entries in each, and the bytes of their values."""
     wasteful, small = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
     for pack, (num, live_bytes) in table.live_sizes().items():
