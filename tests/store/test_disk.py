@@ -15,7 +15,22 @@ from pathlib import Path
 
 import pytest
 from helpers.other_users import open_to_others
-from store_samples import CLEAN, flip, fork, key, listing, packs, run, same, sample, samples, spawn, where
+from store_samples import (
+    CLEAN,
+    before_call,
+    die,
+    flip,
+    fork,
+    key,
+    listing,
+    packs,
+    run,
+    same,
+    sample,
+    samples,
+    spawn,
+    where,
+)
 
 from latentcache.errors import (
     EntryDamagedError,
@@ -187,14 +202,7 @@ def test_forks_share_a_store(root):
 
 def die_at(root, name, call):
     """Add an entry, and be killed before the `call`-th call of os.<name>."""
-    calls, real = iter(range(1, 1000)), getattr(os, name)
-
-    def deadly(*args, **kwargs):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-
-    setattr(os, name, deadly)
+    before_call(name, call, die)
     with DiskStore(root) as store:
         store.add(samples(1))
 
@@ -261,17 +269,10 @@ def test_kills_at_random_lose_nothing_that_was_acknowledged(root):
 def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, name, call):
     with DiskStore(root) as store:
         store.add(samples(0))
-        calls, real = iter(range(1, 1000)), getattr(os, name)
-
-        def refuse(*args):
-            if next(calls) == call:
-                raise OSError(number, os.strerror(number))
-            return real(*args)
-
-        monkeypatch.setattr(os, name, refuse)
-        with pytest.raises(StoreError) as caught:
+        with monkeypatch.context() as patched, pytest.raises(StoreError) as caught:
+            patched.setattr(os, name, getattr(os, name))  # as it is, afterwards
+            before_call(name, call, lambda: raise_(OSError(number, os.strerror(number))))
             store.add(samples(*range(1, 9)))
-        monkeypatch.setattr(os, name, real)
         full = number == errno.ENOSPC
         assert isinstance(caught.value, StorageFullError) == full
         assert isinstance(caught.value, ReadOnlyError) == (number == errno.EACCES)
