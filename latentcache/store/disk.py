@@ -305,13 +305,13 @@ class DiskStore(PackReader):
             raise ReadOnlyError(self.path)
         # Without reading all rows again: each pack that is sealed asks the index for its keys.
         return Writer(
-            self._seal,
+            self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
             partial(self.find, again=True),
             partial(Claims, self.directory.claims),
         )
 
-    def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
+    def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
         present = self.table.find([entry.key for entry in entries])
         if present:  # as far as memory knows. What it lacks may be there: the index decides when the pack is sealed
