@@ -82,7 +82,7 @@ def row_of(fields: Fields, numbers: range) -> PackRow:
 
 def make_file(store: DiskStore, row: PackRow) -> None:
     path = store.directory.pack_path(row.pack.id)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     os.truncate(path, row.pack.file_bytes)
 
