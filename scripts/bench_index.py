@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 from benchmarking import emit, environment, make_parser, parse, spread
 
-from latentcache.store import DiskStore, Index
-from latentcache.store.catalog import PACK_PREFIX
+from latentcache.store import DiskStore
 from latentcache.store.entry import DTYPES
+from latentcache.store.index import Index
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackRow, RowGroup
 from latentcache.store.writer import PACK_BYTES
 
@@ -82,7 +82,7 @@ def row_of(fields: Fields, numbers: range) -> PackRow:
 
 def make_file(store: DiskStore, row: PackRow) -> None:
     path = store.directory.pack_path(row.pack.id)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     os.truncate(path, row.pack.file_bytes)
 
@@ -91,7 +91,7 @@ def build(root: Path, num_entries: int) -> None:
     with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
         for row in rows(0, num_entries):
             make_file(store, row)
-            transaction.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+            transaction.put(row)
 
 
 def resident_mb() -> float:
@@ -107,7 +107,7 @@ def timed_open(root: Path, *, read_only: bool = False) -> tuple[float, DiskStore
 def per_key_us(store: DiskStore, batches: list[list[str]]) -> float:
     start = time.perf_counter()
     for batch in batches:
-        store.catalog.look_up(batch)
+        store.look_up(batch)
     return (time.perf_counter() - start) * 1e6 / sum(map(len, batches))
 
 
@@ -116,7 +116,7 @@ def add_pack(store: DiskStore, numbers: range) -> float:
     row = row_of(IMAGE, numbers)
     make_file(store, row)
     start = time.perf_counter()
-    num_added = store.catalog.seal(row)
+    num_added = store.add_row(row)
     seconds = time.perf_counter() - start
     assert num_added == len(numbers)
     return seconds
@@ -136,14 +136,14 @@ def measure(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     numbers = source.sample(range(num_entries), min(num_entries, BATCH * NUM_BATCHES))
     wanted = [key_of(number) for number in numbers]
     batches = [wanted[at : at + BATCH] for at in range(0, len(wanted), BATCH)]
-    store.catalog.look_up([key_of(num_entries // 2)])
+    store.look_up([key_of(num_entries // 2)])
     figures["look_up_new_us_per_key"] = per_key_us(store, batches)
     figures["look_up_again_us_per_key"] = per_key_us(store, batches)
     keys = [key_of(number) for number in range(num_entries)]
     start = time.perf_counter()
     found = store.find(keys)
     figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
-    assert len(found) == num_entries and store.catalog.look_up(wanted[:1])[0] is not None
+    assert len(found) == num_entries and store.look_up(wanted[:1])[0] is not None
     first = num_entries * 2 + seed * 2 * PACK_ROWS
     add_pack(store, range(first, first + PACK_ROWS))  # the first change of a process writes the settings too
     figures["add_ms"] = add_pack(store, range(first + PACK_ROWS, first + 2 * PACK_ROWS)) * 1e3

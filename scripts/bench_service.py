@@ -36,8 +36,8 @@ from bench_index import make_file, rows
 from benchmarking import emit, environment, in_turns, make_parser, parse, ratios, spread
 
 from latentcache.identity import key_of
-from latentcache.store import DiskStore, Index
-from latentcache.store.catalog import PACK_PREFIX
+from latentcache.store import DiskStore
+from latentcache.store.index import Index
 from latentcache.store.pack import WholePack
 from latentcache.types import Entry, Record
 
@@ -75,7 +75,7 @@ def fill(root: Path, num_samples: int, num_indexed: int) -> None:
         with Index(store.directory.index).transaction() as transaction:
             for row in rows(0, num_indexed) if num_indexed else ():
                 make_file(store, row)
-                transaction.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+                transaction.put(row)
 
 
 def server(root: str) -> None:

@@ -76,7 +76,7 @@ class Preadv:
         ):
             rows = [cache.row(str(number))[1] for number in range(samples.num_samples)]
             keys = {"image": [row.images[0].key for row in rows], "text": [row.captions[0].key for row in rows]}
-            found = {kind: list(store.catalog.look_up(names)) for kind, names in keys.items()}
+            found = {kind: list(store.look_up(names)) for kind, names in keys.items()}
             packs = {location.pack.id for places in found.values() for location in places if location is not None}
             self.files = {pack: os.open(store.directory.pack_path(pack), os.O_RDONLY) for pack in sorted(packs)}
         self.places: dict[str, list[tuple[int, int]]] = {name: [] for names in KINDS.values() for name in names}

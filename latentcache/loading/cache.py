@@ -312,13 +312,13 @@ class LatentCache(Closing):
         return to_device(batch, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
 
     def gather(
-        self, refs: Sequence[SampleRef], *, memory: Empty | None = None, pad: bool = True, scaled: bool = False
+        self, refs: Sequence[SampleRef], *, memory: Empty = np.empty, pad: bool = True, scaled: bool = False
     ) -> Batch:
         """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
 
         Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
         without `pad` such a field is a list of B tensors [L, *rest], and has no mask. `memory` makes the arrays of the
-        tensors; by default `numpy.empty`. `scaled`: the latents are scaled afterwards, all alike. SampleError for a
+        tensors. `scaled`: the latents are scaled afterwards, all alike. SampleError for a
         sample whose entry is missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
         """
         check_alike(refs, scaled=scaled)
@@ -337,8 +337,7 @@ class LatentCache(Closing):
         columns = {name: found[name] for name in sorted(found)}
         ragged = {name: rule for name, rule in rules.items() if name in columns}
         apart = {} if pad else {name: concatenated(columns.pop(name)) for name in ragged}
-        made = None if memory is None else lambda sizes: memory
-        batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory=made)
+        batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory)
         return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Iterable[SampleRef]) -> None:

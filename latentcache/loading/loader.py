@@ -79,7 +79,7 @@ class _BatchMaker:
 
     def _read(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         skipped: dict[str, str] = {}
-        memory = self._host_array if self.transfer.overlaps else None
+        memory = self._host_array if self.transfer.overlaps else np.empty
         while refs:
             try:
                 read = partial(self.cache.gather, refs, memory=memory)

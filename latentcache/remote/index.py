@@ -17,7 +17,7 @@ from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import KEY_BYTES, Location, PackRow
-from latentcache.store.pack import RangedBytes, read_row, row_in
+from latentcache.store.pack import PackBytes, read_row, row_in
 from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
@@ -185,14 +185,14 @@ class FarIndex:
             return error  # of this pack alone, as of an archived one
 
 
-def _ranged(transport: Transport, pack: str, num_bytes: int) -> RangedBytes:
+def _ranged(transport: Transport, pack: str, num_bytes: int) -> PackBytes:
     name = pack_name(pack)
 
     def fetch(start: int, num: int) -> bytes | memoryview:
         num = min(num, num_bytes - start)  # a range that begins beyond the end is an error of some stores
         return transport.read(name, start, num)[0] if num > 0 else b""
 
-    return RangedBytes(f"{transport.url}/{name}", num_bytes, fetch)
+    return PackBytes(f"{transport.url}/{name}", num_bytes, fetch)
 
 
 def _drop_copies(rows: Sequence[PackRow]) -> None:

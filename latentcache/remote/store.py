@@ -29,6 +29,7 @@ from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
 from latentcache.store.reader import PackReader
+from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
 
 _MAX_LOOKS = 20  # for an entry whose pack does not come or goes again, or that only a reader finds damaged
@@ -156,10 +157,16 @@ class RemoteStore(PackReader):
         here = {pack for pack in packs if self.tier.has(pack)}
         self._advise([place for place in found if place.pack.id in here])
 
+    @property
     @override
-    def key_index(self) -> FarIndex:
+    def table(self) -> LocationTable:
         self.check_open()
-        return self.index
+        return self.index.table
+
+    @override
+    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
+        self.check_open()
+        return self.index.look_up(keys)
 
     @override
     def path_of(self, pack: str) -> Path:

@@ -45,7 +45,6 @@ from latentcache.remote.transport import (
 )
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
-from latentcache.store.exchange import take_checked
 from latentcache.store.pack import WholePack, map_pack
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
@@ -108,13 +107,13 @@ class _Directory(Transport):
     def list(self, folder: str) -> dict[str, Listed]:
         if self._store is None or folder != "packs":
             return {}
-        with self._store.catalog.current() as table:
+        with self._store.current() as table:
             return {pack_name(pack): Listed(each.file_bytes) for pack, each in table.packs.items()}
 
     @override
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
         pack = Path(name).stem
-        layout = None if self._store is None else self._store.catalog.table.packs.get(pack)
+        layout = None if self._store is None else self._store.table.packs.get(pack)
         if self._store is None or layout is None:
             raise FileNotFoundError(name)
         # Only what the index says: what may follow a pack's own bytes is not sent.
@@ -125,7 +124,8 @@ class _Directory(Transport):
     def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
         if self._store is None:
             raise ReadOnlyError(self.url)
-        take_checked(self._store, WholePack.in_memory(Path(name).stem, data))
+        whole = WholePack.in_memory(Path(name).stem, data)
+        self._store.take_pack(whole.row.pack.id, [whole.data.data], whole.data.size, row=whole.row)
         return True
 
     @override

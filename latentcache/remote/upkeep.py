@@ -35,7 +35,7 @@ from latentcache.remote.transport import (
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import new_pack_id
 from latentcache.store.table import LocationTable
-from latentcache.store.upkeep import VerifyReport, checked_subset, packs_in_subset
+from latentcache.store.upkeep import VerifyReport, packs_in_subset
 
 _DAMAGED = b"damaged"  # the note of a pack in which entries are damaged: others are empty
 _MAX_OFF_S = 900.0  # how far this machine's clock may be from the store's
@@ -61,7 +61,6 @@ def verify(
     again, or a push brings them. Packs that are listed are not read: what such a damaged pack alone has is known as
     damaged. `subset` and `progress` are those of `store.upkeep.verify`.
     """
-    subset = checked_subset(subset)
     listed = removals_in(transport)  # first: what took the place of these is then among the packs
     staying = packs_in(transport).keys() - listed.keys()
     packs = packs_in_subset(staying, subset)

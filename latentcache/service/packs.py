@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from latentcache.errors import PackError, RequestRefused
 from latentcache.service.state import ServiceState
 from latentcache.store.entry import own_entry
-from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify_entries
 
@@ -139,7 +138,7 @@ def pack_router(state: ServiceState) -> APIRouter:
 
 
 def _packs(state: ServiceState) -> PackList:
-    with state.store.catalog.current() as table:
+    with state.store.current() as table:
         packs = sorted(table.packs.items())
     return PackList(
         packs=[PackFacts(id=name, num_bytes=each.file_bytes, num_entries=each.num_entries) for name, each in packs]
@@ -208,14 +207,14 @@ def _take(state: ServiceState, pack: str, request: Request) -> tuple[int, bool]:
     is_there = state.store.directory.pack_path(pack).exists()
     if is_there:
         try:
-            num_added = take_sealed(state.store, pack)
+            num_added = state.store.take_sealed(pack)
         except PackError as error:
             logger.warning("%s; the upload of this pack takes its place", error)
         else:
             for _ in chunks:
                 pass
             return num_added, False
-    return take_pack(state.store, pack, chunks, length_of(request), replace=is_there), True
+    return state.store.take_pack(pack, chunks, length_of(request), replace=is_there), True
 
 
 def body_chunks(request: Request) -> Iterator[bytes]:

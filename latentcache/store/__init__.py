@@ -2,8 +2,7 @@
 
 from latentcache.store.base import Store, StoreStats
 from latentcache.store.disk import DiskStore
-from latentcache.store.index import Index
 from latentcache.store.memory import MemoryStore
 from latentcache.store.writer import Writer
 
-__all__ = ["DiskStore", "Index", "MemoryStore", "Store", "StoreStats", "Writer"]
+__all__ = ["DiskStore", "MemoryStore", "Store", "StoreStats", "Writer"]

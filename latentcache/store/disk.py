@@ -1,28 +1,38 @@
-"""DiskStore: packs, and an index over them."""
+"""DiskStore: packs in a directory, an index over them, and a table of the index in memory."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from typing_extensions import override
 
-from latentcache.errors import ReadOnlyError, StoreError
+from latentcache.errors import (
+    IndexDamagedError,
+    PackError,
+    ReadOnlyError,
+    StorageFullError,
+    StoreBusyError,
+    StoreError,
+)
 from latentcache.store.base import StoreStats
-from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.entry import OwnedEntry, check_key
-from latentcache.store.layout import Location
-from latentcache.store.pack import new_pack_id, write_pack
+from latentcache.store.entry import OwnedEntry
+from latentcache.store.index import Index, Position, Rows, Transaction, process_lock
+from latentcache.store.layout import Location, PackRow
+from latentcache.store.pack import WholePack, new_pack_id, read_row, write_pack
 from latentcache.store.reader import PackReader
+from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
-from latentcache.utils.durable_files import system_errors
+from latentcache.utils.durable_files import remove_whole, sealed_file, system_errors, write_all
 from latentcache.utils.locks import Claims, locked
+
+_MAX_REASON_CHARS = 500
 
 logger = logging.getLogger("latentcache")
 
@@ -33,23 +43,33 @@ class DiskStore(PackReader):
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
     that the cache exists. StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
 
-    When a store is opened for writing, a damaged index is rebuilt from the packs, packs that a dead writer sealed are
-    added to it, and that writer's half-written files are removed.
+    A key that is not in memory makes the store catch up with the index: another process may have added the entry. When
+    a store is opened for writing, a damaged index is removed and made again from the packs (a reader that may not write
+    does so in memory), packs that a dead writer sealed are added to it, and that writer's half-written files are
+    removed.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        read_only: bool = False,
-        create: bool = True,
-    ):
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
         super().__init__()
         self.read_only = read_only
+        self._table, self._is_closed = LocationTable(), False
+        self._position: Position | None = None
+        self._index: Index | None = None
+        """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
-            self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
-        self.path = self.directory.path
+            self.path = self.directory.path
+            try:
+                self._open()
+            except (IndexDamagedError, ReadOnlyError) as error:
+                # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
+                if read_only:
+                    self._read_packs(error)
+                elif isinstance(error, IndexDamagedError):
+                    self._replace_index(error)
+                    self._open()
+                else:
+                    raise
 
     @classmethod
     @contextmanager
@@ -63,16 +83,178 @@ class DiskStore(PackReader):
             with cls(path, create=False, read_only=path.exists() and not os.access(path, os.W_OK)) as disk:
                 yield disk
 
+    # Opening
+
+    def _open(self) -> None:
+        self._index = Index(self.directory.index, read_only=self.read_only)
+        if self.read_only:
+            self.reload()
+            return
+        try:
+            with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
+                self.directory.sweep()
+                for error in self._reconcile().values():
+                    advice = "; `latentcache compact` puts it aside" if isinstance(error, PackError) else ""
+                    logger.warning("%s Its entries are missing%s.", error, advice)
+        except StoreBusyError as error:
+            logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
+            self.reload()
+        except StorageFullError as error:
+            logger.warning("%s", error)  # what is there can be read all the same, and removed
+
+    def _read_packs(self, error: StoreError) -> None:
+        logger.warning("%s The packs' headers are read instead; nothing is written.", error)
+        self._index = None
+        rows, refused = read_rows(self.directory, self.directory.pack_sizes())
+        self._table = LocationTable(rows.values())
+        for reason in refused.values():
+            logger.warning("%s Its entries are missing.", reason)
+
+    def _replace_index(self, error: IndexDamagedError) -> None:
+        operation = "replacing a damaged index"
+        with (
+            locked(self.path / "index.lock", operation, shared=False, wait=True),
+            locked(self.directory.lock, operation, shared=True, is_brief=True),
+        ):
+            try:
+                self._load_index()  # another process may have replaced it while this one waited
+            except IndexDamagedError:
+                logger.warning("%s It is removed, and made again from the packs.", error)
+                self._load_index(anew=True)
+
+    def _load_index(self, *, anew: bool = False) -> None:
+        """Read the whole index, or begin an empty one: what it lacks is added by `_reconcile`, also after a death."""
+        if anew:
+            remove_whole(self.directory.index)
+        self._table, self._position = LocationTable(), None
+        self._index = Index(self.directory.index)
+        self.reload()
+
+    def _reconcile(self, *, anew: bool = False) -> dict[str, StoreError]:
+        """Forget the packs that are gone, and add those that the index lacks, or `anew` all that can be read.
+
+        The caller keeps upkeep away, or `anew` all writers. Readers see the index as it was, or as it is then.
+
+        Returns:
+            Why packs could not be read, by pack. What the index says of one that cannot be read now stays.
+        """
+        # Rows first, then files: a pack that another writer seals from here on is in neither.
+        self.reload()
+        known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
+        sizes = self.directory.pack_sizes()
+        found, refused = read_rows(self.directory, sizes if anew else sizes.keys() - known.keys())
+        gone = {pack for pack, num_bytes in known.items() if sizes.get(pack) != num_bytes}
+        gone |= {pack for pack, error in refused.items() if isinstance(error, PackError)} & known.keys()
+        if not gone and not found:
+            return refused
+        lost = gone - found.keys()
+        num_lost = sum([num for pack, (num, _) in self.table.live_sizes().items() if pack in lost])
+        with self._changing() as rows:
+            for pack in lost:
+                rows.remove(pack)
+            if not anew:  # another process may have added some meanwhile
+                found = {pack: row for pack, row in found.items() if pack not in self.table.packs}
+            stay = self.table.packs.keys() - lost - found.keys()
+            for row in found.values():
+                if stay:
+                    places = self.table.look_up(row.names())
+                    row.live &= [place is None or place.pack.id not in stay for place in places]
+                rows.put(row)
+        if lost:
+            message = "%s: %d packs are gone or have another size; %d entries are lost"
+            logger.warning(message, self.path, len(lost), num_lost)
+        if found:
+            logger.info("%s: added %d packs to the index", self.path, len(found))
+        return refused
+
+    def rebuild_index(self) -> dict[str, StoreError]:
+        """Make the index say what the packs say, while the caller keeps all writers away: see `_reconcile`."""
+        if self.read_only:
+            raise ReadOnlyError(self.path)
+        self.release_all()  # each entry is verified again
+        if self.directory.index.exists():
+            with suppress(IndexDamagedError):
+                return self._reconcile(anew=True)
+        self._load_index(anew=True)
+        return self._reconcile()
+
+    def close(self) -> None:
+        """Release files. Tensors that were returned are copies and stay."""
+        self._is_closed = True
+        self.release_all()
+
+    # Looking up
+
     @property
-    def catalog(self) -> Catalog:
-        """Which entries there are. StoreError when the store is closed."""
-        if self._catalog is None:
+    def table(self) -> LocationTable:
+        """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
+        if self._is_closed:
             raise StoreError(f"{self.path}: the store is closed; open it again")
-        return self._catalog
+        return self._table
+
+    @contextmanager
+    def current(self) -> Iterator[LocationTable]:
+        """The table, as the index is now. It does not change while the block runs."""
+        with process_lock:  # memory and the index change together, and a fork waits for it
+            self.reload()
+            yield self.table
+
+    def reload(self) -> None:
+        """Bring memory to where the index is now."""
+        if self._index is not None:
+            with process_lock, self._index.reading() as rows:
+                self._catch_up(rows)
+
+    def _catch_up(self, rows: Rows) -> None:
+        position, is_whole, found = rows.since(self._position)
+        # All rows are a table of their own first: other threads look at this one without the lock.
+        table = LocationTable() if is_whole else self._table
+        table.add(found)
+        self._table, self._position = table, position
 
     @override
-    def key_index(self) -> Catalog:
-        return self.catalog
+    def find(self, keys: Iterable[str], *, again: bool = False) -> set[str]:
+        """Find which keys are there, in memory or in the index. StoreError for one that is no key.
+
+        `again`: look at the index in any case, because another process may have removed or marked an entry.
+        """
+        keys = list(keys)
+        found = set() if again else self.table.find(keys)
+        if len(found) < len(set(keys)):
+            with self.current() as table:
+                # Nothing is on its way in memory now, and another thread may have brought them.
+                found = table.find(keys)
+        return found
+
+    @override
+    def look_up(self, keys: Sequence[str], *, again: bool = False) -> list[Location | None]:
+        found: list[Location | None] = [None] if again else self.table.look_up(keys)
+        if None in found:
+            with self.current() as table:
+                found = table.look_up(keys)
+        return found
+
+    @override
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        with self.current() as table:
+            return table.places(keys)
+
+    @override
+    def keys(self) -> Iterator[str]:
+        with self.current() as table:
+            return iter(table.keys())
+
+    @override
+    def damaged(self) -> dict[str, str]:
+        with self.current() as table:
+            return table.damaged()
+
+    @override
+    def stats(self) -> StoreStats:
+        with self.current():
+            return self._stats(self.directory.pack_sizes(), self.directory.index_bytes())
+
+    # Reading
 
     @override
     def path_of(self, pack: str) -> Path:
@@ -84,6 +266,29 @@ class DiskStore(PackReader):
             for pack in packs - self._maps.keys():
                 self.directory.note_use(pack)
 
+    @override
+    def relocate(self, key: str, location: Location, problem: str) -> Location:
+        """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
+        self.invalidate([location])
+        moved = self.look_up([key], again=True)[0]
+        if moved is None:
+            [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
+        if moved.place != location.place:
+            return moved
+        self.mark_damaged({key: (location, problem)})
+        raise self._damaged_error(key, problem)
+
+    def release_gone(self) -> None:
+        """Release the packs that this process or another removed.
+
+        A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
+        """
+        with self.current() as table:
+            gone = self._maps.copy().keys() - table.packs.keys()
+        self.release(gone)
+
+    # Writing
+
     @contextmanager
     def lock(self, operation: str, *, shared: bool) -> Iterator[None]:
         """Keep upkeep away while the block runs, or (not `shared`) all writers. StoreBusyError if there is one."""
@@ -91,7 +296,7 @@ class DiskStore(PackReader):
             raise ReadOnlyError(self.path)
         with locked(self.directory.lock, operation, shared=shared):
             # What was in memory may be older than the lock: nothing is removed or moved from here on.
-            self.catalog.reload()
+            self.reload()
             yield
 
     @override
@@ -102,82 +307,192 @@ class DiskStore(PackReader):
         return Writer(
             self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
-            partial(self.catalog.find, again=True),
+            partial(self.find, again=True),
             partial(Claims, self.directory.claims),
         )
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        present = self.catalog.table.find([entry.key for entry in entries])
+        present = self.table.find([entry.key for entry in entries])
         if present:  # as far as memory knows. What it lacks may be there: the index decides when the pack is sealed
-            present = self.catalog.find(present, again=True)
+            present = self.find(present, again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
         row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        return self.catalog.seal(row), row.pack.file_bytes
+        return self.add_row(row), row.pack.file_bytes
 
-    @override
-    def find(self, keys: Iterable[str]) -> set[str]:
-        return self.catalog.find(keys)
+    def take_pack(
+        self,
+        pack: str,
+        chunks: Iterable[bytes | memoryview],
+        num_bytes: int,
+        *,
+        row: PackRow | None = None,
+        replace: bool = False,
+    ) -> int:
+        """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
 
-    @override
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        with self.catalog.current() as table:
-            return table.places(keys)
+        `chunks` are its bytes, and `num_bytes` says how many there should be, for the message of StorageFullError.
+        Nothing is sealed unless each payload has its digest and each key follows from its record's identity: PackError.
+        `row` is that of a pack that was checked. An error of `chunks` leaves nothing either. With `replace` it takes
+        the place of a file that the index does not know. ReadOnlyError; StoreBusyError while upkeep works on the cache.
+        """
+        path = self.directory.new_pack_path(pack)
+        with ExitStack() as held:
+            try:
+                with sealed_file(path, num_bytes, is_new=not replace) as fd:
+                    for part in chunks:
+                        write_all(fd, part)
+                    row = row or WholePack.in_file(path, fd).checked_row(path)
+                    # From here on upkeep must not see a pack that the index does not know.
+                    held.enter_context(self.lock("taking a pack", shared=True))
+                    if replace and self._knows(pack):
+                        raise StoreBusyError(path, "another client sent this pack meanwhile; send it again")
+            except FileExistsError:  # another one sent it meanwhile: what is there stays
+                held.close()
+                return self.take_sealed(pack)
+            return self.add_row(row)
 
-    @override
-    def keys(self) -> Iterator[str]:
-        with self.catalog.current() as table:
-            return iter(table.keys())
+    def take_sealed(self, pack: str) -> int:
+        """Take in a pack that lies in the cache, and that the index may not know: an error came between the two.
 
-    @override
-    def relocate(self, key: str, location: Location, problem: str) -> Location:
-        """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        self.invalidate([location])
-        moved = self.catalog.look_up([key], again=True)[0]
-        if moved is None:
-            [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
-        if moved.place != location.place:
-            return moved
-        self.mark_damaged({key: (location, problem)})
-        raise self._damaged_error(key, problem)
+        Returns how many entries are new. Errors as for `take_pack`; FileNotFoundError: there is no such pack.
+        """
+        if self._knows(pack):
+            return 0
+        path = self.directory.pack_path(pack)
+        with self.lock("taking a pack", shared=True):
+            return self.add_row(WholePack.in_file(path).checked_row(path))
+
+    def _knows(self, pack: str) -> bool:
+        with self.current() as table:
+            return pack in table.packs
+
+    # Changing the index
+
+    @contextmanager
+    def _changing(self) -> Iterator[Transaction]:
+        """A transaction on the index. Memory is what the index has while the block runs, and after it."""
+        if self._index is None or self.read_only:
+            raise ReadOnlyError(self.path)
+        with process_lock:
+            with self._index.transaction() as rows:
+                self._catch_up(rows)
+                yield rows
+                position = rows.since(self._position)[0]
+            # After the commit: what was rolled back must not be in memory.
+            self.table.drop_packs(rows.changed)
+            self.table.add(row for row in rows.changed.values() if row is not None)
+            self._position = position
+
+    def add_row(self, row: PackRow) -> int:
+        """Record a new pack, and those of its entries that are live in no other. Returns how many are."""
+        with self._changing() as rows:
+            if (there := rows.get(row.pack.id)) is not None:  # another process took it in
+                return int(there.live.sum())
+            keys = row.names()
+            known = self.table.find(keys)
+            row.live &= [key not in known for key in keys]
+            rows.put(row)
+            return int(row.live.sum())
+
+    def move(self, row: PackRow, old: Mapping[str, Location]) -> int:
+        """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
+        with self._changing() as rows:
+            left: dict[str, list[int]] = {}
+            for number, (key, now) in enumerate(zip(row.names(), self.table.look_up(row.names()), strict=True)):
+                row.live[number] = now is not None and now.place == old[key].place
+                if row.live[number]:
+                    left.setdefault(old[key].pack.id, []).append(old[key].row)
+            for changed in _changed(rows, left):
+                changed.live[left[changed.pack.id]] = False
+            rows.put(row)
+            return int(row.live.sum())
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
-        """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
+        """Make entries misses from now on, with their reason, unless they have changed.
+
+        If that cannot be written it is logged: the caller's error comes first.
+        """
         # Also where nothing can be written: they are verified again, and fail.
         self.invalidate([location for location, _ in damaged.values()])
+        by_pack: dict[str, list[tuple[str, int, str]]] = {}
+        for key, (location, reason) in damaged.items():
+            short = reason[:_MAX_REASON_CHARS].encode("ascii", "backslashreplace").decode()
+            by_pack.setdefault(location.pack.id, []).append((key, location.row, short))
+            if self.read_only:
+                with process_lock:
+                    self.table.mark(key, short)
+        if self.read_only:
+            return
         try:
-            self.catalog.mark(damaged)
+            with self._changing() as rows:
+                for row in _changed(rows, by_pack):
+                    for key, at, reason in by_pack[row.pack.id]:
+                        if at < len(row.live) and row.live[at] and row.key(at) == key:
+                            row.live[at], row.reasons[at] = False, reason
         except StoreError as error:
             logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
 
-    def release_gone(self) -> None:
-        """Release the packs that this process or another removed.
-
-        A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
-        """
-        with self.catalog.current() as table:
-            gone = self._maps.copy().keys() - table.packs.keys()
-        self.release(gone)
-
     @override
     def remove(self, keys: Iterable[str]) -> int:
-        return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
+        """Remove entries, and the reasons of damaged ones. Returns how many entries there were."""
+        gone = set(keys)
+        with self._changing() as rows:
+            own: dict[str, list[int]] = {}
+            for location in filter(None, self.table.look_up(list(gone))):
+                own.setdefault(location.pack.id, []).append(location.row)
+            for row in _changed(rows, own.keys() | self.table.packs_with_reasons(gone)):
+                row.live[own.get(row.pack.id, [])] = False
+                row.reasons = {at: reason for at, reason in row.reasons.items() if row.key(at) not in gone}
+            return sum(map(len, own.values()))
 
-    @override
-    def damaged(self) -> dict[str, str]:
-        with self.catalog.current() as table:
-            return table.damaged()
+    def drop_empty(self, packs: Collection[str] | None = None) -> set[str]:
+        """Delete the packs, of `packs` if given, in which no entry is live, and return them.
 
-    @override
-    def stats(self) -> StoreStats:
-        with self.catalog.current():
-            return self._stats(self.directory.pack_sizes(), self.directory.index_bytes())
+        The file goes first, so that a crash leaves a row that the next call sees. So does a file that cannot go now.
+        """
+        with self.current() as table:  # no other thread changes memory between the look and the removal
+            empty = table.empty_packs()
+            if packs is not None:
+                empty &= set(packs)
+            gone = {pack for pack in empty if self.directory.remove_pack(pack)}
+            if gone:
+                with self._changing() as rows:
+                    for pack in gone:
+                        rows.remove(pack)
+        self.release(gone)
+        return gone
 
-    def close(self) -> None:
-        """Release files. Tensors that were returned are copies and stay."""
-        if self._catalog is not None:
-            self._catalog.close()
-        self._catalog = None
-        self.release_all()
+
+def _changed(rows: Transaction, packs: Iterable[str]) -> Iterator[PackRow]:
+    """The rows of these packs that there are, each to be changed and then written."""
+    for pack in packs:
+        if (row := rows.get(pack)) is not None:
+            yield row
+            rows.put(row)
+
+
+def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:
+    """The rows of packs, and the errors of those that cannot be read, by pack. A key is live in the first that has it.
+
+    That entry may be the damaged one of two copies: its digest decides when it is read. An error that is no PackError
+    says nothing about the pack: the system refused to read it, which may pass.
+    """
+    rows: dict[str, PackRow] = {}
+    refused: dict[str, StoreError] = {}
+    seen: set[bytes] = set()
+    for pack in sorted(packs):
+        try:
+            row = read_row(directory.pack_path(pack))
+        except FileNotFoundError:
+            continue  # compacted away since it was listed
+        except StoreError as error:
+            refused[pack] = error
+            continue
+        keys = [key.tobytes() for key in row.keys]
+        row.live[:] = [key not in seen for key in keys]
+        seen.update(keys)
+        rows[pack] = row
+    return rows, refused

@@ -1,4 +1,4 @@
-"""The index: a durable map of names to bytes in SQLite, by way of diskcache, which only this file imports.
+"""The index: a row for each pack in SQLite, by way of diskcache, which only this file imports.
 
 diskcache unpickles what it finds, and reads and deletes files that rows name. So rows are bytes or they are refused.
 No connection outlives the call that made it: nothing is carried across a fork, and other processes never wait for an
@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import diskcache
 from diskcache.core import DBNAME, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.store.entry import is_pack_id
+from latentcache.store.layout import PackRow
 from latentcache.utils.locks import locked
 
 TIMEOUT_S = 60.0
@@ -42,6 +44,8 @@ _SETTINGS: dict[str, Any] = {
 }
 _SELECT = "SELECT key, value, typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1 FROM Cache "
 """Name and value of rows, and whether latentcache can have written them."""
+PACK_PREFIX = "pack:"
+"""What the names of packs' rows begin with; the pack's id follows."""
 GENERATION = "generation"
 """The name of the row that changes whenever another is removed or replaced."""
 MAX_VALUE_BYTES = 1 << 23
@@ -106,22 +110,32 @@ class Rows:
     def __init__(self, path: Path, execute: Callable[[str, Sequence[object]], sqlite3.Cursor]):
         self._path, self._execute = path, execute
 
-    def get(self, name: str) -> bytes | None:
-        """The row's value, or None."""
-        return dict(self._select("WHERE key = ?", name)).get(name)
+    def get(self, pack: str) -> PackRow | None:
+        """The pack's row, or None."""
+        return next((row for row in self._packs("WHERE key = ?", PACK_PREFIX + pack)), None)
 
-    def since(self, position: Position | None = None) -> tuple[Position, bool, Iterator[tuple[str, bytes]]]:
+    def since(self, position: Position | None = None) -> tuple[Position, bool, Iterator[PackRow]]:
         """Read the rows that came after `position`; all rows where some were removed or replaced since then.
 
         Returns:
-            Where they bring their reader, whether these are all rows, and their names and values, oldest first.
+            Where they bring their reader, whether these are all rows, and the rows, oldest first.
         """
-        generation = self.get(GENERATION)
+        generation = dict(self._select("WHERE key = ?", GENERATION)).get(GENERATION)
         is_whole = position is None or position[0] != generation
         first = _BEFORE_ALL if position is None or is_whole else position[1]
         [last] = self._execute("SELECT max(rowid) FROM Cache", ()).fetchone()
-        rows = self._select("WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", first, GENERATION)
+        rows = self._packs("WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", first, GENERATION)
         return (generation, _BEFORE_ALL if last is None else last), is_whole, rows
+
+    def _packs(self, where: str, *values: object) -> Iterator[PackRow]:
+        for name, value in self._select(where, *values):
+            pack = name.removeprefix(PACK_PREFIX)
+            try:
+                if pack == name or not is_pack_id(pack):
+                    raise ValueError("it names no pack")
+                yield PackRow.from_bytes(pack, value)
+            except ValueError as error:
+                raise IndexDamagedError(self._path, f"row {name!r:.80}: {error}") from error
 
     def _select(self, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
         for name, value, is_ours in self._execute(_SELECT + where, values):
@@ -136,23 +150,22 @@ class Transaction(Rows):
     def __init__(self, path: Path, cache: _Cache):
         super().__init__(path, cache._sql)
         self._cache, self._is_new_generation = cache, False
-        self.changed: dict[str, bytes | None] = {}
-        """The rows that were added or replaced, and None for those that were removed."""
+        self.changed: dict[str, PackRow | None] = {}
+        """By pack the row that was added or replaced, or None if it was removed."""
 
-    def put(self, name: str, value: bytes) -> None:
-        """Add or replace a row."""
+    def put(self, row: PackRow) -> None:
+        """Add or replace the row of a pack."""
+        name, value = PACK_PREFIX + row.pack.id, row.to_bytes()
         if not self._cache.add(name, value):
             self._begin_generation()
             self._cache.set(name, value)
-        self.changed[name] = value
+        self.changed[row.pack.id] = row
 
-    def remove(self, name: str) -> bool:
-        """Remove a row. True if there was one."""
-        removed = bool(self._cache.delete(name))
-        if removed:
+    def remove(self, pack: str) -> None:
+        """Remove the row of a pack, if there is one."""
+        if self._cache.delete(PACK_PREFIX + pack):
             self._begin_generation()
-            self.changed[name] = None
-        return removed
+            self.changed[pack] = None
 
     def _begin_generation(self) -> None:
         if not self._is_new_generation:
@@ -161,17 +174,15 @@ class Transaction(Rows):
 
 
 class Index:
-    """A map of names to bytes, kept in the folder `path`. Safe for threads, for forks, and for many processes.
+    """A durable map of packs to their rows, in the folder `path`. Safe for threads, forks, and many processes.
 
-    Values have at most MAX_VALUE_BYTES; anything else is a StoreError. IndexDamagedError: the
-    database is broken, holds what latentcache did not write, or (read-only) does not exist.
+    A row has at most MAX_VALUE_BYTES; else StoreError. IndexDamagedError: the database is broken, holds what
+    latentcache did not write, or (read-only) does not exist.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False):
-        self.path = Path(path).absolute()
-        self._database = self.path / DBNAME
-        self.read_only = read_only
-        self._closed = False
+    def __init__(self, path: Path, *, read_only: bool = False):
+        self.path, self.read_only = path, read_only
+        self._database = path / DBNAME
         self._cache: _Cache | None = None
         if read_only:
             self._check_exists()
@@ -188,27 +199,6 @@ class Index:
         if not self._database.exists():
             raise IndexDamagedError(self.path, "it does not exist")
 
-    def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
-        """The rows of those names that have one."""
-        with self.reading() as rows:
-            return {name: value for name in names if (value := rows.get(name)) is not None}
-
-    def items(self) -> dict[str, bytes]:
-        """All rows, oldest first."""
-        with self.reading() as rows:
-            return dict(rows.since()[2])
-
-    def replace_many(self, rows: Mapping[str, bytes]) -> None:
-        """Add or replace rows in one transaction."""
-        with self.transaction() as transaction:
-            for name, value in rows.items():
-                transaction.put(name, value)
-
-    def remove_many(self, names: Iterable[str]) -> int:
-        """Remove rows in one transaction. Returns how many there were."""
-        with self.transaction() as transaction:
-            return sum([transaction.remove(name) for name in names])
-
     @contextmanager
     def reading(self) -> Iterator[Rows]:
         """Read rows. Other processes cannot change the index while the block runs."""
@@ -220,8 +210,6 @@ class Index:
         """Hold the database alone. Inside, use the transaction's methods only. Durable when the block is left."""
         if self.read_only:
             raise ReadOnlyError(self.path)
-        if self._closed:
-            raise StoreError(f"{self.path}: the index is closed")
         with process_lock, self._typed_errors():
             if self._cache is None:  # as late as possible: opening one writes all its settings, row by row
                 try:
@@ -232,10 +220,6 @@ class Index:
                 # From the first row on: one that replaces another index is known to be another.
                 cache.add(GENERATION, uuid.uuid4().bytes)
                 yield Transaction(self.path, cache)
-
-    def close(self) -> None:
-        """Nothing is open between calls; afterwards changes are refused."""
-        self._closed = True
 
     def _connect(self) -> sqlite3.Connection:
         """A connection in a transaction that reads: nothing changes under it any more."""

@@ -110,21 +110,11 @@ class Pack:
         return self.groups[bisect_right(self.ends, row)]
 
     def to_json(self) -> list[Any]:
-        """The groups as JSON. `_groups_from_json` is its inverse."""
+        """The groups as JSON, which `_parsed_head` reads."""
         return [
             [g.kind, g.num, [[c.field, c.dtype, c.shape, c.start, c.num_rows, c.offsets_start] for c in g.columns]]
             for g in self.groups
         ]
-
-
-def _groups_from_json(groups: list[Any]) -> tuple[RowGroup, ...]:
-    """The groups that `Pack.to_json` described, of a row whose checksum is right."""
-    parsed: list[RowGroup] = []
-    for kind, num, columns in groups:
-        first = parsed[-1].first + parsed[-1].num if parsed else 0
-        made = [Column(name, dtype, tuple(shape), *numbers) for name, dtype, shape, *numbers in columns]
-        parsed.append(RowGroup(kind, first, num, tuple(made)))
-    return tuple(parsed)
 
 
 def key_names(keys: np.ndarray) -> list[str]:
@@ -237,4 +227,9 @@ def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, dict[str, list
     Do not change what it returns.
     """
     value = json.loads(str(text, "ascii"))
-    return _groups_from_json(value["groups"]), value["file_bytes"], dict(value["reasons"])
+    groups, first = list[RowGroup](), 0
+    for kind, num, columns in value["groups"]:
+        made = [Column(name, dtype, tuple(shape), *numbers) for name, dtype, shape, *numbers in columns]
+        groups.append(RowGroup(kind, first, num, tuple(made)))
+        first += num
+    return tuple(groups), value["file_bytes"], dict(value["reasons"])

@@ -47,7 +47,9 @@ class MemoryStore(Store):
         for entry in new:
             if self._pin:
                 entry = replace(entry, tensors={name: t.pin_memory() for name, t in entry.tensors.items()})
-            self._open[entry.key] = (entry, arrays_of(entry))
+            fields = [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()]
+            arrays = tuple([as_array(tensor[None]) for tensor in entry.tensors.values()])
+            self._open[entry.key] = entry, EntryArrays(description_of(*fields), arrays)
         return len(new), sum(entry.num_bytes for entry in new)
 
     @override
@@ -101,9 +103,3 @@ class MemoryStore(Store):
     def close(self) -> None:
         """Drop all entries."""
         self._entries = None
-
-
-def arrays_of(entry: OwnedEntry) -> EntryArrays:
-    """The entry's own memory as arrays."""
-    fields = [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()]
-    return EntryArrays(description_of(*fields), tuple([as_array(tensor[None]) for tensor in entry.tensors.values()]))

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
@@ -65,9 +64,13 @@ MAX_TENSORS, MAX_DIMENSIONS, MAX_PACK_ENTRIES, MAX_COLUMNS = 1 << 13, 16, 1 << 1
 """More than any writer makes: tensors of a pack, dimensions of one, entries, and columns of all groups. They bound the
 work on a pack that someone else made."""
 HEAD_BYTES = 64 << 10
-"""Fetched first of a pack that is elsewhere: its header, and the keys and digests of a thousand entries."""
-_KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
-_INDEX = [_KEYS, _DIGESTS, _OFFSETS, _RECORDS]
+"""Read first of a pack: its header, and the keys and digests of a thousand entries."""
+_INDEX = _KEYS, _DIGESTS, _OFFSETS, _RECORDS = (
+    "_index/keys",
+    "_index/digests",
+    "_index/record_offsets",
+    "_index/records",
+)
 _PADDING = "_padding/"
 _INT64 = np.dtype("<i8")
 _SAFETENSORS_DTYPES = {
@@ -111,9 +114,8 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
 
 
 class _Tensor(NamedTuple):
-    """A tensor that is to be written: its name, dtype and shape, and where its bytes come from."""
+    """A tensor that is to be written: its dtype and shape, and where its bytes come from."""
 
-    name: str
     dtype: str
     shape: tuple[int, ...]
     parts: Sequence[Any]
@@ -123,7 +125,7 @@ class _Tensor(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def _document(metadata: Mapping[str, str], tensors: Sequence[_Tensor]) -> tuple[_Tensors, int, list[Any]]:
+def _document(metadata: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> tuple[_Tensors, int, list[Any]]:
     """A safetensors document with these tensors, in this order, each on 64 bytes.
 
     Returns where they lie, the bytes of the document, and the parts that these are made of.
@@ -132,19 +134,18 @@ def _document(metadata: Mapping[str, str], tensors: Sequence[_Tensor]) -> tuple[
     starts: dict[str, int] = {}
     parts: list[Any] = []
     end = 0
-    for tensor in tensors:
+    for name, tensor in tensors.items():
         if gap := -end % ALIGNMENT:
-            place = {"dtype": "U8", "shape": [gap], "data_offsets": [end, end + gap]}
-            header[f"{_PADDING}{len(header) - 1}"] = place
+            header[f"{_PADDING}{len(header) - 1}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [end, end + gap]}
             parts.append(bytes(gap))
-        starts[tensor.name], end = end + gap, end + gap + tensor.num_bytes
-        place = {"shape": list(tensor.shape), "data_offsets": [starts[tensor.name], end]}
-        header[tensor.name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype]} | place
+        starts[name], end = end + gap, end + gap + tensor.num_bytes
+        place = {"shape": list(tensor.shape), "data_offsets": [starts[name], end]}
+        header[name] = {"dtype": _SAFETENSORS_DTYPES[tensor.dtype]} | place
         parts += tensor.parts
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     first = 8 + len(text)
-    placed = {tensor.name: (tensor.dtype, tensor.shape, first + starts[tensor.name]) for tensor in tensors}
+    placed = {name: (tensor.dtype, tensor.shape, first + starts[name]) for name, tensor in tensors.items()}
     return placed, first + end, [len(text).to_bytes(8, "little") + text, *parts]
 
 
@@ -154,6 +155,11 @@ def _buffers(parts: Sequence[Any]) -> Iterator[bytes | memoryview]:
             yield flat_bytes(part).data
         else:
             yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+
+
+def _offsets_of(parts: Sequence[Any]) -> np.ndarray:
+    """Where each of the parts begins, and where the last one ends: int64 [n + 1]."""
+    return np.fromiter(accumulate(map(len, parts), initial=0), _INT64, len(parts) + 1)
 
 
 def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
@@ -168,59 +174,49 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
     keys = np.frombuffer(bytes.fromhex("".join([entry.key for entry in ordered])), np.uint8).reshape(-1, KEY_BYTES)
     digests = np.frombuffer(b"".join([entry.digest() for entry in ordered]), np.uint8).reshape(-1, DIGEST_BYTES)
     records = [entry.record for entry in ordered]
-    offsets = np.fromiter(accumulate(map(len, records), initial=0), _INT64, len(records) + 1)
+    record_offsets = _offsets_of(records)
 
     listed: list[Any] = []
-    columns: list[_Tensor] = []
+    columns: dict[str, _Tensor] = {}
     for number, ((kind, fields), members) in enumerate(groups.items()):
-        names = [_columns_of(columns, number, field, members) for field in fields]
+        names = []
+        for name, dtype, shape, is_ragged in fields:
+            parts = [entry.tensors[name] for entry in members]
+            title = f"{name}/values" if is_ragged else f"{name}/{'x'.join(map(str, shape)) or 'scalar'}"
+            ending = f"/{number}" if title in columns else ""  # groups that differ elsewhere, or in the dtype
+            title, offsets_title, num_rows = title + ending, None, len(parts)
+            if is_ragged:
+                offsets_title, offsets = f"{name}/offsets{ending}", _offsets_of(parts)
+                columns[offsets_title] = _Tensor("int64", offsets.shape, [offsets])
+                num_rows = int(offsets[-1])
+            columns[title] = _Tensor(dtype, (num_rows, *shape), parts)
+            names.append([name, title, offsets_title])
         listed.append([kind, len(members), names])
-    # Columns that end on 64 bytes come first: then at most the others need padding.
-    columns.sort(key=lambda tensor: (tensor.num_bytes % ALIGNMENT != 0, tensor.name))
     groups_text = json.dumps(listed, separators=(",", ":"))
     metadata = {
         "latentcache": PACK_FORMAT,
         "groups": groups_text,
         "index_digest": _index_digest(groups_text, keys, digests),
-        "records_digest": _records_digest(offsets, b"".join(records)),
+        "records_digest": _records_digest(record_offsets, b"".join(records)),
     }
     index = [
-        _Tensor(_KEYS, "uint8", keys.shape, [keys]),
-        _Tensor(_DIGESTS, "uint8", digests.shape, [digests]),
-        _Tensor(_OFFSETS, "int64", offsets.shape, [offsets]),
-        _Tensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
+        _Tensor("uint8", keys.shape, [keys]),
+        _Tensor("uint8", digests.shape, [digests]),
+        _Tensor("int64", record_offsets.shape, [record_offsets]),
+        _Tensor("uint8", (int(record_offsets[-1]),), records),
     ]
-    tensors, num_bytes, parts = _document(metadata, [*index, *columns])
-    pack = Pack(pack_id, num_bytes, _groups_of(listed, tensors))
-    return PackRow.new(pack, keys, digests), num_bytes, _buffers(parts)
-
-
-def _columns_of(
-    columns: list[_Tensor],
-    number: int,
-    field: tuple[str, str, tuple[int, ...], bool],
-    members: Sequence[OwnedEntry],
-) -> list[str | None]:
-    """Add the tensors of one field of a group. Returns the names of the field, its values, and its offsets or None."""
-    name, dtype, shape, is_ragged = field
-    parts = [entry.tensors[name] for entry in members]
-    title = f"{name}/values" if is_ragged else f"{name}/{'x'.join(map(str, shape)) or 'scalar'}"
-    taken = {tensor.name for tensor in columns}
-    ending = f"/{number}" if title in taken else ""  # groups that differ elsewhere, or in the dtype
-    if not is_ragged:
-        columns.append(_Tensor(title + ending, dtype, (len(parts), *shape), parts))
-        return [name, title + ending, None]
-    offsets = np.fromiter(accumulate(map(len, parts), initial=0), _INT64, len(parts) + 1)
-    columns.append(_Tensor(title + ending, dtype, (int(offsets[-1]), *shape), parts))
-    columns.append(_Tensor(f"{name}/offsets{ending}", "int64", offsets.shape, [offsets]))
-    return [name, title + ending, f"{name}/offsets{ending}"]
+    # Columns that end on 64 bytes come first: then at most the others need padding.
+    by_ending = sorted(columns.items(), key=lambda item: (item[1].num_bytes % ALIGNMENT != 0, item[0]))
+    placed, num_bytes, buffers = _document(metadata, dict(zip(_INDEX, index, strict=True)) | dict(by_ending))
+    row = PackRow.new(Pack(pack_id, num_bytes, _groups_of(listed, placed)), keys, digests)
+    return row, num_bytes, _buffers(buffers)
 
 
 def _index_digest(groups: str, keys: np.ndarray, digests: np.ndarray) -> str:
     return digest(f"{PACK_FORMAT}\n{groups}\n".encode() + keys.tobytes() + digests.tobytes())
 
 
-def _records_digest(offsets: np.ndarray, records: bytes | memoryview) -> str:
+def _records_digest(offsets: np.ndarray, records: bytes) -> str:
     return digest(b"".join((offsets.tobytes(), records)))
 
 
@@ -228,46 +224,36 @@ def _records_digest(offsets: np.ndarray, records: bytes | memoryview) -> str:
 
 
 class PackBytes:
-    """The bytes of a pack, wherever they are: `read(offset, number)` gives them. `path` names the pack in errors."""
+    """The bytes of a pack, wherever they are, from its start to the last that was read.
 
-    def __init__(self, path: Path | str, num_bytes: int, read: Callable[[int, int], bytes | memoryview]):
-        self.path, self.num_bytes, self._read = path, num_bytes, read
-
-    def read(self, offset: int, num_bytes: int) -> bytes | memoryview:
-        """So many bytes. PackError if the pack ends before; FileNotFoundError; StoreError: it cannot be read now."""
-        try:
-            data = self._read(offset, num_bytes)
-        except FileNotFoundError:
-            raise
-        except (OSError, MemoryError, OverflowError) as error:
-            raise unreadable(self.path, error) from error
-        if len(data) != num_bytes:
-            end = offset + len(data)
-            raise PackError(self.path, f"ends after {end:,} bytes, where {offset + num_bytes:,} are needed")
-        return data
-
-
-class RangedBytes(PackBytes):
-    """The bytes of a pack that is elsewhere: the first are fetched, and more when they are needed.
-
-    `fetch(offset, number)` brings them. PackError if it brings fewer.
+    `fetch(offset, number)` brings them; `path` names the pack in errors.
     """
 
     def __init__(self, path: Path | str, num_bytes: int, fetch: Callable[[int, int], bytes | memoryview]):
-        super().__init__(path, num_bytes, fetch)
-        self._data = bytes(super().read(0, min(HEAD_BYTES, num_bytes)))
+        self.path, self.num_bytes, self._fetch, self._data = path, num_bytes, fetch, b""
 
-    @override
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        start, end = len(self._data), min(offset + 2 * num_bytes, self.num_bytes)  # what comes next is about as long
-        if offset + num_bytes > start:
-            self._data += super().read(start, max(end, offset + num_bytes) - start)
-        return memoryview(self._data)[offset : offset + num_bytes]
+        """So many bytes. PackError if the pack ends before; FileNotFoundError; StoreError: it cannot be read now."""
+        start, end = len(self._data), offset + num_bytes
+        if end > start:
+            ahead = max(HEAD_BYTES, end + num_bytes)  # what comes next is about as long
+            wanted = max(end, min(ahead, self.num_bytes)) - start
+            try:
+                data = self._fetch(start, wanted)
+            except FileNotFoundError:
+                raise
+            except (OSError, MemoryError, OverflowError) as error:
+                raise unreadable(self.path, error) from error
+            if len(data) != wanted:
+                found = start + len(data)
+                raise PackError(self.path, f"ends after {found:,} bytes, where {start + wanted:,} are needed")
+            self._data += data
+        return memoryview(self._data)[offset:end]
 
 
 def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
     """The metadata and the tensors. ValueError and its like for holes, overlaps, and more than the bounds above."""
-    num_bytes = int.from_bytes(bytes(source.read(0, 8)), "little")
+    num_bytes = int.from_bytes(source.read(0, 8), "little")
     if num_bytes > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {num_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
     # With a parser of its own a reader depends on no release of safetensors.
@@ -347,7 +333,7 @@ def row_in(pack_id: str, source: PackBytes) -> tuple[PackRow, Mapping[str, int],
             if tensors[name][:2] != spec:
                 raise ValueError(f"its groups have {num:,} entries, and {name} is {tensors[name][:2]}")
         starts = {name: start for name, (_, _, start) in tensors.items()}
-        if [name for name in tensors if not name.startswith(_PADDING)][: len(_INDEX)] != _INDEX:
+        if tuple([name for name in tensors if not name.startswith(_PADDING)][: len(_INDEX)]) != _INDEX:
             raise ValueError(f"its first tensors are not {', '.join(_INDEX)}")  # what is fetched to read them is little
         keys = np.frombuffer(source.read(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
         digests = np.frombuffer(source.read(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
@@ -368,12 +354,10 @@ def read_row(path: Path) -> PackRow:
     FileNotFoundError if there is no such file. A plain StoreError says that the file cannot be read now, and nothing
     about what it holds.
     """
-    fd = open_to_read(path)
-    try:
+    with os.fdopen(open_to_read(path), "rb") as file:
+        fd = file.fileno()
         source = PackBytes(path, os.fstat(fd).st_size, lambda offset, number: os.pread(fd, number, offset))
         return row_in(path.stem, source)[0]
-    finally:
-        os.close(fd)
 
 
 def map_pack(path: Path, num_bytes: int) -> np.ndarray:
@@ -382,20 +366,18 @@ def map_pack(path: Path, num_bytes: int) -> np.ndarray:
     PackError if it is shorter: touching what is missing would kill the process (SIGBUS). FileNotFoundError and
     StoreError as for `read_row`.
     """
-    fd = open_to_read(path)
-    try:
-        file_bytes = os.fstat(fd).st_size
-        if file_bytes < num_bytes:
+    with os.fdopen(open_to_read(path), "rb") as file:
+        fd = file.fileno()
+        if (file_bytes := os.fstat(fd).st_size) < num_bytes:
             raise PackError(path, f"has {file_bytes:,} bytes, and was written with {num_bytes:,}")
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
         # By its descriptor where that has a name: meanwhile the file's own may be gone.
         source = f"/dev/fd/{fd}" if os.path.exists(f"/dev/fd/{fd}") else str(path)
-        return torch.from_file(source, shared=False, size=num_bytes, dtype=torch.uint8, device="cpu").numpy()
-    except (RuntimeError, OSError, MemoryError) as error:
-        raise unreadable(path, error) from error
-    finally:
-        os.close(fd)
+        try:
+            return torch.from_file(source, shared=False, size=num_bytes, dtype=torch.uint8, device="cpu").numpy()
+        except (RuntimeError, OSError, MemoryError) as error:
+            raise unreadable(path, error) from error
 
 
 def check_ragged(pack: Pack, data: np.ndarray) -> None:
@@ -452,21 +434,15 @@ class WholePack:
 
     row: PackRow
     offsets: np.ndarray
-    records: bytes | memoryview
+    records: bytes
     data: np.ndarray
 
     @classmethod
-    def in_file(cls, path: Path) -> WholePack:
-        """The pack at `path`, mapped. Errors as for `read_row`."""
-        fd = open_to_read(path)
-        try:
-            return cls.in_open_file(path, fd)
-        finally:
-            os.close(fd)
-
-    @classmethod
-    def in_open_file(cls, path: Path, fd: int) -> WholePack:
-        """The pack in an open file that is to lie at `path`, and may have another name still."""
+    def in_file(cls, path: Path, fd: int | None = None) -> WholePack:
+        """The pack at `path`, mapped, or in the open file `fd` that is to lie there. Errors as for `read_row`."""
+        if fd is None:
+            with os.fdopen(open_to_read(path), "rb") as file:
+                return cls.in_file(path, file.fileno())
         if not os.fstat(fd).st_size:
             raise PackError(path, "ends after 0 bytes, where 8 are needed")
         try:
@@ -485,7 +461,7 @@ class WholePack:
         offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
         if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(data) - starts[_RECORDS]:
             raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
-        records = source.read(starts[_RECORDS], int(offsets[-1]))
+        records = bytes(data[starts[_RECORDS] : starts[_RECORDS] + int(offsets[-1])])
         if metadata.get("records_digest") != _records_digest(offsets, records):
             raise PackError(path, "the records do not have the digest that was stored with them")
         return cls(row, offsets, records, np.frombuffer(data, np.uint8))
@@ -499,7 +475,7 @@ class WholePack:
 
     def json(self, at: int) -> bytes:
         """The JSON of a row's record."""
-        return bytes(self.records[self.offsets[at] : self.offsets[at + 1]])
+        return self.records[self.offsets[at] : self.offsets[at + 1]]
 
     def record(self, at: int) -> Record:
         """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
@@ -529,6 +505,12 @@ class WholePack:
         for at, key in enumerate(self.row.names()):
             if (problem := self.problem(key, self.row.location(at))) is not None:
                 yield key, problem
+
+    def checked_row(self, path: Path) -> PackRow:
+        """The pack's row. PackError naming `path` unless every byte that counts is as it was written."""
+        for key, problem in self.problems():
+            raise PackError(path, f"entry {key}: {problem}")
+        return self.row
 
     def copy(self, key: str, location: Location) -> OwnedEntry | str:
         """A copy of an entry, or why it is not what was stored."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -27,15 +27,6 @@ from latentcache.utils.durable_files import open_to_read, unreadable
 _MAX_RECORDS = 8  # packs whose records are kept open
 
 
-class KeyIndex(Protocol):
-    """Where entries lie: `table` as far as memory knows, `look_up` after a look at what others added."""
-
-    table: LocationTable
-
-    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
-        """Where the entries lie, None for those that are not there. StoreError for what is no key."""
-
-
 class _Mapping(NamedTuple):
     """The file of a pack, its number and size, its bytes, and which of its entries were found good: a flag a row."""
 
@@ -48,7 +39,7 @@ class _Mapping(NamedTuple):
 class PackReader(Store):
     """A store whose entries lie in packs on this disk, or come there when they are read. Any thread may use it.
 
-        keys -> key_index (which pack, which row) -> path_of (the pack's file here) -> mapped bytes -> arrays
+        keys -> look_up (which pack, which row) -> path_of (the pack's file here) -> mapped bytes -> arrays
 
     A pack is mapped when it is first read. An entry is compared with its digest when it is first read; what does not
     fit is given to `relocate`.
@@ -58,8 +49,13 @@ class PackReader(Store):
         self._maps: dict[str, _Mapping] = {}
         self._whole_pack = lru_cache(_MAX_RECORDS)(WholePack.in_file)
 
-    def key_index(self) -> KeyIndex:
-        """Where entries lie. StoreError when the store is closed."""
+    @property
+    def table(self) -> LocationTable:
+        """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
+        raise NotImplementedError
+
+    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
+        """Where the entries lie, None for those that are not there. StoreError for what is no key."""
         raise NotImplementedError
 
     def path_of(self, pack: str) -> Path:
@@ -78,10 +74,10 @@ class PackReader(Store):
 
     def locate(self, keys: Sequence[str]) -> list[Location]:
         """Where the entries lie. EntryMissingError, EntryDamagedError; StoreError for what is no key."""
-        index, locations = self.key_index(), list[Location]()
-        for key, location in zip(keys, index.look_up(keys), strict=True):
+        locations = list[Location]()
+        for key, location in zip(keys, self.look_up(keys), strict=True):
             if location is None:
-                reason = index.table.reason(key)
+                reason = self.table.reason(key)
                 raise EntryMissingError(key) if reason is None else self._damaged_error(key, reason)
             locations.append(location)
         return locations
@@ -98,9 +94,7 @@ class PackReader(Store):
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return self._rows(keys, self.locate(keys))
-
-    def _rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        locations = self.locate(keys)
         self.bring({location.pack.id for location in locations})
         known = [self._known(location) for location in locations]
         if unread := [location for location, row in zip(locations, known, strict=True) if row is None]:
@@ -110,15 +104,12 @@ class PackReader(Store):
 
     @override
     def get(self, key: str) -> Entry:
-        [location] = self.locate([key])
-        record, rows = self._record(key, location), self._rows([key], [location])
+        [location], record, rows = self.locate([key]), self.record(key), self.rows([key])
         return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 
     @override
     def record(self, key: str) -> Record:
-        return self._record(key, self.locate([key])[0])
-
-    def _record(self, key: str, location: Location) -> Record:
+        [location] = self.locate([key])
         while True:
             problem = DISAGREE
             try:
@@ -133,7 +124,7 @@ class PackReader(Store):
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
-        found = self.key_index().table.look_up(list(dict.fromkeys(keys)))
+        found = self.table.look_up(list(dict.fromkeys(keys)))
         self._advise([location for location in found if location is not None])
 
     def _known(self, location: Location) -> EntryArrays | None:
@@ -220,7 +211,7 @@ class PackReader(Store):
 
     def _stats(self, sizes: Mapping[str, int], index_bytes: int) -> StoreStats:
         """Counts and sizes. `sizes`: bytes of each pack's file."""
-        table = self.key_index().table
+        table = self.table
         counts = table.counts()
         return StoreStats(
             num_entries={kind: num for kind, (num, _) in counts.items()},

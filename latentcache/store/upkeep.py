@@ -23,9 +23,8 @@ from typing_extensions import override
 
 from latentcache.errors import PackError, StoreBusyError, StoreError
 from latentcache.store.base import StoreReport
-from latentcache.store.catalog import read_rows
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.disk import DiskStore
+from latentcache.store.disk import DiskStore, read_rows
 from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location
 from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
@@ -120,11 +119,10 @@ def verify(
     `subset=(n, t)` takes the n-th of t parts of the packs, 1 <= n <= t; all t parts are all packs. A read-only store
     is checked but not changed.
     """
-    subset = checked_subset(subset)
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
-            disk.catalog.reload()
-        table, sizes = disk.catalog.table, disk.directory.pack_sizes()
+            disk.reload()
+        table, sizes = disk.table, disk.directory.pack_sizes()
         known, live, in_index = table.damaged(), table.live_sizes(), set(table.packs)
         packs = packs_in_subset(sizes.keys() | in_index, subset)
         empty = [(pack, dict[str, Location]()) for pack in packs if pack not in live]
@@ -142,17 +140,11 @@ def verify(
         )
 
 
-def checked_subset(subset: tuple[int, int] | None) -> tuple[int, int]:
-    """The n-th of t parts, by default the whole. StoreError unless 1 <= n <= t."""
+def packs_in_subset(packs: Iterable[str], subset: tuple[int, int] | None) -> list[str]:
+    """The packs, by id, of the n-th of t parts, by default all. StoreError unless 1 <= n <= t."""
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
-    return part, num_parts
-
-
-def packs_in_subset(packs: Iterable[str], subset: tuple[int, int]) -> list[str]:
-    """The packs, by id, of one of the parts that `verify` takes."""
-    part, num_parts = subset
     return sorted([pack for pack in packs if int(pack[:8], 16) % num_parts == part - 1])
 
 
@@ -163,13 +155,13 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
     now.
     """
     with nullcontext() if disk.read_only else disk.lock("verify", shared=True):
-        disk.catalog.reload()
+        disk.reload()
         places: dict[str, dict[str, Location]] = {}
         damaged: dict[str, str] = {}
-        for key, location in zip(keys, disk.catalog.look_up(list(keys)), strict=True):
+        for key, location in zip(keys, disk.look_up(list(keys)), strict=True):
             if location is not None:
                 places.setdefault(location.pack.id, {})[key] = location
-            elif (reason := disk.catalog.table.reason(key)) is not None:
+            elif (reason := disk.table.reason(key)) is not None:
                 damaged[key] = reason
         found, unreadable = _check(disk, places.items())
         for pack, problem in unreadable.items():
@@ -224,10 +216,9 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         with system_errors(Path(store)):
             CacheDirectory(store, create=False, repair=True)
     with DiskStore.opened(store) as disk, locked(disk.directory.lock, "rebuild", shared=False):
-        disk.release(disk.directory.pack_sizes())  # each entry is verified again
-        refused = disk.catalog.rebuild()
+        refused = disk.rebuild_index()
         unreadable = {str(disk.directory.pack_path(pack)): str(error) for pack, error in refused.items()}
-        return RebuildReport(len(disk.catalog.table), len(disk.catalog.table.packs), unreadable)
+        return RebuildReport(len(disk.table), len(disk.table.packs), unreadable)
 
 
 def prune(
@@ -254,7 +245,7 @@ def prune(
         removed, gone, unreadable = list[int](), set[str](), dict[str, str]()
         while max_bytes is None or bytes_left > max_bytes:
             if max_bytes is None:
-                chosen = {pack: 0 for pack in disk.catalog.table.packs}
+                chosen = {pack: 0 for pack in disk.table.packs}
             else:
                 chosen = _longest_unused(disk, present, kept, bytes_left - max_bytes)
             sizes_removed, empty = _remove_others(disk, chosen.keys(), kept, dry_run=dry_run)
@@ -269,7 +260,7 @@ def prune(
             bytes_left = sum(present.values())
             present = {pack: size for pack, size in present.items() if pack not in unreadable and pack not in chosen}
         if max_bytes is None and not dry_run:
-            disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
+            disk.remove([key for key in disk.table.damaged() if key not in kept])
         return PruneReport(
             num_entries=len(removed),
             num_bytes=sum(removed),
@@ -289,14 +280,14 @@ def _remove_others(
     """
     gone: dict[str, int] = {}
     empty = set(packs)
-    for pack, entries in disk.catalog.table.by_pack(set(packs)):
+    for pack, entries in disk.table.by_pack(set(packs)):
         others = {key: location.group.mean_bytes for key, location in entries.items() if key not in kept}
         gone |= others
         if len(others) < len(entries):
             empty.remove(pack)
     if not dry_run:
-        disk.catalog.remove(gone)
-        empty = _drop_empty(disk, packs)
+        disk.remove(gone)
+        empty = disk.drop_empty(packs)
     return list(gone.values()), empty
 
 
@@ -315,7 +306,7 @@ def _check_readers(directory: CacheDirectory) -> None:
 
 def _longest_unused(disk: DiskStore, sizes: Mapping[str, int], kept: Collection[str], too_many: int) -> dict[str, int]:
     """The packs to take so many bytes from, the longest unused first, and how many bytes that frees of each."""
-    table = disk.catalog.table
+    table = disk.table
     stays: dict[str, int] = {}
     for pack, entries in table.by_pack():
         stays[pack] = sum([place.group.mean_bytes for key, place in entries.items() if key in kept])
@@ -340,17 +331,17 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
-        chosen = choose(disk.catalog.table)
+        chosen = _to_rewrite(disk.table)
         before = disk.directory.pack_sizes()
         damaged: dict[str, str] = {}
         unreadable: dict[str, str] = {}
         # Entries of theirs that are needed were encoded again, or will be: the index does not know these packs.
-        _, refused = read_rows(disk.directory, before.keys() - disk.catalog.table.packs.keys())
+        _, refused = read_rows(disk.directory, before.keys() - disk.table.packs.keys())
         put_aside = {pack: str(error) for pack, error in refused.items() if isinstance(error, PackError)}
         if dry_run:
             num_copied, payload_bytes = (sum(each) for each in zip((0, 0), *chosen.values(), strict=True))
             num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))
-            gone = (disk.catalog.table.empty_packs() | chosen.keys()) & before.keys() | put_aside.keys()
+            gone = (disk.table.empty_packs() | chosen.keys()) & before.keys() | put_aside.keys()
             num_after = len(before) - len(gone) + num_new
             bytes_after = sum(before.values()) - sum(before[pack] for pack in gone) + payload_bytes
         else:
@@ -372,7 +363,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
         )
 
 
-def choose(table: LocationTable) -> dict[str, tuple[int, int]]:
+def _to_rewrite(table: LocationTable) -> dict[str, tuple[int, int]]:
     """The packs that are to be rewritten, with the number of live entries in each, and the bytes of their values."""
     wasteful, small = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
     for pack, (num, live_bytes) in table.live_sizes().items():
@@ -391,21 +382,20 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
     many entries were copied.
     """
     old: dict[str, Location] = {}
-    num_copied = 0
-    _drop_empty(disk)
-    for batch in full_packs(_copies(disk, frozenset(chosen), old, damaged, unreadable), PACK_AGE_S):
-        row = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
-        num_copied += disk.catalog.move(row, old)
+    copies, num_copied = _copies(disk, frozenset(chosen), old, damaged, unreadable), 0
+    while True:
+        disk.drop_empty()
+        buffer = PackBuffer(PACK_AGE_S)
+        for copy in copies:
+            buffer.add(copy)
+            if buffer.is_full():
+                break
+        if not buffer.entries:
+            disk.drop_empty()
+            return num_copied
+        row = write_pack(disk.directory.new_pack_path(new_pack_id()), list(buffer.entries.values()))
+        num_copied += disk.move(row, old)
         old.clear()
-        _drop_empty(disk)
-    _drop_empty(disk)
-    return num_copied
-
-
-def _drop_empty(disk: DiskStore, packs: Collection[str] | None = None) -> set[str]:
-    empty = disk.catalog.drop_empty(packs)
-    disk.release(empty)
-    return empty
 
 
 def _copies(
@@ -416,11 +406,11 @@ def _copies(
     unreadable: dict[str, str],
 ) -> Iterator[OwnedEntry]:
     """Copies of the entries of these packs. Where each was is noted in `old`."""
-    for pack, entries in disk.catalog.table.by_pack(chosen):
+    for pack, entries in disk.table.by_pack(chosen):
         try:
             whole = WholePack.in_file(disk.directory.pack_path(pack))
         except (StoreError, FileNotFoundError) as error:
-            if pack in disk.catalog.table.packs:  # else all of it was removed meanwhile
+            if pack in disk.table.packs:  # else all of it was removed meanwhile
                 unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
@@ -431,15 +421,3 @@ def _copies(
             else:
                 old[key] = location
                 yield copy
-
-
-def full_packs(entries: Iterator[OwnedEntry], age_s: float) -> Iterator[list[OwnedEntry]]:
-    """The entries in as many as a pack has, or as come in `age_s` seconds. Keys are distinct."""
-    buffer = PackBuffer(age_s)
-    for entry in entries:
-        buffer.add(entry)
-        if buffer.is_full():
-            yield list(buffer.entries.values())
-            buffer = PackBuffer(age_s)
-    if buffer.entries:
-        yield list(buffer.entries.values())

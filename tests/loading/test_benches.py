@@ -1,4 +1,4 @@
-"""The benchmarks of reading run, and check the values that they read. What they measure is no test."""
+"""The benchmarks of the store and of reading run, and check what they read. What they measure is no test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ COLD = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cac
 
 
 def printed(script: str, folder: Path, *flags: str) -> str:
-    command = [sys.executable, str(SCRIPTS / script), "--tiny", "--repetitions", "2", "--folder", str(folder), *flags]
+    repetitions = () if script == "bench_scale.py" else ("--repetitions", "2")
+    command = [sys.executable, str(SCRIPTS / script), "--tiny", *repetitions, "--folder", str(folder), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     assert list(folder.iterdir()) == []
     return done.stdout
@@ -65,3 +66,31 @@ def test_the_loaders_waits() -> None:
     command = [sys.executable, str(SCRIPTS / "bench_loader.py"), "--tiny", "--json", "--device", "cpu"]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
     assert result["steps"].keys() == {"1.25", "4"} and result["batch_s"] > 0 and result["host_to_device"] is None
+
+
+def test_the_index_is_measured(tmp_path: Path) -> None:
+    report = run("bench_index.py", tmp_path)
+    assert len(report["sizes"]) == 2
+    for size in report["sizes"]:
+        for name, figures in report["results"][str(size)].items():
+            if name not in ("build_s", "memory_mb"):
+                assert 0 < figures["min"] <= figures["median"] <= figures["max"], name
+    assert report["ratio_largest_to_smallest"].keys() == report["results"][str(report["sizes"][0])].keys() - {"build_s"}
+
+
+def test_large_caches_are_measured(tmp_path: Path) -> None:
+    report = run("bench_scale.py", tmp_path)
+    assert list(report["steps"]) == ["make_index", "open_index", "make_manifest", "read_manifest", "plan"]
+    assert all(figures["seconds"] > 0 and figures["peak_mb"] > 0 for figures in report["steps"].values())
+    assert 200 < report["steps"]["make_manifest"]["bytes"] / report["num_samples"] <= 300
+
+
+def test_writing_is_measured(tmp_path: Path) -> None:
+    result = run("bench_write.py", tmp_path)
+    assert result["times_faster"].keys() == result["cases"].keys() == {"latents", "samples"}
+    for case, by_processes in result["cases"].items():
+        assert result["times_faster"][case].keys() == by_processes.keys() == {"1", "2", "4"}
+        for figures in by_processes.values():
+            durable = {"packs", "files", "files_without_folder"}
+            assert figures["us_per_entry"].keys() >= durable
+            assert all(0 < f["min"] <= f["median"] <= f["max"] for f in figures["us_per_entry"].values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,12 +89,6 @@ def test_random_captions_follow_the_global_generator(config: Config) -> None:
         torch.manual_seed(0)
         assert [dataset[0]["caption"] for _ in range(20)] == first
     assert set(first) == {"a red house", "a house in the rain"}
-
-
-def test_an_open_dataset_travels_to_another_process(config: Config) -> None:
-    dataset = LatentDataset(config.cache.path)
-    before = dataset[3]["moments"]
-    assert torch.equal(pickle.loads(pickle.dumps(dataset))[3]["moments"], before)
 
 
 def test_a_plain_shuffled_dataloader_is_told_what_to_use(config: Config) -> None:

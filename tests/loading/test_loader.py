@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,22 +236,6 @@ def test_items_of_manifests_that_hold_moments_and_latents_are_refused_by_name(
     assert torch.equal(dataset[other]["latents"], dataset[0]["moments"].chunk(2)[0])
     with pytest.raises(StoreError, match="must have the same fields"):
         dataset.__getitems__([0, other])
-
-
-def test_threads_that_consume_share_nothing(dataset: LatentDataset) -> None:
-    loader = loader_of(dataset)
-    expected = by_hand(loader.sampler)
-    results: list[bool] = []
-
-    def consume() -> None:
-        results.append([plain(batch) for batch in loader_of(dataset)] == expected)
-
-    threads = [threading.Thread(target=consume) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 4
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")

@@ -173,7 +173,7 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "cache") as store:
         store.remove([rows["004.png"].captions[0].key])
         damaged = rows["005.png"].images[0].key
-        [location] = store.catalog.look_up([damaged])
+        [location] = store.look_up([damaged])
         assert location is not None
         store.mark_damaged({damaged: (location, "a flipped bit")})
     with page_of(tmp_path / "cache") as base:
@@ -445,7 +445,7 @@ def test_damage_has_the_command_that_fixes_it(tmp_path: Path) -> None:
         assert "Nothing is lost or damaged" in fetch(base, "/health").text
     with DiskStore(tmp_path / "cache") as store:
         key = manifest.rows["002.png"].images[0].key
-        location = store.catalog.look_up([key])[0]
+        location = store.look_up([key])[0]
         assert location is not None
         store.mark_damaged({key: (location, "a bit <b>flipped</b>")})
         store.remove([manifest.rows["003.png"].captions[0].key])

@@ -209,7 +209,7 @@ def test_a_full_disk_is_a_507(tmp_path, monkeypatch):
 
     cache = fill(tmp_path / "cache")
     before = files(cache.path)
-    monkeypatch.setattr("latentcache.store.exchange.write_all", full)
+    monkeypatch.setattr("latentcache.store.disk.write_all", full)
     monkeypatch.setattr("latentcache.service.manifests.write_all", full)
     name, data = pack([entry(1)])
     with serving_here(cache.path, Limits()) as server:

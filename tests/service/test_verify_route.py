@@ -19,7 +19,7 @@ def cache(tmp_path):
 def damage(cache, number):
     """Change a bit of an entry in its pack."""
     with DiskStore(cache.path, read_only=True) as store:
-        [location] = store.catalog.look_up([cache.keys[number]])
+        [location] = store.look_up([cache.keys[number]])
         path = store.directory.pack_path(location.pack.id)
         values = store.get(cache.keys[number]).tensors["moments"].numpy().tobytes()
     data = bytearray(path.read_bytes())

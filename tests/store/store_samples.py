@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 
 import torch
 from helpers.pack_damage import damage, find_bytes
@@ -90,6 +91,22 @@ CLEAN = ["CACHE.json", "index/cache.db", "index/open.lock", "upkeep.lock"]
 
 def packs(store):
     return sorted(store.directory.packs.glob("*/*.safetensors"))
+
+
+def before_call(name, call, action):
+    """Do something before the `call`-th call of os.<name>, from now on."""
+    calls, real = iter(range(1, 1000)), getattr(os, name)
+
+    def replaced(*args, **kwargs):
+        if next(calls) == call:
+            action()
+        return real(*args, **kwargs)
+
+    setattr(os, name, replaced)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(target, *args, context=fork):

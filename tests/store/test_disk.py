@@ -4,15 +4,33 @@ import errno
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from helpers.other_users import open_to_others
-from store_samples import CLEAN, flip, fork, key, listing, packs, run, same, sample, samples, spawn, where
+from store_samples import (
+    CLEAN,
+    before_call,
+    die,
+    flip,
+    fork,
+    key,
+    listing,
+    packs,
+    run,
+    same,
+    sample,
+    samples,
+    spawn,
+    where,
+)
 
 from latentcache.errors import (
     EntryDamagedError,
@@ -24,9 +42,10 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store import DiskStore, Index
+from latentcache.store import DiskStore
 from latentcache.store import writer as writer_module
 from latentcache.store.batch import read_batch
+from latentcache.store.index import Index
 from latentcache.store.upkeep import rebuild, verify
 
 
@@ -183,14 +202,7 @@ def test_forks_share_a_store(root):
 
 def die_at(root, name, call):
     """Add an entry, and be killed before the `call`-th call of os.<name>."""
-    calls, real = iter(range(1, 1000)), getattr(os, name)
-
-    def deadly(*args, **kwargs):
-        if next(calls) == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-
-    setattr(os, name, deadly)
+    before_call(name, call, die)
     with DiskStore(root) as store:
         store.add(samples(1))
 
@@ -257,17 +269,10 @@ def test_kills_at_random_lose_nothing_that_was_acknowledged(root):
 def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, name, call):
     with DiskStore(root) as store:
         store.add(samples(0))
-        calls, real = iter(range(1, 1000)), getattr(os, name)
-
-        def refuse(*args):
-            if next(calls) == call:
-                raise OSError(number, os.strerror(number))
-            return real(*args)
-
-        monkeypatch.setattr(os, name, refuse)
-        with pytest.raises(StoreError) as caught:
+        with monkeypatch.context() as patched, pytest.raises(StoreError) as caught:
+            patched.setattr(os, name, getattr(os, name))  # as it is, afterwards
+            before_call(name, call, lambda: raise_(OSError(number, os.strerror(number))))
             store.add(samples(*range(1, 9)))
-        monkeypatch.setattr(os, name, real)
         full = number == errno.ENOSPC
         assert isinstance(caught.value, StorageFullError) == full
         assert isinstance(caught.value, ReadOnlyError) == (number == errno.EACCES)
@@ -526,6 +531,30 @@ def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
             assert "index" in str(error)
         shutil.rmtree(root / "index")
         (root / "index").mkdir()
+
+
+class Bomb:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["generation", f"pack:{'0' * 32}", "new"])
+def test_nothing_in_the_index_is_unpickled(root, tmp_path, name):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+    with closing(sqlite3.connect(root / "index" / "cache.db")) as connection, connection:
+        row = "INSERT OR REPLACE INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 4, ?)"
+        connection.execute(row, (name, pickle.dumps(Bomb(tmp_path / "exploded"))))
+    for read_only in (True, False):
+        with DiskStore(root, read_only=read_only) as store:
+            assert_holds(store, 0)
+            assert set(store.keys()) == {key(0)}
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_locks(root):

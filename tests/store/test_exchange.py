@@ -16,7 +16,6 @@ from latentcache.errors import (
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.store.entry import own_entry
-from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify
 from latentcache.types import Entry, Record
@@ -36,23 +35,11 @@ def packed(entries):
     return row.pack.id, data
 
 
-def test_entries_go_from_store_to_store(store, tmp_path):
-    pack, data = packed([own_entry(store.get(key(number))) for number in (2, 0, 3)])
-    with DiskStore(tmp_path / "other") as other:
-        other.add(samples(0))
-        assert take_pack(other, pack, [data[:7], data[7:]], len(data)) == 2
-        assert other.find([key(n) for n in range(4)]) == {key(0), key(2), key(3)}
-        for number in (0, 2):
-            assert same(other.get(key(number)), sample(number))
-        assert other.get(key(3)).tensors["hidden"].shape == (5, 3)
-        assert not verify(other).damaged
-
-
 def test_another_pack_of_the_same_name_replaces_nothing(store):
     pack, data = packed([own_entry(sample(7))])
     _, other = packed([own_entry(sample(8))])
-    assert take_pack(store, pack, [data], len(data)) == 1
-    assert take_pack(store, pack, [other], len(other)) == 0
+    assert store.take_pack(pack, [data[:7], data[7:]], len(data)) == 1
+    assert store.take_pack(pack, [other], len(other)) == 0
     assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
     assert not list((store.path / "packs").rglob("*.tmp"))
 
@@ -70,27 +57,27 @@ def test_values_that_entries_share_are_refused(store):
     at = data.index(offsets)
     forged = data[:at] + np.array([0, 40] * 20 + [40], "<i8").tobytes() + data[at + len(offsets) :]
     with pytest.raises(PackError, match="share values"):
-        take_pack(store, pack, [forged], len(forged))
-    assert take_pack(store, pack, [data], len(data)) == 40
+        store.take_pack(pack, [forged], len(forged))
+    assert store.take_pack(pack, [data], len(data)) == 40
 
 
 def test_a_pack_is_refused_while_upkeep_works_and_by_readers(store, tmp_path):
     pack, data = packed([own_entry(sample(7))])
     with DiskStore(store.path) as other, other.lock("compacting", shared=False), pytest.raises(StoreBusyError):
-        take_pack(store, pack, [data], len(data))
+        store.take_pack(pack, [data], len(data))
     with DiskStore(store.path, read_only=True) as reader, pytest.raises(ReadOnlyError):
-        take_pack(reader, pack, [data], len(data))
+        reader.take_pack(pack, [data], len(data))
     with pytest.raises(PackError, match="digest"):
-        take_pack(store, pack, [data[:-1] + bytes([data[-1] ^ 1])], len(data))
+        store.take_pack(pack, [data[:-1] + bytes([data[-1] ^ 1])], len(data))
 
     def interrupted():
         yield data[:100]
         raise RuntimeError("the client is gone")
 
     with pytest.raises(RuntimeError):
-        take_pack(store, pack, interrupted(), len(data))
+        store.take_pack(pack, interrupted(), len(data))
     assert not list((store.path / "packs").rglob(f"*{pack}*")) and store.find([key(7)]) == set()
-    assert take_pack(store, pack, [data], len(data)) == 1
+    assert store.take_pack(pack, [data], len(data)) == 1
 
 
 def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
@@ -100,8 +87,8 @@ def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
         raise StoreError("the index cannot be written now")
 
     with monkeypatch.context() as patched, pytest.raises(StoreError, match="cannot be written now"):
-        patched.setattr(store.catalog, "seal", fails)
-        take_pack(store, pack, [data], len(data))
+        patched.setattr(store, "add_row", fails)
+        store.take_pack(pack, [data], len(data))
     assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(8)]) == set()
-    assert take_sealed(store, pack) == 1 and store.find([key(8)]) == {key(8)}
-    assert take_sealed(store, pack) == 0
+    assert store.take_sealed(pack) == 1 and store.find([key(8)]) == {key(8)}
+    assert store.take_sealed(pack) == 0

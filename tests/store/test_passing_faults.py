@@ -9,7 +9,7 @@ import pytest
 from store_samples import key, mark, same, sample, samples
 
 from latentcache.errors import StoreError
-from latentcache.store import DiskStore, catalog, pack
+from latentcache.store import DiskStore, disk, pack
 from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
@@ -39,7 +39,7 @@ def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypat
     with DiskStore(root) as writer:
         writer.add(samples(0))
         leave_an_unknown_pack(writer, 1)
-        target = catalog if moment == "while headers are read" else catalog.CacheDirectory
+        target = disk if moment == "while headers are read" else disk.CacheDirectory
         name = "read_rows" if moment == "while headers are read" else "pack_sizes"
         real = getattr(target, name)
 

@@ -61,7 +61,7 @@ def write_manifest(cache: Path, numbers: set[int]) -> None:
 
 
 def pack_of(store: DiskStore, number: int) -> Path:
-    (location,) = store.catalog.look_up([key(number)])
+    (location,) = store.look_up([key(number)])
     assert location is not None
     return store.directory.pack_path(location.pack.id)
 

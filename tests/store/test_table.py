@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from latentcache.errors import StoreError
 from latentcache.store.layout import Column, Pack, PackRow, RowGroup
 from latentcache.store.table import LocationTable
 
@@ -65,14 +64,6 @@ def test_it_says_what_a_dict_says(steps):
         kinds = [row.pack.group_of(at).kind for row, at in model.values()]
         expected = {kind: (kinds.count(kind), kinds.count(kind) * size) for kind, size in (("image", 3), ("text", 5))}
         assert table.counts() == {kind: count for kind, count in expected.items() if count[0]}
-
-
-@pytest.mark.parametrize("key", ["", "0" * 63, "0" * 65, "A" * 64, "0 " * 32, None, 7])
-def test_what_is_no_key_is_refused(key):
-    table = LocationTable([row_of(0, KEYS)])
-    for call in (table.look_up, table.find, table.drop):
-        with pytest.raises(StoreError, match="not a key"):
-            call([KEYS[0], key])
 
 
 def test_a_row_is_read_back_and_every_flipped_bit_is_refused():

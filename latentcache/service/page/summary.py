@@ -209,7 +209,7 @@ def _present(store: DiskStore, keys: Sequence[str], used: dict[str, np.ndarray])
     """Choose the keys that are there. Their rows are set in `used`: by pack, bool [num_entries]."""
     packs, places = store.places(keys)
     is_there = places[:, 0] >= 0
-    sizes = store.catalog.table.packs
+    sizes = store.table.packs
     for number in np.unique(places[is_there, 0]).tolist():
         if (layout := sizes.get(packs[number])) is not None:
             flags = used.setdefault(packs[number], np.zeros(layout.num_entries, np.bool_))

@@ -178,7 +178,7 @@ class CutCaptions:
         try:
             whole = WholePack.in_file(path)
         except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
-            return np.zeros(self._store.catalog.table.packs[pack].num_entries, np.bool_)
+            return np.zeros(self._store.table.packs[pack].num_entries, np.bool_)
         cut = np.zeros(len(whole.row.keys), np.bool_)
         for row in range(len(cut)):
             if whole.row.pack.group_of(row).kind == "text":
