@@ -166,7 +166,7 @@ def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
     used: dict[str, np.ndarray] = {}  # by pack, which of its entries a manifest names: sets of all keys take a gigabyte
     problems: list[str] = []
     num_lacking = num_refused = num_unverified = 0
-    for name in manifests.folder.names():
+    for name in manifests.names():
         try:
             table = manifests.get(name).rows
         except LatentCacheError as error:

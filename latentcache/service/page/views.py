@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, PackError, RequestRefused, SampleError, StoreError
 from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.service.manifests import served_names
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack
 
@@ -54,9 +56,13 @@ class Manifests:
         self._read = OrderedDict[str, tuple[tuple[int, int, int], Manifest]]()
         self._lock = threading.Lock()
 
+    def names(self) -> list[str]:
+        """Names of all manifests."""
+        return served_names(self.folder)
+
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
-        return [name for name in self.folder.names() if not name.startswith(PROMPTS_PREFIX)]
+        return [name for name in self.names() if not name.startswith(PROMPTS_PREFIX)]
 
     def get(self, name: str) -> Manifest:
         """The whole manifest: a fraction of a second for a million samples, at once if it is in memory.
@@ -80,11 +86,13 @@ class Manifests:
 
     def _state(self, name: str) -> tuple[int, int, int]:
         """What changes when a manifest's file is replaced: inode, size, time of writing."""
-        # The name comes from a request: only what the folder lists may become a path.
-        if name not in self.folder.names():
+        # The name comes from a request: only what cannot lead out of the folder may become a path.
+        if not re.fullmatch(NAME_PATTERN, name):
             raise self._unknown(name)
         try:
             status = os.stat(self.folder.file(name), follow_symlinks=False)
+        except FileNotFoundError:
+            raise self._unknown(name) from None
         except OSError as error:
             raise StoreError(f"manifest {name}: cannot be read now: {error.strerror}; try again") from error
         return status.st_ino, status.st_size, status.st_mtime_ns
