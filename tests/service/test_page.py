@@ -134,6 +134,9 @@ def test_the_gallery_is_paged_searched_and_filtered(base: str) -> None:
     refused = fetch(base, "/gallery?state=refused")
     assert "broken.jpg" in refused.text
     assert "truncated: the JPEG data ends" in refused.text
+    nothing = fetch(base, "/gallery?search=zz+%3Czz&dataset=photos&state=")
+    assert 'Nothing matches "zz <zz" with dataset "photos"' in nothing.text.replace("\n", "")
+    assert ("a", {"class": "button plain", "href": "/gallery"}) in nothing.elements
 
 
 def ids(base: str, **filters: str) -> list[str]:
@@ -220,6 +223,7 @@ def test_a_sample_shows_photo_crop_captions_and_records(base: str) -> None:
     assert "92 tokens with begin and end" in page.text
     assert "the last 15 tokens cut off" in page.text
     assert "a street at night" in page.text
+    assert "hit 3 entries are cached." in page.text
     assert "The file has the bytes that were encoded" in page.text
     assert '"provenance"' in page.text
     image = next(attributes for tag, attributes in page.elements if tag == "image")
@@ -260,6 +264,7 @@ def test_a_photo_that_changed_or_went_is_said_so(tmp_path: Path) -> None:
     with page_of(tmp_path / "cache", show_photos=True) as base:
         changed = fetch(base, url("/sample", dataset="photos", id="000.png"))
         assert "The file has other bytes than those that were encoded" in changed.text
+        assert "entries are cached." not in changed.text
         gone = fetch(base, url("/sample", dataset="photos", id="002.png"))
         assert "No such file" in gone.text
         assert "image" not in {tag for tag, _ in gone.elements}
