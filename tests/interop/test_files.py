@@ -77,7 +77,8 @@ def test_damage_of_the_values_is_found():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "is a NoneType"),
+        (None, "it has no latent"),
+        ("latent", "is a str"),
         (torch.nn.Parameter(LATENTS), "is a Parameter"),
         (torch.eye(3).to_sparse(), "plain tensor"),
         (torch.empty(3, device="meta"), "plain tensor"),
@@ -86,7 +87,7 @@ def test_damage_of_the_values_is_found():
         (LATENTS[:, :0], "3 dimensions"),
         (torch.zeros(1).expand(4, 1 << 20, 1 << 20), "more values than the file"),
     ],
-    ids=["nothing", "parameter", "sparse", "meta", "double", "flat", "empty", "expanded"],
+    ids=["nothing", "text", "parameter", "sparse", "meta", "double", "flat", "empty", "expanded"],
 )
 def test_what_is_no_latent_is_refused(value: Any, words: str) -> None:
     with refused("corrupt", words):

@@ -17,13 +17,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
 from latentcache.families.base import Family
@@ -38,7 +38,6 @@ from latentcache.interop.readers import (
     keeps_padding,
     pixel_pair,
     refusing,
-    walked,
 )
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -130,7 +129,8 @@ class SimpleTunerCache:
         yield from self._latents(used)
         yield from self._texts(used)
         for folder in self._folders:
-            yield from walked(folder, partial(self._unknown, used, folder))
+            for found in walk(folder):
+                yield from [found] if isinstance(found, Refusal) else self._unknown(used, folder, *found)
 
     def _latents(self, used: set[str]) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}

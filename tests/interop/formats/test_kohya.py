@@ -193,7 +193,7 @@ NAME = latents_name("cat", 320, 160)
         (NAME, without("latents"), "unsupported-format", "holds no latents"),
         (NAME, without("original_size"), "corrupt", "has no original_size"),
         (NAME, without("crop_ltrb"), "corrupt", "has no crop_ltrb"),
-        (NAME, GOOD | {"latents": GOOD["latents"].astype(np.float64)}, "corrupt", "latents is float64"),
+        (NAME, GOOD | {"latents": GOOD["latents"].astype(np.float64)}, "corrupt", "latents is torch.float64"),
         (NAME, GOOD | {"latents": GOOD["latents"][0]}, "corrupt", r"must be \[4, h, w\]"),
         (NAME, GOOD | {"original_size": np.array([320.0, 160.0])}, "corrupt", "original_size is"),
         (NAME, GOOD | {"original_size": np.array([-320, 160])}, "corrupt", "original_size is"),

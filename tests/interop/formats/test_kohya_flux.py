@@ -120,7 +120,7 @@ def test_the_mask_of_texts_that_were_counted_is_written(make_config: Callable[..
         ({"apply_t5_attn_mask": np.array(0)}, "corrupt", "it must be one bool"),
         ({"t5_attn_mask": np.ones(3, np.int64)}, "corrupt", "do not fit together"),
         ({"l_pooled": np.ones(4, np.float16)}, "corrupt", "do not fit together"),
-        ({"t5_out": np.ones((2, 3, 4), np.float32)}, "corrupt", "must be float with 2"),
+        ({"t5_out": np.ones((2, 3, 4), np.float32)}, "corrupt", "with 2 dimensions"),
         ({"t5_out": np.array([{}], dtype=object)}, "corrupt", "allow_pickle=False"),
     ],
     ids=["with-mask", "mask-of-flags", "flag-of-numbers", "mask", "dtypes", "shape", "objects"],
