@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -147,27 +146,6 @@ def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path:
             assert encoder.loaded == frozenset()
 
 
-def test_a_key_is_encoded_once_however_many_request_it(make_encoder: Callable[..., MissEncoder], gate: Gate) -> None:
-    encoder = make_encoder(workspace=(workspace := Workspace()))
-    gate.opened.clear()
-
-    def request(number: int) -> None:
-        for future in encoder.submit([encoder.prompt("the same"), encoder.prompt(f"its own {number % 4}")]).values():
-            assert future.cancel() is False, "one that goes away must not take it from the others"
-            future.result(WAIT_S)
-
-    with ThreadPoolExecutor(16) as threads:
-        done = [threads.submit(request, number) for number in range(16)]
-        assert gate.entered.wait(WAIT_S)
-        gate.opened.set()
-        for each in done:
-            each.result(WAIT_S)
-    assert gate.num_calls == 5 and len(list(workspace.store.keys())) == 5
-    counts = encoder.counts
-    assert (counts["entries"], counts["failures"], encoder.num_waiting) == (5, 0, 0)
-    assert counts["hits"] + counts["misses"] == 32
-
-
 def test_what_waits_becomes_one_pack(make_config: Callable[..., Config], make_encoder: Any, gate: Gate) -> None:
     with open_workspace(make_config().cache) as workspace:
         encoder = make_encoder(workspace=workspace)
@@ -209,31 +187,6 @@ def test_one_that_breaks_the_encoder_costs_the_others_nothing(
     later.result(WAIT_S)
 
 
-def test_refusals_are_those_of_precache(
-    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], photos: Path
-) -> None:
-    whole = png(seed=3)
-    broken = bytearray(whole)
-    broken[len(whole) // 2] ^= 0xFF  # a checksum inside the file: only decoding finds it
-    bad = {"cut.png": whole[:-200], "broken.png": bytes(broken), "text.png": b"no image", "thin.png": png((8, 200))}
-    for name, data in bad.items():
-        (photos / name).write_bytes(data)
-    report = run_precache(make_config(), workspace=Workspace())
-    assert len(report.refused) == len(bad)
-    encoder = make_encoder()
-    for refusal in report.refused:
-        with pytest.raises(ImageRefused) as caught:
-            [(_, task)] = encoder.image(bad[refusal.sample_id], name=refusal.sample_id)
-            [future] = encoder.submit([task]).values()
-            future.result(WAIT_S)
-        assert (caught.value.reason, caught.value.detail) == (refusal.reason, refusal.detail)
-    with pytest.raises(ImageRefused, match="wrong-suffix"):
-        encoder.image(whole, name="photo.jpg")
-    with pytest.raises(EncodeError, match="is not Unicode text") as half:
-        encoder.prompt("half \ud800 of a pair")
-    assert half.value.problem == "bad-caption"
-
-
 def test_an_output_that_cannot_be_used_is_refused(
     make_encoder: Callable[..., MissEncoder], parts: dict[str, Any]
 ) -> None:
@@ -247,24 +200,6 @@ def test_an_output_that_cannot_be_used_is_refused(
     with pytest.raises(EncodeError, match=r"prompt: not a number: the text encoders gave nan") as caught:
         future.result(WAIT_S)
     assert caught.value.problem == "bad-output"
-
-
-def test_out_of_memory_halves_the_batch(
-    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], parts: dict[str, Any]
-) -> None:
-    sizes = []
-
-    def refuse(module: torch.nn.Module, inputs: Any) -> None:
-        sizes.append(len(inputs[0]))
-        if len(inputs[0]) > 2:
-            raise torch.OutOfMemoryError("injected")
-
-    parts["vae"].encoder.register_forward_pre_hook(refuse)
-    encoder = make_encoder(make_config(**{"encode.batch_size": 8}))
-    tasks = [task for number in range(8) for _, task in encoder.image(png(seed=number))]
-    for future in encoder.submit(tasks).values():
-        future.result(WAIT_S)
-    assert sizes[0] > 2 and set(sizes[-2:]) <= {1, 2} and encoder.counts["entries"] == 8
 
 
 def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder]) -> None:

@@ -13,9 +13,6 @@ import torch
 from helpers.page_caches import image_entry, text_entry
 from helpers.photo_files import write_photo
 from helpers.tiny_models import tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from PIL import Image
 
 from latentcache.config import ImagesConfig
@@ -50,15 +47,6 @@ def test_the_thumbnail_of_cached_latents_is_the_photo(tmp_path: Path) -> None:
     assert image.size == (48, 32)
     small = np.asarray(Image.fromarray(pixels).resize((48, 32), Image.Resampling.BOX), dtype=int)
     assert np.abs(np.asarray(image.convert("RGB"), dtype=int) - small).mean() < 8
-
-
-def test_linear_pixels_are_the_family_s_map_and_clipped() -> None:
-    assert linear_pixels(torch.zeros(4, 2, 3), PREVIEW).tolist() == [[list(PREVIEW.biases)] * 3] * 2
-    one = torch.zeros(4, 1, 1)
-    one[0] = 1.0
-    assert linear_pixels(one, PREVIEW)[0, 0].tolist() == [210, 200, 190]
-    assert linear_pixels(torch.full((4, 1, 1), torch.nan), PREVIEW).tolist() == [[[0, 0, 0]]]
-    assert linear_pixels(one * 1e9, PREVIEW)[0, 0].tolist() == [255, 255, 255]
 
 
 def make(**identity: object) -> Record:
@@ -124,16 +112,6 @@ def test_of_a_video_the_first_frame_is_shown() -> None:
     expected = webp_of(channel_pixels(frames[:, 0]), 64), "channels"
     assert stored(video, latents=frames).webp(video.key, 64) == expected
     assert stored(still, latents=frames[:, :1].clone()).webp(still.key, 64) == expected
-
-
-@given(
-    arrays(
-        np.float32, st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4)), elements=st.floats(width=32)
-    )
-)
-def test_channels_of_any_latents_are_pixels(latents: np.ndarray) -> None:
-    pixels = channel_pixels(torch.from_numpy(latents))
-    assert pixels.shape == (*latents.shape[1:], 3) and pixels.dtype == np.uint8
 
 
 def test_the_channels_that_differ_are_shown_whatever_their_scale() -> None:
