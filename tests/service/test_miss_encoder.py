@@ -202,28 +202,25 @@ def test_an_output_that_cannot_be_used_is_refused(
     assert caught.value.problem == "bad-output"
 
 
+def settle(encoder: MissEncoder) -> None:
+    """Wait until the models have left the device, because nothing came."""
+    until = time.monotonic() + WAIT_S
+    while encoder.loaded and time.monotonic() < until:
+        time.sleep(0.02)
+    assert encoder.loaded == frozenset()
+
+
 def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder]) -> None:
     encoder = make_encoder(idle_s=0.2)
     for text in ("one", "two"):
         [future] = encoder.submit([encoder.prompt(text)]).values()
         future.result(WAIT_S)
         assert encoder.loaded == {"text"}
-        until = time.monotonic() + WAIT_S
-        while (encoder.loaded or encoder._thread) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert encoder.loaded == frozenset() and encoder._thread is None
+        settle(encoder)
     [(_, task)] = encoder.image(png())
     [future] = encoder.submit([task]).values()
     future.result(WAIT_S)
     assert encoder.loaded == {"image"}
-
-
-def settle(encoder: MissEncoder) -> None:
-    """Wait until the thread that encodes has ended, because nothing came."""
-    until = time.monotonic() + WAIT_S
-    while encoder._thread is not None and time.monotonic() < until:
-        time.sleep(0.02)
-    assert encoder._thread is None
 
 
 def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
@@ -248,6 +245,17 @@ def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
         assert set(workspace.store.keys()) == needed
         encoder.submit([task])[task.key].result(WAIT_S)
         assert workspace.store.find([task.key]), "it can be requested again"
+
+
+def test_an_error_while_nothing_comes_costs_no_later_request(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workspace, "prune", Mock(side_effect=RuntimeError("a fault")))
+    encoder = make_encoder(make_config(**{"cache.max_bytes": 0}), idle_s=0.1)
+    for text in ("one", "two"):
+        [future] = encoder.submit([encoder.prompt(text)]).values()
+        future.result(WAIT_S)
+        settle(encoder)
 
 
 def test_a_service_begins_with_the_size_that_its_config_says(make_config: Callable[..., Config]) -> None:
