@@ -236,35 +236,34 @@ class MissEncoder:
         """Encode what comes, until the encoder is closed. After `idle_s` without a miss the models leave the device."""
         idle_at = math.inf
         while not self._is_closed:
+            misses = self._take(min(idle_at, self._new_prompts.due_at))
             try:
-                misses = self._take(min(idle_at, self._new_prompts.due_at))
                 if misses:
                     self._finish(misses, self._encode(misses))
                     idle_at = time.monotonic() + self._idle_s
-                if time.monotonic() >= min(idle_at, self._new_prompts.due_at):
-                    self._new_prompts.write()
-                if not misses and time.monotonic() >= idle_at:
+                is_idle = time.monotonic() >= idle_at
+                if is_idle:
                     idle_at = math.inf
-                    try:
-                        if self._config.cache.max_bytes is not None:
-                            self._workspace.prune(self._config.cache.max_bytes)
-                    finally:
-                        self._models.unload()
+                    self._models.unload()
+                if is_idle or time.monotonic() >= self._new_prompts.due_at:
+                    self._new_prompts.write()
+                if is_idle and self._config.cache.max_bytes is not None:
+                    self._workspace.prune(self._config.cache.max_bytes)
             except Exception as error:
-                logger.exception("encoding failed; it goes on with the next request")
+                logger.exception("the thread that encodes goes on with the next request")
                 self._new_prompts.due_at = time.monotonic() + _RETRY_S
-                self._refuse_all(error)
+                self._refuse([miss for miss in misses if miss.tasks[0].key in self._under_way], error)
         try:
             self._new_prompts.write()
             self._models.close()
         finally:
-            self._refuse_all(EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S))
+            with self._changed:
+                self._waiting.clear()
+                left = list(self._under_way.values())
+            self._refuse(left, EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S))
 
-    def _refuse_all(self, error: Exception) -> None:
-        with self._changed:
-            self._waiting.clear()
-            left = list(self._under_way.values())
-        self._finish(left, {miss.tasks[0].key: error for miss in left})
+    def _refuse(self, misses: Sequence[_Miss], error: Exception) -> None:
+        self._finish(misses, {miss.tasks[0].key: error for miss in misses})
 
     def _take(self, until: float) -> list[_Miss]:
         """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""

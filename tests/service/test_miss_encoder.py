@@ -237,11 +237,14 @@ def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
         (config.cache.path / "manifests" / "new").touch()
         encoder.submit([task])[task.key].result(WAIT_S)
         settle(encoder)
+        time.sleep(0.3)
         assert set(workspace.store.keys()) == {*needed, task.key}, "a reader began before the manifests changed"
         reader.close()
         [(_, other)] = encoder.image(png(seed=7))
         encoder.submit([other])[other.key].result(WAIT_S)
-        settle(encoder)
+        until = time.monotonic() + WAIT_S
+        while set(workspace.store.keys()) != needed and time.monotonic() < until:
+            time.sleep(0.02)
         assert set(workspace.store.keys()) == needed
         encoder.submit([task])[task.key].result(WAIT_S)
         assert workspace.store.find([task.key]), "it can be requested again"
