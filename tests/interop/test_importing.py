@@ -141,11 +141,6 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
     assert workspace.store.get(rows["a"].captions[0].key).record.identity["source"] is None
 
 
-def test_notes_are_counted() -> None:
-    report = into(Workspace(), *(image(each, note="derived") for each in "abc"))
-    assert report.notes == {"derived": 3} and "3 derived" in report.to_text()
-
-
 # What is refused
 
 
@@ -249,14 +244,6 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
         for name in workspace.manifests.names():
             manifest = workspace.manifests.read(name)
             assert manifest is not None and workspace.store.find(manifest.keys()) == manifest.keys()
-
-
-def test_an_import_does_not_list_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a service that is a request for each 65,536 entries, and a set of all keys in memory."""
-    workspace = Workspace()
-    into(workspace, *pairs("a"))
-    monkeypatch.setattr(type(workspace.store), "keys", lambda self: pytest.fail("all keys were listed"))
-    assert import_cache(Foreign(pairs("a", "b")), workspace, name="other").num_samples == 2
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", "validation-prompts-x", "x" * 65])
