@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -116,7 +116,7 @@ class SimpleTunerCache:
             images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
         )
         found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
-        self._sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, self._images)
+        self._sizes = RecordedSizes(found, self._images)
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
         self.family = chosen_family(family, self._folders, _TEXT_NAME, ARCHITECTURES, self.format)
         self._architecture = next(each for each, known in ARCHITECTURES.items() if known == self.family)
@@ -256,25 +256,20 @@ class RecordedSizes:
     says which, that of this image or of others. A record whose crop has room in neither order is refused.
     """
 
-    def __init__(self, records: Mapping[str, Any]):
-        """`records`: by sample_id."""
-        self._records = {sample_id: _record(record) for sample_id, record in records.items()}
+    def __init__(self, path: Path | None, images: SourceImages):
+        """Records of images that are not there are left out; without a file there are none. Raises DatasetError."""
+        try:
+            content = {} if path is None else json.loads(read_file(path, _MAX_METADATA_BYTES))
+        except (ValueError, RecursionError) as error:
+            detail = f"is no JSON document: {error}; leave it out to derive sizes from images"
+            raise DatasetError(str(path), detail) from error
+        if not isinstance(content, dict):
+            raise DatasetError(str(path), f"holds a {type(content).__name__}; it must map image paths to their sizes")
+        found = ((images.find(recorded), record) for recorded, record in content.items())
+        self._records = {sample_id: _record(record) for sample_id, record in found if sample_id is not None}
         crops = [record.crops() for record in self._records.values() if record is not None]
         orders = {order for found in crops if len(found) == 1 for order in found}
         self._order = orders.pop() if len(orders) == 1 else None
-
-    @classmethod
-    def read(cls, path: Path, images: SourceImages) -> RecordedSizes:
-        """Raises DatasetError. Records of images that are not there are left out."""
-        try:
-            content = json.loads(read_file(path, _MAX_METADATA_BYTES))
-        except (ValueError, RecursionError) as error:
-            detail = f"is no JSON document: {error}; leave it out to derive sizes from images"
-            raise DatasetError(path, detail) from error
-        if not isinstance(content, dict):
-            raise DatasetError(path, f"holds a {type(content).__name__}; it must map image paths to their sizes")
-        found = ((images.find(recorded), record) for recorded, record in content.items())
-        return cls({sample_id: record for sample_id, record in found if sample_id is not None})
 
     def geometry(self, sample_id: str, size: Size, target: Size, path: str) -> tuple[Geometry, str | None]:
         """The geometry of a latent for `target`, made from an image of `size`, and a note on what was derived.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,8 +26,6 @@ from latentcache.store.pack import WholePack
 PAGE_SIZE = 24
 """Samples that are loaded together while scrolling."""
 MAX_SEARCH_CHARS = 500
-MAX_VIEWED_BYTES = 1 << 30
-"""Max size of the manifest files that stay in memory. One stays, however large it is."""
 _CHUNK = 1024
 
 State = Literal["refused", "damaged", "missing", "unverified"]
@@ -49,11 +46,14 @@ FILTERS: Mapping[str, str] = {
 
 
 class Manifests:
-    """The manifests of a folder, each read once until its file changes. Threads share it; the last used stay."""
+    """The manifests of a folder, each read once until its file changes. Threads share it.
+
+    Manifests are mapped files: what nobody looks at needs no memory.
+    """
 
     def __init__(self, folder: ManifestFolder):
         self.folder = folder
-        self._read = OrderedDict[str, tuple[tuple[int, int, int], Manifest]]()
+        self._read: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
@@ -78,10 +78,6 @@ class Manifests:
                     raise self._unknown(name)
                 found = state, manifest
             self._read[name] = found
-            num_bytes = sum(size for (_, size, _), _ in self._read.values())
-            while num_bytes > MAX_VIEWED_BYTES and len(self._read) > 1:
-                (_, size, _), _ = self._read.popitem(last=False)[1]
-                num_bytes -= size
             return found[1]
 
     def _state(self, name: str) -> tuple[int, int, int]:
