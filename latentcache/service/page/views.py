@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -169,11 +169,15 @@ class CutCaptions:
         self._store = store
         self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
 
-    def among(self, keys: Sequence[str]) -> set[str]:
-        """Choose the keys of captions that were cut off. Those of a damaged pack are not known to be."""
+    def flags(self, keys: Sequence[str]) -> np.ndarray:
+        """Whether each caption was cut off: bool [n]. Those of a damaged pack are not known to be."""
         packs, places = self._store.places(keys)
-        found = zip(keys, places.tolist(), strict=True)
-        return {key for key, (pack, row) in found if pack >= 0 and self._cut_in(packs[pack])[row]}
+        flags = np.zeros(len(keys), np.bool_)
+        for number in np.unique(places[:, 0]).tolist():
+            if number >= 0:
+                here = places[:, 0] == number
+                flags[here] = self._cut_in(packs[number])[places[here, 1]]
+        return flags
 
     def _cut_in(self, pack: str) -> np.ndarray:
         if (known := self._by_pack.get(pack)) is not None:
@@ -229,7 +233,8 @@ class Gallery:
                     lacking = self._lacking([row for _, _, row in chunk])
                     chunk = [found for found, state in zip(chunk, lacking, strict=True) if state == filters.state]
                 if filters.state == CUT_CAPTION:
-                    cut = self.cut_captions.among([text.key for _, _, row in chunk for text in row.captions])
+                    keys = [text.key for _, _, row in chunk for text in row.captions]
+                    cut = set(compress(keys, self.cut_captions.flags(keys)))
                     chunk = [found for found in chunk if any(text.key in cut for text in found[2].captions)]
                 yield from chunk
             first += len(manifest.rows)
