@@ -125,28 +125,16 @@ def test_roles_and_secrets():
 
 
 PATHS = [
-    "packs/../CACHE.json",
-    "packs/..%2FCACHE.json",
-    "packs/%2e%2e%2f%2e%2e%2fCACHE.json",
-    "packs/%2Fetc%2Fpasswd",
-    "packs//etc/passwd",
-    "packs/" + "a" * 31,
-    "packs/" + "a" * 31 + "%00",
-    "packs/" + "A" * 32,
-    "packs/" + "%C3%BC" * 32,
-    "manifests/..%2FCACHE.json",
-    "manifests/..",
-    "manifests/.photos",
-    "manifests/%2e%2e%5cphotos",
-    "manifests/photos%00",
-    "manifests/photos%0a",
-    "manifests/" + "a" * 300,
-    "manifests/..%2F..%2Fetc%2Fpasswd/samples",
-    "entries/..%2F..%2Fetc%2Fpasswd",
-    "entries/" + "g" * 64,
-    "entries/" + "0" * 64 + "%0a",
-    "../CACHE.json",
-    "..%2f..%2fetc%2fpasswd",
+    *("packs/../CACHE.json", "packs/..%2FCACHE.json", "packs/%2e%2e%2f%2e%2e%2fCACHE.json", "packs/%2Fetc%2Fpasswd"),
+    *("packs//etc/passwd", f"packs/{'a' * 31}", f"packs/{'a' * 31}%00", f"packs/{'A' * 32}", "packs/" + "%C3%BC" * 32),
+    *("manifests/..%2FCACHE.json", "manifests/..", "manifests/.photos", "manifests/%2e%2e%5cphotos"),
+    *(
+        "manifests/photos%00",
+        "manifests/photos%0a",
+        f"manifests/{'a' * 300}",
+        "../CACHE.json",
+        "..%2f..%2fetc%2fpasswd",
+    ),
 ]
 
 

@@ -59,12 +59,6 @@ def test_dialect_a_with_its_flipped_twin(tmp_path: Path) -> None:
     assert flipped.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64), flip=True)
 
 
-def test_the_contain_rule_is_that_of_the_specification() -> None:
-    assert kohya.contain_rule(Size(2000, 1000), Size(1024, 1024)) == (256, 0, 768, 1024)
-    assert kohya.contain_rule(Size(1000, 2000), Size(1024, 1024)) == (0, 256, 1024, 768)
-    assert kohya.contain_rule(Size(999, 1000), Size(832, 1216)) == (191.0, 0.0, 191 + 832 * 1000 / 999, 832.0)
-
-
 def test_dialect_b_gives_one_of_its_resolutions(tmp_path: Path) -> None:
     write_photo(tmp_path / "cat.png", 0, (160, 320))
     small, large = dialect_a(1, 320, 160, (64, 32)), dialect_a(2, 320, 160, (128, 64))
@@ -223,17 +217,6 @@ def test_two_images_cannot_share_one_latent(tmp_path: Path) -> None:
     write_npz(tmp_path / NAME, GOOD)
     refusal = only(tmp_path)
     assert refusal.reason == "duplicate" and "cat.jpg and cat.png share this file" in refusal.detail
-
-
-@pytest.mark.parametrize(
-    ("data", "detail"),
-    [(b"", "no bytes"), (b"PK\x03\x04 and nothing else", "not a whole zip file")],
-    ids=["empty", "no-zip"],
-)
-def test_files_that_are_no_npz(tmp_path: Path, data: bytes, detail: str) -> None:
-    (tmp_path / NAME).write_bytes(data)
-    refusal = only(tmp_path)
-    assert isinstance(refusal, Refusal) and detail in refusal.detail
 
 
 # Writing

@@ -117,13 +117,6 @@ def test_latents_that_are_not_scaled_are_refused(tmp_path: Path) -> None:
         imported(KohyaCache(tmp_path))
 
 
-def test_latents_of_another_family_under_the_name_of_flux_are_refused(tmp_path: Path) -> None:
-    arrays = dialect_a(0, 320, 160, (128, 64), latents=latents_of(0, channels=4))
-    write_npz(tmp_path / "a_0320x0160_flux.npz", dialect_b(arrays))
-    _, report = imported(KohyaCache(tmp_path))
-    assert reasons(report.refused) == ["corrupt"] and "[4, 8, 16]" in report.refused[0].detail
-
-
 def test_a_folder_with_files_of_two_families_needs_the_family(tmp_path: Path) -> None:
     write_flux(tmp_path, "a")
     write_npz(tmp_path / "a_0320x0160_sdxl.npz", dialect_a(0, 320, 160, (128, 64)))
