@@ -53,15 +53,16 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_torch(path: str | Path) -> Any:
-    """What `torch.save` wrote: tensors on the CPU, and plain data. The file may be a gzip of one.
+    """What `torch.save` wrote: tensors on the CPU, and plain data. The file may be a gzip of one, or hold such bytes.
 
     Only torch's restricted reader is used. Raises ForeignFileRefused.
     """
-    return load_torch(read_file(path), path)
+    content = load_torch(read_file(path), path)
+    return load_torch(content, path) if isinstance(content, bytes) else content
 
 
 def load_torch(data: bytes, path: str | Path) -> Any:
-    """What `read_torch` gives, from the bytes of the file."""
+    """What torch wrote, from the bytes of the file."""
     if data.startswith(b"\x1f\x8b"):
         data = _unzipped(data, path)
     _check_zip(data, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,35 +120,6 @@ def test_the_channels_that_differ_are_shown_whatever_their_scale() -> None:
     assert abs(pixels[:, :4, 0].mean() - pixels[:, 4:, 0].mean()) > 80
     assert np.abs(channel_pixels(latents * 7.5 - 3.0).astype(int) - pixels).max() <= 1
     assert channel_pixels(torch.ones(16, 2, 2)).tolist() == [[[128] * 3] * 2] * 2
-
-
-class WhiteDecoder:
-    """Says what it was asked for."""
-
-    downscale = 8
-
-    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
-        return shape[0] == 4
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def __call__(self, latents: torch.Tensor) -> np.ndarray:
-        self.seen.append(tuple(latents.shape))
-        return np.full((64, 128, 3), 200, np.uint8)
-
-
-def test_a_decoder_takes_the_place_of_the_approximation() -> None:
-    record, other, decoder = make(), make(other=1), WhiteDecoder()
-    store = MemoryStore()
-    store.add([Entry(record, {"latents": torch.ones(4, 8, 16)}), Entry(other, {"latents": torch.ones(16, 8, 16)})])
-    thumbnails = Thumbnails(store, decoder)
-    assert opened(thumbnails.webp(record.key, 100)[0]).size == (100, 50)
-    assert opened(thumbnails.webp(record.key, 1000)[0]).size == (128, 64)
-    assert decoder.seen == [(4, 8, 16)] * 2
-    assert thumbnails.webp(record.key)[1] == "vae"
-    # The cache may hold another model's latents too, which this VAE does not take.
-    assert thumbnails.webp(other.key)[1] == "channels" and len(decoder.seen) == 3
 
 
 def test_what_has_no_thumbnail_is_refused() -> None:

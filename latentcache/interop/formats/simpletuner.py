@@ -27,7 +27,7 @@ from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
 from latentcache.families.base import Family
-from latentcache.interop.files import corrupt, load_torch, read_file, read_torch, tensor_in
+from latentcache.interop.files import corrupt, read_file, read_torch, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -79,12 +79,6 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
         names = ", ".join(path.name for path in found)
         raise ConfigError(f"there are several metadata files ({names}); name the one of this dataset", key="metadata")
     return found[0] if found else None
-
-
-def _payload(path: str) -> Any:
-    """The file's content: that of a `torch.save` file, of a gzip of one, or of one that holds such a gzip."""
-    content = read_torch(path)
-    return load_torch(content, path) if isinstance(content, bytes) else content
 
 
 class SimpleTunerCache:
@@ -147,7 +141,7 @@ class SimpleTunerCache:
                 yield Refusal(sample_ids[0], path, "duplicate", detail)
 
     def _latent(self, sample_id: str, path: str) -> Iterator[ForeignImage]:
-        latents = _image_latents(self._family, _payload(path), path)
+        latents = _image_latents(self._family, read_torch(path), path)
         size, bucket = self._images.size(sample_id), bucket_of(latents, self.family)
         geometry, note = self._sizes.geometry(sample_id, size, bucket, path)
         image = self._images.path(sample_id)
@@ -164,7 +158,7 @@ class SimpleTunerCache:
 
     def _text(self, sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
         """The embeddings of either payload. Raises ForeignFileRefused."""
-        content, fields = _payload(path), self._family.fields
+        content, fields = read_torch(path), self._family.fields
         if isinstance(content, tuple) and len(content) == len(fields) == 2:
             content = dict(zip(fields, content, strict=True))
         if not isinstance(content, dict) or not fields.keys() <= content.keys():
