@@ -84,8 +84,10 @@ def served(root: Path) -> Iterator[str]:
 def view(browser: Browser, base: str, path: str) -> dict[str, float]:
     """Seconds until everything is there, and the bytes that came, in a browser without a cache."""
     context = browser.new_context(base_url=base, viewport={"width": 1200, "height": 800})
+    assert context.request.get(base).ok  # the address that `browse` says has the token
     page = context.new_page()
-    page.goto(path)
+    answer = page.goto(path)
+    assert answer is not None and answer.ok, f"{path}: {answer and answer.status}"
     page.wait_for_load_state("networkidle")
     found = {"s": page.evaluate(LAST) / 1e3, "kb": page.evaluate(SIZES) / 1e3}
     context.close()

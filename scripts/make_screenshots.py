@@ -31,7 +31,9 @@ def take(browser: Browser, base: str, name: str, path: str, size: tuple[int, int
 
     viewport = {"width": size[0], "height": size[1]}
     page = browser.new_page(base_url=base, viewport=viewport, color_scheme=scheme)  # type: ignore[arg-type]
-    page.goto(path)
+    assert page.request.get(base).ok  # the address that `browse` says has the token
+    answer = page.goto(path)
+    assert answer is not None and answer.ok, path
     page.wait_for_load_state("networkidle")
     image = Image.open(io.BytesIO(page.screenshot()))
     page.close()

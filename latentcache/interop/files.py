@@ -41,27 +41,28 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     return data
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file, by name. Raises ForeignFileRefused."""
+def read_npz(path: Path) -> dict[str, torch.Tensor]:
+    """The arrays of an npz file as tensors, by name. Raises ForeignFileRefused, also for text and structures."""
     data = read_file(path)
     _check_zip(data, path)
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except Exception as error:  # numpy's reader of headers raises many kinds, and after each the file is of no use
         raise corrupt(path, f"numpy cannot read its arrays: {error}") from error
 
 
 def read_torch(path: str | Path) -> Any:
-    """What `torch.save` wrote: tensors on the CPU, and plain data. The file may be a gzip of one.
+    """What `torch.save` wrote: tensors on the CPU, and plain data. The file may be a gzip of one, or hold such bytes.
 
     Only torch's restricted reader is used. Raises ForeignFileRefused.
     """
-    return load_torch(read_file(path), path)
+    content = load_torch(read_file(path), path)
+    return load_torch(content, path) if isinstance(content, bytes) else content
 
 
 def load_torch(data: bytes, path: str | Path) -> Any:
-    """What `read_torch` gives, from the bytes of the file."""
+    """What torch wrote, from the bytes of the file."""
     if data.startswith(b"\x1f\x8b"):
         data = _unzipped(data, path)
     _check_zip(data, path)
@@ -77,8 +78,10 @@ def load_torch(data: bytes, path: str | Path) -> Any:
 def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch.Tensor:
     """`value` as a tensor of float32, float16 or bfloat16 with `ndim` dimensions and memory of its own.
 
-    Raises ForeignFileRefused.
+    Raises ForeignFileRefused, also for None: there is none.
     """
+    if value is None:
+        raise corrupt(path, f"it has no {name}")
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
         raise corrupt(path, f"{name} is a {type(value).__name__}; it must be a plain tensor")
     shape = tuple(value.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Literal, Protocol
@@ -96,18 +96,6 @@ def refusing(sample_id: str, items: Iterable[ForeignItem]) -> Iterator[ForeignIt
         yield from items
     except DatasetError as error:
         yield refusal_of(sample_id, error)
-
-
-def walked(root: str, read: Callable[[str, list[str]], Iterable[ForeignItem]]) -> Iterator[ForeignItem]:
-    """What `read` gives for each folder in and below `root`, from its path and its files' names, both sorted.
-
-    The path is relative to `root`. A folder that cannot be read is a refusal; for `root` DatasetError is raised.
-    """
-    for found in walk(root):
-        if isinstance(found, Refusal):
-            yield found
-        else:
-            yield from refusing(found[0], read(*found))
 
 
 def pixel_pair(value: object, least: int) -> tuple[int, int] | None:

@@ -33,7 +33,7 @@ from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.entry import DTYPES
 from latentcache.store.writer import Writer
-from latentcache.types import Entry, Kind, Refusal
+from latentcache.types import Entry, Refusal
 from latentcache.utils.progress import Progress
 
 Ref = TypeVar("Ref", ImageRef, CaptionRef)
@@ -102,33 +102,6 @@ def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float) -
     return Comparison(difference.max().item(), share.max().item())
 
 
-class _Finding(NamedTuple):
-    """One comparison of an imported entry. `deviations` is how far a draw is from the mean (`Difference`)."""
-
-    result: Comparison
-    deviations: float | None = None
-    is_draw: bool = False
-    detail: str | None = None
-    """Why the two cannot be compared."""
-
-
-@dataclass(slots=True)
-class _Subject:
-    """An imported entry that is encoded again, and what came of it."""
-
-    row: Row
-    ref: ImageRef | CaptionRef
-    finding: _Finding | None = None
-    failure: Refusal | None = None
-    """Why it could not be encoded."""
-    verified: str | None = None
-    """The key under which it is verified."""
-
-    def refusal(self, reason: str, detail: str) -> Refusal:
-        """An entry of the report."""
-        return Refusal(self.row.sample_id, self.row.path, reason, detail)
-
-
 class Verifier:
     """Encodes imported entries again. Each that is equal is stored once more under its real identity, verified.
 
@@ -155,10 +128,10 @@ class Verifier:
         self._preparations = Preparations(self._dataset, self._encodings, salt)
         self._texts = TextKeys(self._models.family, self._models.tokenizers, self._encodings.text, salt)
         self._random = random.Random(verification.seed)
-        self._subjects: dict[str, _Subject] = {}
-        """By the key of the imported entry."""
-        self._expected: dict[str, list[_Subject]] = {}
+        self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
         """Key of an encoded entry -> the imported ones that should equal it."""
+        self._verified: dict[str, str] = {}
+        """Key of an imported entry -> that under which it is verified."""
 
     def verify(self, rows: Mapping[str, Row], progress: Progress) -> dict[str, Row]:
         """Encode some entries of these rows again, and return the rows with the keys of those that are verified.
@@ -169,7 +142,18 @@ class Verifier:
         images = self._image_batches([(row, ref) for row in rows.values() for ref in row.images])
         texts = self._text_batches([(row, ref) for row in rows.values() for ref in row.captions])
         with self._store.writer() as writer:
-            context = self._context(writer, progress)
+            # Precache's stages, which give what is compared: moments and embeddings in float32.
+            context = RunContext(
+                encode=self._verification.config.encode,
+                encodings=replace(self._encodings, text=replace(self._encodings.text, store_dtype="float32")),
+                models=self._models,
+                store=partial(self._compare, writer),
+                fail=self._note_failure,
+                report=Report(),
+                progress=progress,
+                stop=threading.Event(),
+                compared=replace(self._encodings.image, output="moments", store_dtype="float32"),
+            )
             if images:
                 encodings = for_images(self._encodings, context.encode, images)
                 ImageStage(replace(context, encodings=encodings)).run(images)
@@ -178,54 +162,43 @@ class Verifier:
                 TextStage(context).run(texts)
                 self._models.release()
             writer.seal()
-        for subject in self._subjects.values():
-            self._conclude(subject)
         self._report.bytes_written += writer.bytes_written
-        keys = {key: subject.verified for key, subject in self._subjects.items() if subject.verified is not None}
+
+        def updated(refs: Sequence[Ref]) -> tuple[Ref, ...]:
+            keys = self._verified
+            return tuple(replace(ref, key=keys[ref.key], trust="verified") if ref.key in keys else ref for ref in refs)
+
         return {
-            sample_id: replace(row, images=_updated(row.images, keys), captions=_updated(row.captions, keys))
+            sample_id: replace(row, images=updated(row.images), captions=updated(row.captions))
             for sample_id, row in rows.items()
         }
 
-    def _context(self, writer: Writer, progress: Progress) -> RunContext:
-        """Precache's stages, which give what is compared: moments and embeddings in float32."""
-        return RunContext(
-            encode=self._verification.config.encode,
-            encodings=replace(self._encodings, text=replace(self._encodings.text, store_dtype="float32")),
-            models=self._models,
-            store=partial(self._compare, writer),
-            fail=self._note_failure,
-            report=Report(),
-            progress=progress,
-            stop=threading.Event(),
-            compared=replace(self._encodings.image, output="moments", store_dtype="float32"),
-        )
+    def _refuse(self, row: Row, reason: str, detail: str) -> None:
+        self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))
 
     # What is encoded
 
     def _image_batches(self, refs: Sequence[tuple[Row, ImageRef]]) -> list[list[ImageTask]]:
         batches: Batches[ImageTask] = Batches(Shard())
         for row, ref in self._drawn(refs):
-            subject = self._subjects[ref.key] = _Subject(row, ref)
             if row.source is None:
-                detail = "the image is not there, so it cannot be encoded again: give --images"
-                subject.failure = subject.refusal("missing", detail)
+                self._refuse(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
                 continue
             sample, geometry = Sample.of(row.sample_id, row.path, (), None, row.path), ref.geometry
             try:
                 size = probe(_FILES.read(sample), row.path, self._dataset.images)
             except ImageRefused as refused:
-                subject.failure = subject.refusal(refused.reason, refused.detail)
+                self._refuse(row, refused.reason, refused.detail)
                 continue
             if size != geometry.original_size:
                 detail = f"the image is {size} now (upright), but one of {geometry.original_size} was cached"
-                subject.failure = subject.refusal("unequal", detail)
+                self._refuse(row, "unequal", detail)
                 continue
             identity = self._preparations.identity(self._preparations.roles[0], row.source, geometry)
             resample = filter_of_trainer(self._report.format, geometry) or identity.preparation.resample
             identity = replace(identity, preparation=replace(identity.preparation, resample=resample))
             key = key_of(identity.to_json())
-            if self._expect(key, subject):
+            if self._expect(key, row, ref):
                 task = ImageTask(key, identity, sample, _FILES, self._dataset.images)
                 batches.add(geometry.extent, self._encodings.image_group_size, task)
         return batches.finish()
@@ -233,14 +206,12 @@ class Verifier:
     def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]]) -> list[list[TextTask]]:
         batches: Batches[TextTask] = Batches(Shard())
         for row, ref in self._drawn(refs):
-            subject = self._subjects[ref.key] = _Subject(row, ref)
             if self._store.record(ref.key).identity["source"] is None:
-                detail = "its caption is not known, so it cannot be encoded again"
-                subject.failure = subject.refusal("missing", detail)
+                self._refuse(row, "missing", "its caption is not known, so it cannot be encoded again")
                 continue
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
-            if self._expect(key, subject):
+            if self._expect(key, row, ref):
                 sample = Sample.of(row.sample_id, row.path, (), None, None)
                 batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, sample, ref.text))
         return batches.finish()
@@ -252,56 +223,59 @@ class Verifier:
         num_entries = self._verification.num_entries
         return pool if num_entries == "all" or num_entries >= len(pool) else self._random.sample(pool, num_entries)
 
-    def _expect(self, key: str, subject: _Subject) -> bool:
-        """Compare the subject with what is encoded under `key`. False if that is to be encoded already."""
+    def _expect(self, key: str, row: Row, ref: ImageRef | CaptionRef) -> bool:
+        """Compare the entry with what is encoded under `key`. False if that is to be encoded already."""
         expected = self._expected.setdefault(key, [])
-        expected.append(subject)
+        expected.append((row, ref))
         return len(expected) == 1
 
     # What came of it
 
     def _note_failure(self, key: str, failure: Failure) -> None:
         """Note that these entries could not be encoded."""
-        for subject in self._expected[key]:
+        for row, ref in self._expected[key]:
             detail = failure.detail
             if failure.reason == "bad-output":
                 detail = f"there is nothing to compare with: {detail}"
-                if isinstance(subject.ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
+                if isinstance(ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
                     detail += "; use `encode.text_dtype: float32`"
-            subject.failure = subject.refusal(failure.reason, detail)
+            self._refuse(row, failure.reason, detail)
 
     def _compare(self, writer: Writer, encoded: Entry) -> None:
         """Compare one encoded entry with the imported ones that should equal it, and store those that do."""
-        key, kind = encoded.record.key, encoded.record.kind
-        for subject in self._expected[key]:
-            entry = self._store.get(subject.ref.key)
-            subject.finding = self._finding(encoded, entry)
-            result = subject.finding.result
-            if result.share > 1:
+        key, kind, tensors = encoded.record.key, encoded.record.kind, encoded.tensors
+        found = self._report.differences.setdefault(kind, Difference())
+        if kind == "image":
+            tensors = {"latents": latents_from_moments(tensors["moments"][None])[0]}
+        for row, ref in self._expected[key]:
+            entry = self._store.get(ref.key)
+            found.num_compared += 1
+            if other := _other_shape(entry, tensors):
+                self._refuse(row, "unequal", f"{other}: it comes from another model")
                 continue
-            subject.verified = key
-            # Under the identity of the encoded entry. If precache made that, it stays.
-            shown = {"trust": "verified", "largest_difference": result.largest, "share_of_allowed": result.share}
-            record = replace(encoded.record, provenance={**entry.record.provenance, "verification": shown})
-            stored = {name: tensor.to(self.store_dtypes[kind]) for name, tensor in entry.tensors.items()}
-            writer.add(Entry(record, stored, encoded.ragged))
-
-    def _finding(self, encoded: Entry, entry: Entry) -> _Finding:
-        tensors, std = encoded.tensors, None
-        if encoded.record.kind == "image":
-            moments = encoded.tensors["moments"][None]
-            tensors = {"latents": latents_from_moments(moments)[0]}
+            result = self._compared(entry, tensors)
+            found.largest = max(found.largest, result.largest)
+            found.largest_share = max(found.largest_share, result.share)
+            distance, farthest = 1.0, 0.0
             if entry.record.identity["imported"]["output"] == "sample":
-                std = posterior_std(moments).square().mean().sqrt().item()
-        if other := _other_shape(entry, tensors):
-            return _Finding(Comparison(math.inf, math.inf), detail=f"{other}: it comes from another model")
-        result = self._compared(entry, tensors)
-        if std is None:
-            return _Finding(result)
-        distance = (entry.tensors["latents"].float() - tensors["latents"]).square().mean().sqrt().item()
-        # A draw is as far from the mean as the deviation says, and the roundings of its file come on top.
-        rounding = result.largest / result.share if result.share else 0.0
-        return _Finding(result, distance / std, distance <= _FARTHEST_DRAW * math.hypot(std, rounding))
+                distance, farthest = _distance(entry, encoded, tensors["latents"], result)
+                found.largest_deviations = max(found.largest_deviations or 0.0, distance)
+            if result.share <= 1:
+                found.num_equal += 1
+                self._verified[ref.key] = key
+                # Under the identity of the encoded entry. If precache made that, it stays.
+                shown = {"trust": "verified", "largest_difference": result.largest, "share_of_allowed": result.share}
+                record = replace(encoded.record, provenance={**entry.record.provenance, "verification": shown})
+                stored = {name: tensor.to(self.store_dtypes[kind]) for name, tensor in entry.tensors.items()}
+                writer.add(Entry(record, stored, encoded.ragged))
+            elif distance <= farthest:
+                found.num_draws += 1
+            else:
+                detail = f"encoding gives other {'latents' if kind == 'image' else 'embeddings'}: largest difference "
+                detail += f"{result.largest:.3g}, {result.share:.3g} times what is allowed"
+                if farthest:
+                    detail += f"; a draw of the posterior is 1 deviation from its mean, this is {distance:.3g}"
+                self._refuse(row, "unequal", detail)
 
     def _compared(self, entry: Entry, encoded: Mapping[str, torch.Tensor]) -> Comparison:
         """The worst field's comparison."""
@@ -312,37 +286,16 @@ class Verifier:
         fields = [compare(tensor, encoded[name], relative=relative) for name, tensor in entry.tensors.items()]
         return Comparison(max(field.largest for field in fields), max(field.share for field in fields))
 
-    def _conclude(self, subject: _Subject) -> None:
-        """Report one verdict for an entry."""
-        finding = subject.finding
-        if finding is None:
-            self._report.unequal += [] if subject.failure is None else [subject.failure]
-            return
-        kind: Kind = "image" if isinstance(subject.ref, ImageRef) else "text"
-        found, result = self._report.differences.setdefault(kind, Difference()), finding.result
-        found.num_compared += 1
-        if finding.detail is not None:
-            self._report.unequal.append(subject.refusal("unequal", finding.detail))
-            return
-        found.largest = max(found.largest, result.largest)
-        found.largest_share = max(found.largest_share, result.share)
-        if finding.deviations is not None:
-            found.largest_deviations = max(found.largest_deviations or 0.0, finding.deviations)
-        if subject.verified is not None:
-            found.num_equal += 1
-        elif finding.is_draw:
-            found.num_draws += 1
-        else:
-            detail = f"encoding gives other {'latents' if kind == 'image' else 'embeddings'}: largest difference "
-            detail += f"{result.largest:.3g}, {result.share:.3g} times what is allowed"
-            if finding.deviations is not None:
-                detail += f"; a draw of the posterior is 1 deviation from its mean, this is {finding.deviations:.3g}"
-            self._report.unequal.append(subject.refusal("unequal", detail))
 
+def _distance(draw: Entry, encoded: Entry, mean: torch.Tensor, result: Comparison) -> tuple[float, float]:
+    """How far a draw is from the mean, and how far an honest one is at most, in deviations of the posterior.
 
-def _updated(refs: Sequence[Ref], keys: Mapping[str, str]) -> tuple[Ref, ...]:
-    """These references, those that are verified with their keys as such."""
-    return tuple(replace(ref, key=keys[ref.key], trust="verified") if ref.key in keys else ref for ref in refs)
+    A draw is as far from the mean as the deviation says, and the roundings of its file come on top.
+    """
+    std = posterior_std(encoded.tensors["moments"][None]).square().mean().sqrt().item()
+    distance = (draw.tensors["latents"].float() - mean).square().mean().sqrt().item()
+    rounding = result.largest / result.share if result.share else 0.0
+    return distance / std, _FARTHEST_DRAW * math.hypot(std, rounding) / std
 
 
 def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:

@@ -25,7 +25,7 @@ from latentcache.loading.status import status_of
 from latentcache.service.auth import Role, bearer_token, cookie_of
 from latentcache.service.errors import RESPONSES, add_handlers, problem_of
 from latentcache.service.manifests import manifest_router
-from latentcache.service.packs import pack_router
+from latentcache.service.packs import length_of, pack_router
 from latentcache.service.page.routes import Pages, page_router
 from latentcache.service.page.text import STATIC
 from latentcache.service.state import Limits, ServiceSettings, ServiceState
@@ -127,9 +127,8 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, *, state: ServiceState):
-        self._app, self._state, limits = app, state, state.limits
-        # Uploads apart: their clients send for minutes, and readers need not wait for them.
-        self._uploads, self._requests = asyncio.Semaphore(limits.max_uploads), asyncio.Semaphore(limits.max_requests)
+        self._app, self._state = app, state
+        self._turns = asyncio.Semaphore(state.limits.max_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or pass on what is none."""
@@ -137,11 +136,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         exchange, telemetry = _Exchange(scope, receive, send, self._state), self._state.telemetry
-        start = time.monotonic()
         with telemetry.in_progress.track_inprogress():
+            start = time.monotonic()
             try:
                 async with self._turn(scope):
-                    exchange.check_length()
+                    exchange.check_size(exchange.length)
                     await self._app(scope, exchange.receive, exchange.send)
             except RequestRefused as error:
                 if exchange.status:
@@ -170,19 +169,17 @@ class Gate:
             # A monitor learns that a busy server is alive; who has no token gets a form, and takes nobody's turn.
             yield
             return
-        is_upload = scope["method"] == "PUT"
-        turns, num = (self._uploads, limits.max_uploads) if is_upload else (self._requests, limits.max_requests)
         try:
             async with asyncio.timeout(limits.queue_s):
-                await turns.acquire()
+                await self._turns.acquire()
         except TimeoutError:
-            what, step = "uploads" if is_upload else "requests", "Retry a little later"
-            detail = f"other {what} were under way for {limits.queue_s:g} s, and {num} at once are allowed"
+            num, step = limits.max_requests, "Retry a little later"
+            detail = f"other requests were under way for {limits.queue_s:g} s, and {num} at once are allowed"
             raise RequestRefused(detail, status=503, allowed=num, next_step=step, retry_after_s=1) from None
         try:
             yield
         finally:
-            turns.release()
+            self._turns.release()
 
 
 class _Exchange:
@@ -192,19 +189,16 @@ class _Exchange:
         self._receive, self._send = receive, send
         self._limits, self._telemetry = state.limits, state.telemetry
         self._max_bytes = _max_body_bytes(state.limits, scope["method"], scope["path"])
-        headers = Headers(scope=scope)
-        self._length, self._num_bytes = headers.get("content-length", "0"), 0
-        self._is_read = "transfer-encoding" not in headers and self._length == "0"
+        self._num_bytes, headers = 0, Headers(scope=scope)
+        self.length = length_of(headers)
+        """The number of bytes that the client says it sends; 0 where it does not say it."""
+        self._is_read = "transfer-encoding" not in headers and not self.length
         """Whether the whole body has come."""
         self.status = 0
-        """Of the answer, once it began."""
+        """The status of the answer, once it began."""
 
-    def check_length(self) -> None:
-        """RequestRefused for a body whose stated length is too large."""
-        if self._length.isdecimal():
-            self._check_size(int(self._length))
-
-    def _check_size(self, num_bytes: int) -> None:
+    def check_size(self, num_bytes: int) -> None:
+        """RequestRefused if a body of so many bytes is too large."""
         if num_bytes > self._max_bytes:
             detail = f"the body has {num_bytes:,} bytes or more, and {self._max_bytes:,} are allowed"
             step = "Send less at once"
@@ -225,7 +219,7 @@ class _Exchange:
         num_bytes = len(message.get("body", b""))
         self._telemetry.received_bytes.inc(num_bytes)
         self._num_bytes += num_bytes
-        self._check_size(self._num_bytes)
+        self.check_size(self._num_bytes)
         return message
 
     async def send(self, message: Message) -> None:

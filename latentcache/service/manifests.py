@@ -86,13 +86,14 @@ def manifest_router(state: ServiceState) -> APIRouter:
     return router
 
 
-def _names(folder: ManifestFolder) -> list[str]:
+def served_names(folder: ManifestFolder) -> list[str]:
+    """The manifests that a request may name. A name that may lead out of the folder is not among them."""
     return [name for name in folder.names() if re.fullmatch(NAME_PATTERN, name)]
 
 
 def _listed(folder: ManifestFolder) -> ManifestList:
     found = []
-    for name in _names(folder):
+    for name in served_names(folder):
         try:
             found.append(_facts(folder, name)[0])
         except DatasetError as error:
@@ -108,7 +109,7 @@ def _facts(folder: ManifestFolder, name: str) -> tuple[ManifestFacts, os.stat_re
     try:
         fd = open_to_read(path)
     except FileNotFoundError:
-        known = ", ".join(_names(folder)) or "none yet"
+        known = ", ".join(served_names(folder)) or "none yet"
         raise RequestRefused(f"there is no manifest {name!r}", status=404, met=name, allowed=known) from None
     with open(fd, "rb") as file:
         num_bytes = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
@@ -130,7 +131,7 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
     with typed_errors(path, 0):
         make_folder(path.parent)
     with ExitStack() as held:
-        with sealed_file(path, length_of(request)) as fd:
+        with sealed_file(path, length_of(request.headers)) as fd:
             for chunk in body_chunks(request):
                 write_all(fd, chunk)
             try:

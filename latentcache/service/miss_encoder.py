@@ -124,11 +124,12 @@ class MissEncoder:
         self._changed = threading.Condition()
         self._waiting: deque[_Miss] = deque()
         self._under_way: dict[str, _Miss] = {}
-        self._thread: threading.Thread | None = None
         self._is_closed = False
         self.counts = dict.fromkeys(COUNTED, 0)
         self._seconds_per_entry = 0.0
         self._new_prompts = _NewPrompts(workspace, self.encodings, self._salt)
+        self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -196,9 +197,6 @@ class MissEncoder:
                 miss.future.set_running_or_notify_cancel()  # a caller that goes away must not cancel it for others
                 self._under_way[key] = miss
                 self._waiting.append(miss)
-            if new and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
             return {key: self._under_way[key].future for key in missing}
 
@@ -229,57 +227,49 @@ class MissEncoder:
         """Finish the entries that are being encoded, refuse those that wait, and free the models."""
         with self._changed:
             self._is_closed = True
-            thread = self._thread
             self._changed.notify_all()
-        if thread is not None:
-            thread.join()
+        self._thread.join()
 
     # The thread that encodes
 
     def _run(self) -> None:
-        """Encode what comes, until nothing has come for `idle_s`, or the encoder is closed."""
-        try:
-            last_at = time.monotonic()
-            while True:
-                misses = self._take(min(last_at + self._idle_s, self._new_prompts.due_at))
+        """Encode what comes, until the encoder is closed. After `idle_s` without a miss the models leave the device."""
+        idle_at = math.inf
+        while not self._is_closed:
+            misses = self._take(min(idle_at, self._new_prompts.due_at))
+            try:
                 if misses:
                     self._finish(misses, self._encode(misses))
-                    last_at = time.monotonic()
-                if time.monotonic() >= self._new_prompts.due_at:
-                    self._new_prompts.write()
-                if not misses and self._is_closed:
-                    break
-                if not misses and time.monotonic() >= last_at + self._idle_s:
-                    self._new_prompts.write()
+                    idle_at = time.monotonic() + self._idle_s
+                is_idle = time.monotonic() >= idle_at
+                if is_idle:
+                    idle_at = math.inf
                     self._models.unload()
-                    if self._config.cache.max_bytes is not None:
-                        self._workspace.prune(self._config.cache.max_bytes)
-                    if self._end(None):
-                        return
+                if is_idle or time.monotonic() >= self._new_prompts.due_at:
+                    self._new_prompts.write()
+                if is_idle and self._config.cache.max_bytes is not None:
+                    self._workspace.prune(self._config.cache.max_bytes)
+            except Exception as error:
+                logger.exception("the thread that encodes goes on with the next request")
+                self._new_prompts.due_at = time.monotonic() + _RETRY_S
+                self._refuse([miss for miss in misses if miss.tasks[0].key in self._under_way], error)
+        try:
             self._new_prompts.write()
             self._models.close()
-            self._end(None)
-        except Exception as error:
-            logger.exception("the thread that encodes ended; the next request starts another one")
-            self._end(error)
+        finally:
+            with self._changed:
+                self._waiting.clear()
+                left = list(self._under_way.values())
+            self._refuse(left, EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S))
 
-    def _end(self, error: Exception | None) -> bool:
-        """End the thread after an error or `close`, when what waits is refused, or if nothing waits any more."""
-        with self._changed:
-            if self._waiting and error is None and not self._is_closed:
-                return False
-            self._thread = None
-            self._waiting.clear()
-            left = list(self._under_way.values())
-        refused = error or EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
-        self._finish(left, {miss.tasks[0].key: refused for miss in left})
-        return True
+    def _refuse(self, misses: Sequence[_Miss], error: Exception) -> None:
+        self._finish(misses, {miss.tasks[0].key: error for miss in misses})
 
     def _take(self, until: float) -> list[_Miss]:
         """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if not self._waiting or self._is_closed:
                 return []
             kind = self._waiting[0].tasks[0].kind
@@ -372,6 +362,7 @@ class _NewPrompts:
     def write(self) -> None:
         """Add them to the manifest. Where that fails it is logged, and they wait for the next call."""
         if not self._rows:
+            self.due_at = math.inf
             return
         manifest = Manifest(prompts_name(self._common), "prompts", 1, self._common, self._rows)
         started = time.monotonic()

@@ -214,7 +214,7 @@ def _take(state: ServiceState, pack: str, request: Request) -> tuple[int, bool]:
             for _ in chunks:
                 pass
             return num_added, False
-    return state.store.take_pack(pack, chunks, length_of(request), replace=is_there), True
+    return state.store.take_pack(pack, chunks, length_of(request.headers), replace=is_there), True
 
 
 def body_chunks(request: Request) -> Iterator[bytes]:
@@ -230,7 +230,7 @@ def body_chunks(request: Request) -> Iterator[bytes]:
         yield chunk
 
 
-def length_of(request: Request) -> int:
-    """The Content-Length of a request, 0 where it has none."""
-    text = request.headers.get("content-length", "0")
+def length_of(headers: Mapping[str, str]) -> int:
+    """The Content-Length of a request with these headers, 0 where it has none."""
+    text = headers.get("content-length", "0")
     return int(text) if text.isdecimal() else 0

@@ -43,9 +43,9 @@ class Limits:
     max_keys: int = 16384
     """Max keys in one request."""
     max_requests: int = 64
-    """Requests under way at once, without uploads. Others wait their turn."""
+    """Requests under way at once. Others wait their turn."""
     max_uploads: int = 4
-    """Uploads under way at once."""
+    """Threads that take uploads."""
     queue_s: float = 5.0
     """Time for which a request waits its turn: less than that after which a client asks again."""
     stall_s: float = 30.0

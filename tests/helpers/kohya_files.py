@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,15 @@ def latents_name(stem: str, width: int, height: int) -> str:
     return f"{stem}_{width:04d}x{height:04d}_sdxl.npz"
 
 
+def npz_of(arrays: dict[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **arrays)
+    path.write_bytes(npz_of(arrays))
     return path
 
 

@@ -15,7 +15,6 @@ from helpers.foreign_samples import FACTOR, STD, Foreign, image, pairs, text
 from helpers.photo_files import write_photo
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import read_head
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
@@ -141,11 +140,6 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
     assert workspace.store.get(rows["a"].captions[0].key).record.identity["source"] is None
 
 
-def test_notes_are_counted() -> None:
-    report = into(Workspace(), *(image(each, note="derived") for each in "abc"))
-    assert report.notes == {"derived": 3} and "3 derived" in report.to_text()
-
-
 # What is refused
 
 
@@ -251,14 +245,6 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
             assert manifest is not None and workspace.store.find(manifest.keys()) == manifest.keys()
 
 
-def test_an_import_does_not_list_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a service that is a request for each 65,536 entries, and a set of all keys in memory."""
-    workspace = Workspace()
-    into(workspace, *pairs("a"))
-    monkeypatch.setattr(type(workspace.store), "keys", lambda self: pytest.fail("all keys were listed"))
-    assert import_cache(Foreign(pairs("a", "b")), workspace, name="other").num_samples == 2
-
-
 @pytest.mark.parametrize("name", ["", "../up", "a b", "validation-prompts-x", "x" * 65])
 def test_names_are_those_of_a_config(name: str) -> None:
     with pytest.raises(ConfigError, match="name"):
@@ -299,15 +285,6 @@ def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
     assert found.rows["a"].to_json()["images"][0]["trust"] == "unverified"
     verified = replace(rows["a"].images[0], trust="verified")
     assert "trust" not in replace(rows["a"], images=(verified,)).to_json()["images"][0]
-    data = file.read_bytes()
-    head = read_head(data, "foreign", file)
-    start, end = (head.data_start + at for at in head.document["image/unverified"]["data_offsets"])
-    file.write_bytes(data[:start] + bytes(end - start) + data[end:])
-    with pytest.raises(DatasetError, match="its digest differs"):
-        ManifestFolder(file.parent).read("foreign")
-    with open_workspace(cache_config(tmp_path)) as workspace:
-        into(workspace, *pairs("a"))  # as the error says
-        assert rows_of(workspace) == rows
 
 
 def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:

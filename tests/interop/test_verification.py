@@ -279,18 +279,6 @@ def test_entries_of_another_model_say_so(target: Config, photos: Path) -> None:
     assert "it comes from another model" in verified(target, foreign).unequal[0].detail
 
 
-def test_models_in_memory_come_back_as_they_were(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    parts = tiny_parts()
-    models = LoadedModels(**parts)
-    before = [
-        (name, p.device, p.data_ptr()) for part in ("vae", "text_encoder") for name, p in parts[part].named_parameters()
-    ]
-    assert verified(target, Copy(samples, photos), models=models).num_verified == 16
-    assert before == [
-        (name, p.device, p.data_ptr()) for part in ("vae", "text_encoder") for name, p in parts[part].named_parameters()
-    ]
-
-
 def test_the_config_must_say_which_images_policy(target: Config, samples: list[ExportSample], photos: Path) -> None:
     [dataset] = target.datasets
     two = target.model_copy(

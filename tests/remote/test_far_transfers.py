@@ -74,7 +74,7 @@ def service(running: tuple[RunningServer, Path], monkeypatch: pytest.MonkeyPatch
         yield Far(relay.url, relay, folder)
     with DiskStore(folder) as store:
         store.remove(list(store.keys()))
-        store.catalog.drop_empty(store.catalog.table.empty_packs())
+        store.drop_empty(store.table.empty_packs())
     for file in (folder / "manifests").glob("*"):
         file.unlink()
 

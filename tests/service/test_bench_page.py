@@ -24,4 +24,6 @@ def test_it_measures_what_it_says(tmp_path: Path) -> None:
     for page in ("overview", "gallery"):
         assert 10 < report["results"][f"{page}_first_kb"]["median"] < 200
         assert 0 < report["results"][f"{page}_first_s"]["median"] < 30
+    sizes = [report["results"][f"{page}_first_kb"]["median"] for page in ("overview", "gallery")]
+    assert sizes[0] < sizes[1] - 10, "pictures of 8 samples, and of 24: both were the form that asks for the token"
     assert report["results"]["search_s"]["median"] > 0

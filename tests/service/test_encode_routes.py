@@ -252,13 +252,6 @@ def test_only_some_images_are_received_at_once(server: RunningServer) -> None:
             assert waiting.result(20).status == 422, "it is no image"
 
 
-def test_the_openapi_document_describes_the_routes(server: RunningServer) -> None:
-    paths = server.get("/v1/openapi.json").json()["paths"]
-    body = paths["/v1/prompts:encode"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["$ref"].endswith("PromptsToEncode")
-    assert "image/*" in paths["/v1/images:encode"]["post"]["requestBody"]["content"]
-
-
 def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
     """What SDXL's own pipeline gives for a prompt."""
     embeds, negative_embeds, pooled, negative_pooled = tiny_pipeline(tiny_parts()).encode_prompt(

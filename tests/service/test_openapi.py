@@ -48,21 +48,8 @@ def test_every_route_does_what_it_says(server, description):
     assert {200, 404, 422} <= seen and not {401, 403} & seen, seen
 
 
-def test_routes_are_described_with_examples(server):
+def test_all_routes_but_one_say_that_they_need_a_token(server):
     document = server.get("/v1/openapi.json").json()
-    described = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
-    assert {
-        "post /v1/entries:find",
-        "get /v1/packs/{pack}",
-        "put /v1/packs/{pack}",
-        "put /v1/manifests/{name}",
-    } <= described
-    for path, methods in document["paths"].items():
-        for method, route in methods.items():
-            assert route.get("description"), (method, path)
-            for parameter in route.get("parameters", []):
-                assert parameter["in"] == "query" or parameter["schema"].get("examples"), (path, parameter["name"])
-            assert ("security" in route) == (path != "/v1/healthz"), path
-    for name in ("KeyList",):
-        assert document["components"]["schemas"][name]["examples"]
+    routes = {path: route for path, methods in document["paths"].items() for route in methods.values()}
+    assert {path for path, route in routes.items() if "security" not in route} == {"/v1/healthz"}
     assert document["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"

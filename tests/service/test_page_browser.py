@@ -187,6 +187,23 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage, base: 
             assert box["x"] + box["width"] <= PHONE["width"], path
 
 
+def test_on_a_phone_the_filters_are_folded_until_one_is_set(open_page: OpenPage, base: str) -> None:
+    wide = open_page(base, "/gallery")
+    expect(wide.get_by_text("Filters")).to_be_hidden()
+    expect(wide.get_by_label("Dataset")).to_be_visible()
+    page = open_page(base, "/gallery", viewport=PHONE)
+    expect(page.get_by_label("State")).to_be_hidden()
+    page.get_by_text("Filters").click()
+    page.get_by_label("State").select_option("refused")
+    expect(page.get_by_role("status")).to_have_text("1 sample: cannot be used, for a stated reason")
+    page.reload()
+    expect(page.get_by_label("State")).to_be_visible()
+    page.get_by_label("Search captions and ids").fill("zzzzzz")
+    expect(page.get_by_text('Nothing matches "zzzzzz" with state "refused"')).to_be_visible()
+    page.get_by_role("link", name="Clear").click()
+    expect(tiles(page)).to_have_count(24)
+
+
 def test_dark_and_light_follow_the_system(open_page: OpenPage, base: str) -> None:
     def brightness(scheme: str) -> int:
         page = open_page(base, "/", color_scheme=scheme)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import time
 
 import pytest
 from helpers.serving import serving_here
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from service_samples import fill
 
 from latentcache.errors import ConfigError
@@ -32,12 +29,6 @@ def test_without_the_token_nothing_is_read(served, path):
             f"/v1/{path}", token=None, headers={"Authorization": f"{scheme} {served.server.token}"}
         )
         assert answer.status == 401
-
-
-def test_the_body_of_a_stranger_is_not_read(served):
-    with socket.create_connection(served.server.address, timeout=20) as client:
-        client.sendall(b"POST /v1/entries:find HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
-        assert client.recv(1000).startswith(b"HTTP/1.1 4")
 
 
 @pytest.mark.parametrize(
@@ -67,15 +58,10 @@ def test_every_answer_says_that_its_type_is_what_it_says(served):
         assert served.server.get(path).headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_scheme_of_a_token_has_no_case(served):
-    assert (
-        served.server.get("/v1/packs", token=None, headers={"Authorization": f"bearer {served.server.token}"}).status
-        == 200
-    )
-
-
 def test_health_and_the_description_are_for_all(served):
     assert served.server.get("/v1/healthz", token=None).json()["status"] == "ok"
+    lower = {"Authorization": f"bearer {served.server.token}"}
+    assert served.server.get("/v1/packs", token=None, headers=lower).status == 200
     assert served.server.get("/v1/openapi.json", token=None).json()["info"]["title"] == "latentcache"
 
 
@@ -139,28 +125,16 @@ def test_roles_and_secrets():
 
 
 PATHS = [
-    "packs/../CACHE.json",
-    "packs/..%2FCACHE.json",
-    "packs/%2e%2e%2f%2e%2e%2fCACHE.json",
-    "packs/%2Fetc%2Fpasswd",
-    "packs//etc/passwd",
-    "packs/" + "a" * 31,
-    "packs/" + "a" * 31 + "%00",
-    "packs/" + "A" * 32,
-    "packs/" + "%C3%BC" * 32,
-    "manifests/..%2FCACHE.json",
-    "manifests/..",
-    "manifests/.photos",
-    "manifests/%2e%2e%5cphotos",
-    "manifests/photos%00",
-    "manifests/photos%0a",
-    "manifests/" + "a" * 300,
-    "manifests/..%2F..%2Fetc%2Fpasswd/samples",
-    "entries/..%2F..%2Fetc%2Fpasswd",
-    "entries/" + "g" * 64,
-    "entries/" + "0" * 64 + "%0a",
-    "../CACHE.json",
-    "..%2f..%2fetc%2fpasswd",
+    *("packs/../CACHE.json", "packs/..%2FCACHE.json", "packs/%2e%2e%2f%2e%2e%2fCACHE.json", "packs/%2Fetc%2Fpasswd"),
+    *("packs//etc/passwd", f"packs/{'a' * 31}", f"packs/{'a' * 31}%00", f"packs/{'A' * 32}", "packs/" + "%C3%BC" * 32),
+    *("manifests/..%2FCACHE.json", "manifests/..", "manifests/.photos", "manifests/%2e%2e%5cphotos"),
+    *(
+        "manifests/photos%00",
+        "manifests/photos%0a",
+        f"manifests/{'a' * 300}",
+        "../CACHE.json",
+        "..%2f..%2fetc%2fpasswd",
+    ),
 ]
 
 
@@ -186,75 +160,16 @@ def test_a_path_in_an_id_leads_nowhere(served, path):
     assert sorted(map(str, served.path.rglob("*"))) == before
 
 
-def ranges(served):
+def test_a_part_of_a_pack_is_sent(served):
     [pack, *_] = served.server.get("/v1/packs").json()["packs"]
-    data = (served.path / "packs" / pack["id"][:2] / f"{pack['id']}.safetensors").read_bytes()
-    return f"/v1/packs/{pack['id']}", data
-
-
-def test_ranges(served):
-    path, data = ranges(served)
-    size = len(data)
-    for text, (first, end) in {
-        "bytes=0-0": (0, 1),
-        "bytes=0-": (0, size),
-        "bytes=10-19": (10, 20),
-        f"bytes={size - 1}-": (size - 1, size),
-        f"bytes=5-{10 * size}": (5, size),
-        "bytes=-7": (size - 7, size),
-        f"bytes=-{10 * size}": (0, size),
-        "bytes= 1 - 2 ": (1, 3),
-    }.items():
-        answer = served.server.get(path, headers={"Range": text})
-        assert answer.status == 206 and answer.body == data[first:end], text
-        assert answer.headers["content-range"] == f"bytes {first}-{end - 1}/{size}"
-        assert served.server.request("HEAD", path, headers={"Range": text}).headers["content-length"] == str(
-            end - first
-        )
-    for text in (f"bytes={size}-", f"bytes={10**17}-", "bytes=-0"):
-        answer = served.server.get(path, headers={"Range": text})
-        assert answer.status == 416 and answer.headers["content-range"] == f"bytes */{size}", text
-    many = "bytes=" + ",".join(["0-"] * 200)
-    assert served.server.get(path, headers={"Range": many}).body == data, "the whole file, once"
-
-
-def test_a_range_counts_for_the_version_that_the_client_has(served):
-    path, _ = ranges(served)
-    etag = served.server.get(path).headers["etag"]
-    for tag, status in ((etag, 206), ('"other"', 200), ("Sun, 22 Nov 2026 00:00:00 GMT", 200)):
+    path = f"/v1/packs/{pack['id']}"
+    whole, etag = served.server.get(path).body, served.server.get(path).headers["etag"]
+    for text, part in (("0-0", whole[:1]), ("10-19", whole[10:20]), ("-7", whole[-7:]), ("7-", whole[7:])):
+        answer = served.server.get(path, headers={"Range": f"bytes={text}"})
+        assert answer.status == 206 and answer.body == part, text
+    assert served.server.get(path, headers={"Range": f"bytes={len(whole)}-"}).status == 416
+    for tag, status in ((etag, 206), ('"other"', 200)):
         assert served.server.get(path, headers={"Range": "bytes=0-3", "If-Range": tag}).status == status
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=60))
-def test_no_range_header_breaks_it(served, text):
-    path, data = ranges(served)
-    answer = served.server.get(path, headers={"Range": "bytes=" + text})
-    assert answer.status in (200, 206, 400, 416)
-    if answer.status == 206 and "content-range" in answer.headers:  # several ranges come in parts
-        first, _, rest = answer.headers["content-range"].removeprefix("bytes ").partition("-")
-        assert answer.body == data[int(first) : int(rest.partition("/")[0]) + 1]
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("0" * 64),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["keys", "fields", "x"]), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(["entries:find", "verify"]), json_values | st.binary(max_size=60))
-def test_no_body_breaks_it(served, route, value):
-    body = value if isinstance(value, bytes) else json.dumps(value).encode()
-    answer = served.server.post(
-        f"/v1/{route}", body, token=served.server.write_token, headers={"Content-Type": "application/json"}
-    )
-    assert answer.status in (200, 400, 404, 413, 422), answer.body
-    if answer.status != 200:
-        assert answer.headers["content-type"] == "application/problem+json" and answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -271,32 +186,3 @@ def test_no_body_breaks_it(served, route, value):
 def test_odd_json_is_refused(served, body):
     answer = served.server.post("/v1/entries:find", body, headers={"Content-Type": "application/json"})
     assert answer.status in (400, 422) and answer.json()["kind"] == "RequestRefused"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200,
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /v1/packs HTTP/1.1\r\n\r\n",
-        b"GET /v1/packs HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ],
-    ids=["TLS", "version", "no host", "negative", "smuggling", "long path", "many headers", "HTTP/2"],
-)
-def test_what_is_no_request_is_refused(served, data):
-    with socket.create_connection(served.server.address, timeout=20) as client:
-        client.settimeout(20)
-        answer = b""
-        try:
-            client.sendall(data)
-            client.shutdown(socket.SHUT_WR)
-            while part := client.recv(1 << 16):
-                answer += part
-        except ConnectionError:
-            pass  # closed before all was sent
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer
-    assert served.server.get("/v1/healthz").status == 200

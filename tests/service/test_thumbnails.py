@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,6 @@ import torch
 from helpers.page_caches import image_entry, text_entry
 from helpers.photo_files import write_photo
 from helpers.tiny_models import tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from PIL import Image
 
 from latentcache.config import ImagesConfig
@@ -50,15 +46,6 @@ def test_the_thumbnail_of_cached_latents_is_the_photo(tmp_path: Path) -> None:
     assert image.size == (48, 32)
     small = np.asarray(Image.fromarray(pixels).resize((48, 32), Image.Resampling.BOX), dtype=int)
     assert np.abs(np.asarray(image.convert("RGB"), dtype=int) - small).mean() < 8
-
-
-def test_linear_pixels_are_the_family_s_map_and_clipped() -> None:
-    assert linear_pixels(torch.zeros(4, 2, 3), PREVIEW).tolist() == [[list(PREVIEW.biases)] * 3] * 2
-    one = torch.zeros(4, 1, 1)
-    one[0] = 1.0
-    assert linear_pixels(one, PREVIEW)[0, 0].tolist() == [210, 200, 190]
-    assert linear_pixels(torch.full((4, 1, 1), torch.nan), PREVIEW).tolist() == [[[0, 0, 0]]]
-    assert linear_pixels(one * 1e9, PREVIEW)[0, 0].tolist() == [255, 255, 255]
 
 
 def make(**identity: object) -> Record:
@@ -126,16 +113,6 @@ def test_of_a_video_the_first_frame_is_shown() -> None:
     assert stored(still, latents=frames[:, :1].clone()).webp(still.key, 64) == expected
 
 
-@given(
-    arrays(
-        np.float32, st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4)), elements=st.floats(width=32)
-    )
-)
-def test_channels_of_any_latents_are_pixels(latents: np.ndarray) -> None:
-    pixels = channel_pixels(torch.from_numpy(latents))
-    assert pixels.shape == (*latents.shape[1:], 3) and pixels.dtype == np.uint8
-
-
 def test_the_channels_that_differ_are_shown_whatever_their_scale() -> None:
     latents = torch.randn(16, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.1
     latents[3, :, 4:] += 2.0
@@ -143,35 +120,6 @@ def test_the_channels_that_differ_are_shown_whatever_their_scale() -> None:
     assert abs(pixels[:, :4, 0].mean() - pixels[:, 4:, 0].mean()) > 80
     assert np.abs(channel_pixels(latents * 7.5 - 3.0).astype(int) - pixels).max() <= 1
     assert channel_pixels(torch.ones(16, 2, 2)).tolist() == [[[128] * 3] * 2] * 2
-
-
-class WhiteDecoder:
-    """Says what it was asked for."""
-
-    downscale = 8
-
-    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
-        return shape[0] == 4
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def __call__(self, latents: torch.Tensor) -> np.ndarray:
-        self.seen.append(tuple(latents.shape))
-        return np.full((64, 128, 3), 200, np.uint8)
-
-
-def test_a_decoder_takes_the_place_of_the_approximation() -> None:
-    record, other, decoder = make(), make(other=1), WhiteDecoder()
-    store = MemoryStore()
-    store.add([Entry(record, {"latents": torch.ones(4, 8, 16)}), Entry(other, {"latents": torch.ones(16, 8, 16)})])
-    thumbnails = Thumbnails(store, decoder)
-    assert opened(thumbnails.webp(record.key, 100)[0]).size == (100, 50)
-    assert opened(thumbnails.webp(record.key, 1000)[0]).size == (128, 64)
-    assert decoder.seen == [(4, 8, 16)] * 2
-    assert thumbnails.webp(record.key)[1] == "vae"
-    # The cache may hold another model's latents too, which this VAE does not take.
-    assert thumbnails.webp(other.key)[1] == "channels" and len(decoder.seen) == 3
 
 
 def test_what_has_no_thumbnail_is_refused() -> None:

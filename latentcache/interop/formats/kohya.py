@@ -35,10 +35,11 @@ from latentcache.config import BucketsConfig, settings_of
 from latentcache.config_file import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportCaption, ExportOptions, ExportSample
-from latentcache.interop.files import corrupt, read_npz
+from latentcache.interop.files import corrupt, read_npz, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -47,13 +48,12 @@ from latentcache.interop.readers import (
     chosen_family,
     pixel_pair,
     refusing,
-    walked,
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Bucket, Geometry, Size
+from latentcache.types import Bucket, Geometry, Refusal, Size
 
-Arrays = Mapping[str, np.ndarray]
+Tensors = Mapping[str, torch.Tensor]
 SUFFIXES = {"sdxl": "_te_outputs.npz", "flux": "_flux_te.npz"}
 """How the names of a family's text files end. kohya keeps no texts of SD 1.5."""
 NOTE_MASK_UNKNOWN = "t5_attn_mask is not known and was written as all ones: kohya reads it with apply_t5_attn_mask only"
@@ -126,13 +126,14 @@ class KohyaCache:
 
     def items(self) -> Iterator[ForeignItem]:
         """Every `.npz` file, in the order of the folders and names."""
-        yield from walked(str(self._root), self._folder)
-
-    def _folder(self, folder: str, names: list[str]) -> Iterator[ForeignItem]:
-        present = {name for name in names if name.endswith(".npz")}
-        for name in sorted(present):
-            base = f"{folder}/{name}".lstrip("/")
-            yield from refusing(base, self._file(base, self._root / base, present))
+        for found in walk(str(self._root)):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            folder, present = found[0], {name for name in found[1] if name.endswith(".npz")}
+            for name in sorted(present):
+                base = f"{folder}/{name}".lstrip("/")
+                yield from refusing(base, self._file(base, self._root / base, present))
 
     def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
         """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
@@ -168,7 +169,7 @@ class KohyaCache:
         geometry = _geometry(arrays, path, size, stored, notes)
         mask = None
         if (mask_name := f"alpha_mask{stored.suffix}") in arrays:
-            mask = _latent_mask(_float_tensor(arrays, mask_name, path, ndim=2), stored, path)
+            mask = _latent_mask(tensor_in(arrays[mask_name], mask_name, path, ndim=2), stored, path)
             notes.append(NOTE_MASK)
         for flip in (False, True):
             name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
@@ -177,7 +178,7 @@ class KohyaCache:
                     sample_id=sample_id,
                     path=str(path),
                     image_path=image,
-                    latents=_float_tensor(arrays, name, path, ndim=3),
+                    latents=tensor_in(arrays[name], name, path, ndim=3),
                     is_scaled=self.family == "flux",
                     output="sample",
                     geometry=replace(geometry, flip=flip),
@@ -226,7 +227,7 @@ class _Stored(NamedTuple):
     has_others: bool = False
 
 
-def _stored(arrays: Arrays, path: Path, area: int | None) -> _Stored:
+def _stored(arrays: Tensors, path: Path, area: int | None) -> _Stored:
     """The resolution to read."""
     found: dict[tuple[int, int], _Stored] = {}
     for name in sorted(arrays):
@@ -251,7 +252,7 @@ def _stored(arrays: Arrays, path: Path, area: int | None) -> _Stored:
     return found[sizes[0]]._replace(has_others=len(found) > 1)
 
 
-def _original_size(arrays: Arrays, path: Path, stored: _Stored, named: Size | None) -> Size:
+def _original_size(arrays: Tensors, path: Path, stored: _Stored, named: Size | None) -> Size:
     values = _array_of(arrays, f"original_size{stored.suffix}", path).tolist()
     pair = pixel_pair(values, 1)
     if pair is None:
@@ -262,13 +263,13 @@ def _original_size(arrays: Arrays, path: Path, stored: _Stored, named: Size | No
     return size
 
 
-def _geometry(arrays: Arrays, path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
+def _geometry(arrays: Tensors, path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
     """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
     bucket = Bucket(stored.height * _PIXELS, stored.width * _PIXELS)
     geometry = fit(size, bucket)
-    crop = _array_of(arrays, f"crop_ltrb{stored.suffix}", path)
+    crop, usual = _array_of(arrays, f"crop_ltrb{stored.suffix}", path), contain_rule(size, bucket)
     # Within a pixel: releases may round otherwise.
-    if crop.shape != (4,) or not np.allclose(crop.astype(np.float64), contain_rule(size, bucket), rtol=0, atol=1.0):
+    if crop.shape != (4,) or not torch.allclose(crop.double(), torch.tensor(usual).double(), rtol=0, atol=1.0):
         notes.append(NOTE_CROP)
     spare = (size.height - bucket.height, size.width - bucket.width)
     if size != geometry.resized_size and all(0 <= side < _LARGEST_STEP for side in spare):
@@ -284,29 +285,19 @@ def _latent_mask(pixels: torch.Tensor, stored: _Stored, path: Path) -> torch.Ten
     return (torch.nn.functional.avg_pool2d(pixels.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
 
 
-def _array_of(arrays: Arrays, name: str, path: Path) -> np.ndarray:
+def _array_of(arrays: Tensors, name: str, path: Path) -> torch.Tensor:
     """An array of a file. Raises ForeignFileRefused."""
     if name not in arrays:
         raise corrupt(path, f"it has no {name}")
     return arrays[name]
 
 
-def _float_tensor(arrays: Arrays, name: str, path: Path, *, ndim: int) -> torch.Tensor:
-    """An array of a file as a tensor of float32 or float16. Raises ForeignFileRefused."""
-    array = _array_of(arrays, name, path)
-    if array.dtype not in (np.float32, np.float16) or array.ndim != ndim or array.size == 0:
-        raise corrupt(path, f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions")
-    return torch.from_numpy(array)
-
-
-def _read_text(family: str, arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_text(family: str, arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The caption's prompt_embeds [L, D] and pooled_prompt_embeds [P]. Raises ForeignFileRefused."""
-    return _read_flux(arrays, path) if family == "flux" else _read_sdxl(arrays, path)
-
-
-def _read_sdxl(arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = (_float_tensor(arrays, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
-    pooled = _float_tensor(arrays, "pool2", path, ndim=1)
+    if family == "flux":
+        return _read_flux(arrays, path)
+    names = ("hidden_state1", "hidden_state2", "pool2")
+    first, second, pooled = (tensor_in(arrays.get(each), each, path, ndim=2 - (each == "pool2")) for each in names)
     if first.shape[0] != SDXL.max_length or second.shape[0] != SDXL.max_length:
         detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: "
         detail += f"{SDXL.max_length} tokens are needed (max_token_length 75)"
@@ -316,14 +307,14 @@ def _read_sdxl(arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([first, second], dim=-1), pooled
 
 
-def _read_flux(arrays: Arrays, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_flux(arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     flag, mask = _array_of(arrays, _FLAG, path), _array_of(arrays, _MASK, path)
-    if flag.shape != () or flag.dtype != np.bool_:
+    if flag.shape != () or flag.dtype is not torch.bool:
         raise corrupt(path, f"{_FLAG} is {flag.dtype} {list(flag.shape)}; it must be one bool")
     if flag:
         detail = f"it was made with {_FLAG}, and diffusers' FLUX.1 has no such mask: cache texts without it"
         raise ForeignFileRefused(path, "unsupported-format", detail)
-    embeds, pooled = _float_tensor(arrays, "t5_out", path, ndim=2), _float_tensor(arrays, "l_pooled", path, ndim=1)
+    embeds, pooled = (tensor_in(arrays.get(each), each, path, ndim=n) for each, n in (("t5_out", 2), ("l_pooled", 1)))
     if embeds.dtype != pooled.dtype or mask.shape != embeds.shape[:1]:
         shapes = f"t5_out {embeds.dtype} {list(embeds.shape)}, l_pooled {pooled.dtype}, {_MASK} {list(mask.shape)}"
         raise corrupt(path, f"its arrays do not fit together: {shapes}")
@@ -444,7 +435,7 @@ def _written(latents: torch.Tensor, run: Export) -> np.ndarray:
     return (run.scaling.apply(latents) if run.family.name == "flux" else latents).contiguous().numpy()
 
 
-def _npz_bytes(arrays: Arrays) -> bytes:
+def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     """The bytes that `numpy.savez` writes for these arrays: a zip, uncompressed."""
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes the arrays for `allow_pickle`

@@ -16,18 +16,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
 from latentcache.families.base import Family
-from latentcache.interop.files import corrupt, load_torch, read_file, read_torch, tensor_in
+from latentcache.interop.files import corrupt, read_file, read_torch, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -38,7 +38,6 @@ from latentcache.interop.readers import (
     keeps_padding,
     pixel_pair,
     refusing,
-    walked,
 )
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -82,12 +81,6 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _payload(path: str) -> Any:
-    """The file's content: that of a `torch.save` file, of a gzip of one, or of one that holds such a gzip."""
-    content = read_torch(path)
-    return load_torch(content, path) if isinstance(content, bytes) else content
-
-
 class SimpleTunerCache:
     """The cache of the folder `images`, of which `root` is `cache_dir_vae`; `root` may hold the text cache too.
 
@@ -117,7 +110,7 @@ class SimpleTunerCache:
             images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
         )
         found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
-        self._sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, self._images)
+        self._sizes = RecordedSizes(found, self._images)
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
         self.family = chosen_family(family, self._folders, _TEXT_NAME, ARCHITECTURES, self.format)
         self._architecture = next(each for each, known in ARCHITECTURES.items() if known == self.family)
@@ -130,7 +123,8 @@ class SimpleTunerCache:
         yield from self._latents(used)
         yield from self._texts(used)
         for folder in self._folders:
-            yield from walked(folder, partial(self._unknown, used, folder))
+            for found in walk(folder):
+                yield from [found] if isinstance(found, Refusal) else self._unknown(used, folder, *found)
 
     def _latents(self, used: set[str]) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}
@@ -147,7 +141,7 @@ class SimpleTunerCache:
                 yield Refusal(sample_ids[0], path, "duplicate", detail)
 
     def _latent(self, sample_id: str, path: str) -> Iterator[ForeignImage]:
-        latents = _image_latents(self._family, _payload(path), path)
+        latents = _image_latents(self._family, read_torch(path), path)
         size, bucket = self._images.size(sample_id), bucket_of(latents, self.family)
         geometry, note = self._sizes.geometry(sample_id, size, bucket, path)
         image = self._images.path(sample_id)
@@ -164,7 +158,7 @@ class SimpleTunerCache:
 
     def _text(self, sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
         """The embeddings of either payload. Raises ForeignFileRefused."""
-        content, fields = _payload(path), self._family.fields
+        content, fields = read_torch(path), self._family.fields
         if isinstance(content, tuple) and len(content) == len(fields) == 2:
             content = dict(zip(fields, content, strict=True))
         if not isinstance(content, dict) or not fields.keys() <= content.keys():
@@ -256,25 +250,20 @@ class RecordedSizes:
     says which, that of this image or of others. A record whose crop has room in neither order is refused.
     """
 
-    def __init__(self, records: Mapping[str, Any]):
-        """`records`: by sample_id."""
-        self._records = {sample_id: _record(record) for sample_id, record in records.items()}
+    def __init__(self, path: Path | None, images: SourceImages):
+        """Records of images that are not there are left out; without a file there are none. Raises DatasetError."""
+        try:
+            content = {} if path is None else json.loads(read_file(path, _MAX_METADATA_BYTES))
+        except (ValueError, RecursionError) as error:
+            detail = f"is no JSON document: {error}; leave it out to derive sizes from images"
+            raise DatasetError(str(path), detail) from error
+        if not isinstance(content, dict):
+            raise DatasetError(str(path), f"holds a {type(content).__name__}; it must map image paths to their sizes")
+        found = ((images.find(recorded), record) for recorded, record in content.items())
+        self._records = {sample_id: _record(record) for sample_id, record in found if sample_id is not None}
         crops = [record.crops() for record in self._records.values() if record is not None]
         orders = {order for found in crops if len(found) == 1 for order in found}
         self._order = orders.pop() if len(orders) == 1 else None
-
-    @classmethod
-    def read(cls, path: Path, images: SourceImages) -> RecordedSizes:
-        """Raises DatasetError. Records of images that are not there are left out."""
-        try:
-            content = json.loads(read_file(path, _MAX_METADATA_BYTES))
-        except (ValueError, RecursionError) as error:
-            detail = f"is no JSON document: {error}; leave it out to derive sizes from images"
-            raise DatasetError(path, detail) from error
-        if not isinstance(content, dict):
-            raise DatasetError(path, f"holds a {type(content).__name__}; it must map image paths to their sizes")
-        found = ((images.find(recorded), record) for recorded, record in content.items())
-        return cls({sample_id: record for sample_id, record in found if sample_id is not None})
 
     def geometry(self, sample_id: str, size: Size, target: Size, path: str) -> tuple[Geometry, str | None]:
         """The geometry of a latent for `target`, made from an image of `size`, and a note on what was derived.

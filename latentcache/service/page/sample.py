@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_PHOTO_BYTES = 1 << 28
 """Max size of a photo's file; a larger one is not shown."""
+_OTHER_BYTES = "The file has other bytes than those that were encoded: precache encodes it again"
 PHOTO_SIDE = 1024
 """The longer side of a photo that is shown, in pixels, at most."""
 _ANY_IMAGE = ImagesConfig(animated="first-frame", max_aspect=1e6, min_side=1)
@@ -85,10 +86,12 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     has_photo, photo = False, "This server shows no photos: start it with --photos"
     if show_photo:
         has_photo, photo = _examined(row)
+    [state] = gallery.states([row])
     return {
         "dataset": dataset,
         "row": row,
-        "state": gallery.states([row])[0],
+        "state": state,
+        "is_hit": state is None and row.images and photo != _OTHER_BYTES,
         "images": [_details(gallery.store, "image", ref) for ref in row.images],
         "captions": [_details(gallery.store, "caption", ref) for ref in row.captions],
         "parts": [_details(gallery.store, name, ref) for name, ref in row.named_parts()],
@@ -128,7 +131,7 @@ def _examined(row: Row) -> tuple[bool, str]:
         return False, str(error)
     if row.source is None or digest(data) == row.source:
         return True, "The file has the bytes that were encoded"
-    return True, "The file has other bytes than those that were encoded: precache encodes it again"
+    return True, _OTHER_BYTES
 
 
 def photo_webp(row: Row) -> bytes:

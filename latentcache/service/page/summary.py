@@ -21,6 +21,8 @@ from latentcache.types import Refusal
 _LOOKED_AT = 64
 """Samples of a dataset that are asked where the models came from."""
 _CHUNK = 256
+_KEYS = 4096
+"""Keys that are in memory as text at once: those of a million samples take 100 MB."""
 LISTED = 200
 """Rows that a table of the page shows, at most."""
 
@@ -83,10 +85,10 @@ def _num_uncaptioned(table: RowTable) -> int:
 
 def _num_cut(table: RowTable, cut_captions: CutCaptions) -> int:
     """How many usable rows have a caption that was cut off."""
-    texts = hex_of(table.columns["caption/keys"])
-    cut = cut_captions.among(texts)
-    is_cut = np.fromiter((text in cut for text in texts), np.int64, len(texts))
-    ends = np.concatenate([[0], is_cut.cumsum()])[table.columns["caption/offsets"]]
+    keys = table.columns["caption/keys"]
+    flags = [cut_captions.flags(hex_of(keys[at : at + _KEYS])) for at in range(0, len(keys), _KEYS)]
+    ends = np.concatenate([[0], np.concatenate([np.zeros(0, np.bool_), *flags]).cumsum()])
+    ends = ends[table.columns["caption/offsets"]]
     return int((ends[1:] > ends[:-1])[table.usable()].sum())
 
 
@@ -166,7 +168,7 @@ def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
     used: dict[str, np.ndarray] = {}  # by pack, which of its entries a manifest names: sets of all keys take a gigabyte
     problems: list[str] = []
     num_lacking = num_refused = num_unverified = 0
-    for name in manifests.folder.names():
+    for name in manifests.names():
         try:
             table = manifests.get(name).rows
         except LatentCacheError as error:

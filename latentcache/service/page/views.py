@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,18 +15,17 @@ import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, PackError, RequestRefused, SampleError, StoreError
 from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.service.manifests import served_names
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack
 
 PAGE_SIZE = 24
 """Samples that are loaded together while scrolling."""
 MAX_SEARCH_CHARS = 500
-MAX_VIEWED_BYTES = 1 << 30
-"""Max size of the manifest files that stay in memory. One stays, however large it is."""
 _CHUNK = 1024
 
 State = Literal["refused", "damaged", "missing", "unverified"]
@@ -47,16 +46,23 @@ FILTERS: Mapping[str, str] = {
 
 
 class Manifests:
-    """The manifests of a folder, each read once until its file changes. Threads share it; the last used stay."""
+    """The manifests of a folder, each read once until its file changes. Threads share it.
+
+    Manifests are mapped files: what nobody looks at needs no memory.
+    """
 
     def __init__(self, folder: ManifestFolder):
         self.folder = folder
-        self._read = OrderedDict[str, tuple[tuple[int, int, int], Manifest]]()
+        self._read: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Names of all manifests."""
+        return served_names(self.folder)
 
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
-        return [name for name in self.folder.names() if not name.startswith(PROMPTS_PREFIX)]
+        return [name for name in self.names() if not name.startswith(PROMPTS_PREFIX)]
 
     def get(self, name: str) -> Manifest:
         """The whole manifest: a fraction of a second for a million samples, at once if it is in memory.
@@ -72,19 +78,17 @@ class Manifests:
                     raise self._unknown(name)
                 found = state, manifest
             self._read[name] = found
-            num_bytes = sum(size for (_, size, _), _ in self._read.values())
-            while num_bytes > MAX_VIEWED_BYTES and len(self._read) > 1:
-                (_, size, _), _ = self._read.popitem(last=False)[1]
-                num_bytes -= size
             return found[1]
 
     def _state(self, name: str) -> tuple[int, int, int]:
         """What changes when a manifest's file is replaced: inode, size, time of writing."""
-        # The name comes from a request: only what the folder lists may become a path.
-        if name not in self.folder.names():
+        # The name comes from a request: only what cannot lead out of the folder may become a path.
+        if not re.fullmatch(NAME_PATTERN, name):
             raise self._unknown(name)
         try:
             status = os.stat(self.folder.file(name), follow_symlinks=False)
+        except FileNotFoundError:
+            raise self._unknown(name) from None
         except OSError as error:
             raise StoreError(f"manifest {name}: cannot be read now: {error.strerror}; try again") from error
         return status.st_ino, status.st_size, status.st_mtime_ns
@@ -165,11 +169,15 @@ class CutCaptions:
         self._store = store
         self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
 
-    def among(self, keys: Sequence[str]) -> set[str]:
-        """Choose the keys of captions that were cut off. Those of a damaged pack are not known to be."""
+    def flags(self, keys: Sequence[str]) -> np.ndarray:
+        """Whether each caption was cut off: bool [n]. Those of a damaged pack are not known to be."""
         packs, places = self._store.places(keys)
-        found = zip(keys, places.tolist(), strict=True)
-        return {key for key, (pack, row) in found if pack >= 0 and self._cut_in(packs[pack])[row]}
+        flags = np.zeros(len(keys), np.bool_)
+        for number in np.unique(places[:, 0]).tolist():
+            if number >= 0:
+                here = places[:, 0] == number
+                flags[here] = self._cut_in(packs[number])[places[here, 1]]
+        return flags
 
     def _cut_in(self, pack: str) -> np.ndarray:
         if (known := self._by_pack.get(pack)) is not None:
@@ -225,7 +233,8 @@ class Gallery:
                     lacking = self._lacking([row for _, _, row in chunk])
                     chunk = [found for found, state in zip(chunk, lacking, strict=True) if state == filters.state]
                 if filters.state == CUT_CAPTION:
-                    cut = self.cut_captions.among([text.key for _, _, row in chunk for text in row.captions])
+                    keys = [text.key for _, _, row in chunk for text in row.captions]
+                    cut = set(compress(keys, self.cut_captions.flags(keys)))
                     chunk = [found for found in chunk if any(text.key in cut for text in found[2].captions)]
                 yield from chunk
             first += len(manifest.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.foreign_files import split
+from helpers.foreign_samples import imported
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from latentcache.config import BucketsConfig, Config, settings_of
-from latentcache.errors import ConfigError, DatasetError, SampleError
+from latentcache.errors import ConfigError, DatasetError
 from latentcache.families.scaling import latents_from_moments
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import kohya
@@ -58,12 +57,6 @@ def test_dialect_a_with_its_flipped_twin(tmp_path: Path) -> None:
     assert arrays["crop_ltrb"].tolist() == [16, 0, 48, 64]
     assert plain.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64))
     assert flipped.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64), flip=True)
-
-
-def test_the_contain_rule_is_that_of_the_specification() -> None:
-    assert kohya.contain_rule(Size(2000, 1000), Size(1024, 1024)) == (256, 0, 768, 1024)
-    assert kohya.contain_rule(Size(1000, 2000), Size(1024, 1024)) == (0, 256, 1024, 768)
-    assert kohya.contain_rule(Size(999, 1000), Size(832, 1216)) == (191.0, 0.0, 191 + 832 * 1000 / 999, 832.0)
 
 
 def test_dialect_b_gives_one_of_its_resolutions(tmp_path: Path) -> None:
@@ -193,7 +186,7 @@ NAME = latents_name("cat", 320, 160)
         (NAME, without("latents"), "unsupported-format", "holds no latents"),
         (NAME, without("original_size"), "corrupt", "has no original_size"),
         (NAME, without("crop_ltrb"), "corrupt", "has no crop_ltrb"),
-        (NAME, GOOD | {"latents": GOOD["latents"].astype(np.float64)}, "corrupt", "latents is float64"),
+        (NAME, GOOD | {"latents": GOOD["latents"].astype(np.float64)}, "corrupt", "latents is torch.float64"),
         (NAME, GOOD | {"latents": GOOD["latents"][0]}, "corrupt", r"must be \[4, h, w\]"),
         (NAME, GOOD | {"original_size": np.array([320.0, 160.0])}, "corrupt", "original_size is"),
         (NAME, GOOD | {"original_size": np.array([-320, 160])}, "corrupt", "original_size is"),
@@ -224,44 +217,6 @@ def test_two_images_cannot_share_one_latent(tmp_path: Path) -> None:
     write_npz(tmp_path / NAME, GOOD)
     refusal = only(tmp_path)
     assert refusal.reason == "duplicate" and "cat.jpg and cat.png share this file" in refusal.detail
-
-
-@pytest.mark.parametrize(
-    ("data", "detail"),
-    [(b"", "no bytes"), (b"PK\x03\x04 and nothing else", "not a whole zip file")],
-    ids=["empty", "no-zip"],
-)
-def test_files_that_are_no_npz(tmp_path: Path, data: bytes, detail: str) -> None:
-    (tmp_path / NAME).write_bytes(data)
-    refusal = only(tmp_path)
-    assert isinstance(refusal, Refusal) and detail in refusal.detail
-
-
-def whole() -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, **GOOD)
-    return buffer.getvalue()
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_no_damage_raises_or_changes_a_value(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    good = bytearray(whole())
-    if data.draw(st.booleans()):
-        good = good[: data.draw(st.integers(0, len(good) - 1))]
-    else:
-        # Headers, names and the directory are where zips break; the latents are most of the bytes.
-        position = data.draw(st.integers(0, len(good) - 1) | st.integers(0, 400) | st.integers(-400, -1))
-        good[position] ^= 1 << data.draw(st.integers(0, 7))
-    folder = tmp_path_factory.mktemp("damaged")
-    (folder / NAME).write_bytes(good)
-    for item in items_of(folder):
-        if isinstance(item, ForeignImage):
-            # A bit in a place that nothing reads: a time stamp, an attribute.
-            assert np.array_equal(item.latents.numpy(), GOOD["latents"])
-            assert item.geometry.original_size == Size(160, 320)
-        else:
-            assert isinstance(item, Refusal)
 
 
 # Writing
@@ -371,30 +326,87 @@ def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config,
                     assert same is True or ours[name] == theirs[name], name
 
 
+# Masks
+
+
+SHADES = np.random.default_rng(3).integers(0, 256, (8, 16)).astype(np.float32) / np.float32(255)
+"""Of a mask whose number for each latent is exact."""
+MASK = SHADES.repeat(8, axis=0).repeat(8, axis=1)
+BYTES = torch.from_numpy((SHADES * 255).round().astype(np.uint8))[None]
+
+
+def write_sample(folder: Path, stem: str, dialect: Any = dialect_a, **more: np.ndarray) -> None:
+    """A photo of 320 x 160 pixels, its latents for a bucket of 128 x 64 pixels, and a text."""
+    write_photo(folder / f"{stem}.png", len(stem), (160, 320))
+    arrays = dialect_a(len(stem), 320, 160, (128, 64), latents_flipped=latents_of(9, 64, 128), **more)
+    write_npz(folder / latents_name(stem, 320, 160), dialect_b(arrays) if dialect is dialect_b else arrays)
+    write_npz(folder / f"{stem}_te_outputs.npz", text_of(len(stem), np.float16))
+
+
 @pytest.mark.parametrize("dialect", [dialect_a, dialect_b])
-def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path, dialect: Any) -> None:
-    sizes = {"a": (144, 80), "c": (80, 144)}
-    for seed, (stem, (width, height)) in enumerate(sizes.items()):
-        bucket = (128, 64) if width > height else (64, 128)
-        flip = latents_of(seed + 50, bucket[1], bucket[0])
-        arrays = dialect_a(seed, width, height, bucket, latents_flipped=flip)
-        arrays = dialect_b(arrays) if dialect is dialect_b else arrays
-        write_npz(photos / latents_name(stem, width, height), arrays)
-        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed, np.float16))
-    workspace, out = Workspace(), tmp_path / "out"
-    report = import_cache(KohyaCache(photos), workspace, name="kohya")
-    assert report.num_samples == 2 and report.refused == []
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
-    with pytest.raises(SampleError, match="imported from kohya and is unverified"):
-        kohya.export(cache, "kohya", out)
-    assert not out.exists()
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
-    report = kohya.export(cache, "kohya", out, with_resolution=dialect is dialect_b)
+def test_an_alpha_mask_is_the_mask_of_its_sample(tmp_path: Path, dialect: Any) -> None:
+    write_sample(tmp_path, "cat", dialect, alpha_mask=MASK)
+    write_sample(tmp_path, "other", dialect)
+    cache, report = imported(KohyaCache(tmp_path), "kohya")
+    # Latents, their mirrored twins, texts, and the masks of one sample.
+    assert report.refused == [] and report.num_unverified == 4 + 2 + 2
+    assert report.notes == {kohya.NOTE_MASK: 2}
+    for flip in (False, True):
+        batch = cache.batch(["cat.png"], device="cpu", flip=flip)
+        assert torch.equal(batch["mask"][0], BYTES.flip(-1) if flip else BYTES)
+        assert "mask" not in cache.batch(["other.png"], device="cpu", flip=flip)
+    manifest = cache.manifest("kohya")
+    assert manifest.common["parts"] == [{"name": "mask", "downscale": 8}]
+    (plain, flipped), images = manifest.rows["cat.png"].parts, manifest.rows["cat.png"].images
+    assert [ref.geometry for ref in (plain, flipped)] == [ref.geometry for ref in images]
+    assert plain.source == manifest.rows["cat.png"].source and {plain.trust, flipped.trust} == {"unverified"}
+
+
+def test_a_number_is_the_mean_of_the_pixels_of_its_latent(tmp_path: Path) -> None:
+    """As `interpolate(..., mode="area")` of kohya's masked loss, in steps of 1/255."""
+    pixels = np.random.default_rng(4).random((64, 128), dtype=np.float32)
+    write_sample(tmp_path, "cat", alpha_mask=pixels)
+    cache, _ = imported(KohyaCache(tmp_path), "kohya")
+    mask = cache.batch(["cat.png"], device="cpu")["mask"].float() / 255
+    wanted = torch.nn.functional.interpolate(torch.from_numpy(pixels)[None, None], size=(8, 16), mode="area")
+    torch.testing.assert_close(mask, wanted, rtol=0, atol=0.501 / 255)
+
+
+@pytest.mark.parametrize("dialect", [dialect_a, dialect_b])
+def test_an_export_gives_the_files_back(tmp_path: Path, dialect: Any) -> None:
+    write_sample(tmp_path / "made", "cat", dialect, alpha_mask=MASK)
+    write_sample(tmp_path / "made", "other", dialect)
+    cache, _ = imported(KohyaCache(tmp_path / "made"), "kohya")
+    report = kohya.export(cache, "kohya", tmp_path / "out", with_resolution=dialect is dialect_b)
+    assert (report.num_images, report.num_texts, report.skipped) == (4, 2, [])
     assert report.num_other_buckets == 0 and report.buckets == {}  # they are kohya's own
-    names = sorted(path.name for path in photos.glob("*.npz"))
-    assert names == sorted(path.name for path in out.glob("*.npz")) and len(names) == 4
-    for name in names:
-        with np.load(photos / name) as before, np.load(out / name) as after:
+    for path in (tmp_path / "made").glob("*.npz"):
+        with np.load(path) as before, np.load(tmp_path / "out" / path.name) as after:
             assert set(before) == set(after)
             for key in before:
-                assert before[key].dtype == after[key].dtype and np.array_equal(before[key], after[key])
+                assert before[key].dtype == after[key].dtype and np.array_equal(before[key], after[key]), key
+
+
+def test_a_damaged_mask_skips_its_sample(tmp_path: Path) -> None:
+    for stem in ("cat", "other"):
+        write_sample(tmp_path / "made", stem, alpha_mask=MASK if stem == "cat" else 1 - MASK)
+    cache, _ = imported(KohyaCache(tmp_path / "made"), "kohya")
+    (ref, _) = cache.manifest("kohya").rows["cat.png"].parts
+    cache.store.remove(cache.store.find([ref.key]))
+    report = kohya.export(cache, "kohya", tmp_path / "out")
+    assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("cat.png", "missing")]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        latents_name("other", 320, 160),
+        "other_te_outputs.npz",
+    ]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [MASK[:, :-8], MASK[None], MASK * 2, MASK - 0.1, np.full_like(MASK, np.nan), MASK.astype(np.float64)],
+    ids=["size", "dimensions", "above", "below", "nan", "dtype"],
+)
+def test_a_mask_of_another_form_is_refused(tmp_path: Path, mask: np.ndarray) -> None:
+    write_sample(tmp_path, "cat", alpha_mask=mask)
+    found, _, (refusal,) = split(KohyaCache(tmp_path))
+    assert found == [] and refusal.reason == "corrupt" and "mask is" in refusal.detail

@@ -108,19 +108,6 @@ def test_any_family_is_exported_with_its_scaling(tmp_path: Path, family: str) ->
         assert torch.equal(scaled["latents"], scaling.apply(plain["latents"])) and scaled["json"]["scaled"] is True
 
 
-def test_a_clip_keeps_its_frames(tmp_path: Path) -> None:
-    cache = cache_of(of_family("wan", "a.gif"), "wan")
-    manifest = cache.manifest("foreign")
-    (row,) = manifest.rows.values()
-    clip = replace(row.images[0], geometry=replace(row.images[0].geometry, num_frames=1))
-    cache.manifests.write(replace(manifest, rows={row.sample_id: replace(row, images=(clip,))}))
-    cache.refresh()
-    report = webdataset.export(cache, "foreign", tmp_path)
-    (sample,) = read(tmp_path)
-    assert report.num_images == 1 and sample["json"]["geometry"]["num_frames"] == 1
-    assert sample["latents"].shape == (16, 1, 8, 16)
-
-
 def test_scaled_latents_say_so_and_what_was_rounded(tmp_path: Path) -> None:
     cache = cache_of(items(torch.bfloat16))
     webdataset.export(cache, "foreign", tmp_path / "brain", scaled=True)

@@ -1,8 +1,9 @@
-"""What all exports share: which samples are left out, which values are written, and that files are whole."""
+"""What all formats share: damage that is refused, samples that are left out, values, and files that are whole."""
 
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import os
 import tarfile
@@ -14,17 +15,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.foreign_files import damaged, items_quietly, saved, write
 from helpers.foreign_samples import Foreign, image, imported, of_family, pairs, text
+from helpers.kohya_files import dialect_a, latents_name, npz_of
+from helpers.photo_files import write_photo
 from helpers.tiny_models import tiny_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_row import PartRef
 from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
 from latentcache.interop.formats import kohya, musubi, webdataset
+from latentcache.interop.formats.kohya import KohyaCache
+from latentcache.interop.formats.simpletuner import SimpleTunerCache, latent_name
+from latentcache.interop.readers import ForeignImage
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
+from latentcache.types import Refusal
 
+SAVED = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0))
+PLAIN = saved(SAVED)
+LATENT_FILES = {
+    "npz": (latents_name("a", 320, 160), npz_of(dialect_a(0, 320, 160, (128, 64), latents=SAVED.numpy()))),
+    "pt": (latent_name("a.png"), PLAIN),
+    "gzip": (latent_name("a.png"), gzip.compress(PLAIN, mtime=0)),
+}
 FILES = pytest.mark.parametrize("module", [kohya, musubi], ids=["kohya", "musubi"])
 ALL = pytest.mark.parametrize("module", [kohya, musubi, webdataset], ids=["kohya", "musubi", "webdataset"])
 
@@ -51,6 +68,22 @@ def latents_in(module: Any, folder: Path) -> list[torch.Tensor]:
     else:
         files = [dict(np.load(path)) for path in sorted(folder.rglob("*.npz")) if "_te_" not in path.name]
     return [torch.as_tensor(file[name]) for file in files for name in file if name.startswith("latents")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(sorted(LATENT_FILES)))
+def test_a_damaged_file_is_refused_or_read_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str
+) -> None:
+    """Some bytes of a zip have no meaning, and those of its directory can be repaired by chance: never the values."""
+    folder, (name, whole) = tmp_path_factory.mktemp("damaged"), LATENT_FILES[kind]
+    write_photo(folder / "a.png", 0, (160, 320))
+    write(folder / name, data.draw(damaged(whole)))
+    reader = KohyaCache(folder) if kind == "npz" else SimpleTunerCache(folder, images=folder)
+    for item in items_quietly(reader):
+        assert isinstance(item, Refusal | ForeignImage)
+        if isinstance(item, ForeignImage):
+            assert torch.equal(item.latents, SAVED) and item.geometry.original_size == (160, 320)
 
 
 @ALL
