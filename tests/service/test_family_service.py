@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from helpers.family_walks import (
@@ -47,8 +48,9 @@ def cached(config: Config) -> Iterator[LatentCache]:
 
 @pytest.fixture(scope="module")
 def server(config: Config) -> Iterator[RunningServer]:
-    """A server on the cache, with the config."""
-    with serving_here(config.cache.path, encode=config) as running:
+    """A server on the cache, with the config. Its VAE is tiny, though its folder does not say so: it counts as quick."""
+    quick = patch("latentcache.service.page.vae_decoder.is_quick", return_value=True)
+    with quick, serving_here(config.cache.path, encode=config) as running:
         yield running
 
 

@@ -22,10 +22,13 @@ def decoder_of(config: Config) -> VaeDecoder | None:
 
     On a CPU a VAE takes seconds for a picture, and what is done without it a millisecond. DeviceError, ModelError.
     """
+    return VaeDecoder(config, load_models(config.model, {})) if is_quick(config) else None
+
+
+def is_quick(config: Config) -> bool:
+    """Whether the VAE of a config decodes a picture while a person waits: on an accelerator, or if it is tiny."""
     is_tiny = config.model.path in (TINY, TINY_PHOTOS) and config.model.vae is None
-    if device_named(config.encode.device).type == "cpu" and not is_tiny:
-        return None
-    return VaeDecoder(config, load_models(config.model, {}))
+    return is_tiny or device_named(config.encode.device).type != "cpu"
 
 
 class VaeDecoder:
