@@ -473,17 +473,16 @@ class RayConfig(Section):
     one."""
     accelerator_type: str | None = None
     """Only GPUs of this type, as Ray names them: `A100`, `H100`, `L4`, ..."""
-    num_cpus: Share = 0.5
-    """CPUs of each encoder. One that encodes on the CPU uses as many threads."""
-    decode_cpus: Share = Field(0.5, gt=0)
-    """CPUs of each task that decodes an image."""
+    num_cpus: Share = 1.0
+    """CPUs of each encoder, which also decodes (`encode.num_workers` threads). One that encodes on the CPU uses as many
+    threads."""
     min_encoders: int = Field(1, ge=1)
     """The run fails where so many encoders do not start within `wait_s`."""
     max_encoders: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Encoders at once. More than the cluster has room for now make it grow, where it can. `auto`: as many as there is
     room for now; of those without a GPU one for each node."""
     wait_s: float = Field(180.0, gt=0, allow_inf_nan=False)
-    """For so many seconds the run waits where the cluster has no room for any encoder, or for decoding."""
+    """For so many seconds the run waits where the cluster has no room for any encoder."""
 
     @field_validator("num_gpus")
     @classmethod

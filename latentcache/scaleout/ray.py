@@ -9,20 +9,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from latentcache.config import Config, RayConfig
-from latentcache.errors import ClusterError, ConfigError
+from latentcache.dataset.samples import SampleSource
+from latentcache.errors import ClusterError, ConfigError, LatentCacheError
 from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import Plan, Shard
-from latentcache.scaleout.ray_encoder import RayEncoder
+from latentcache.precache.tasks import ImageTask, Plan, Shard, Task
+from latentcache.scaleout.encoder import Answer, RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress
 
@@ -32,13 +35,34 @@ if TYPE_CHECKING:
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # Ray would report its use to its makers
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's new way with processes without a GPU; it warns of the old one
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # pixels of a task that died: its other answer says so already
 }
 
 CONNECT_S = 60.0
 """A head that is being started answers within this. Ray alone tries for a quarter of an hour."""
 
+MAX_ATTEMPTS = 3
+"""Encoders that may die with the same call. Then the run ends: the cause is an image, or the machines."""
+MAX_BATCHES = 16
+"""Batches of a call: those of SDXL's images make about one pack. At most so many are lost when an encoder dies."""
+POLL_S = 1.0
+"""The longest time until `stop` and the time limits are looked at."""
+LAST_SEAL_S = 30.0
+"""After an error, for the encoders to seal what they have."""
+
 logger = logging.getLogger("latentcache")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Batches that an encoder gets together."""
+
+    work: Work
+    num_attempts: int = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all batches."""
+        return sum(map(len, self.work))
 
 
 def precache(
@@ -50,7 +74,7 @@ def precache(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Report:
-    """What `run_precache` does, on a Ray cluster: plan here, decode and encode there. Keys and bytes are the same.
+    """Run `run_precache` on a Ray cluster: plan here, decode and encode there. Keys and bytes are the same.
 
     `address` is that of the cluster, HOST:PORT; `auto` takes the one that runs on this machine or that RAY_ADDRESS
     names, and starts one on this machine where there is none. A caller's own connection (`ray.init`) is used, and left.
@@ -94,24 +118,23 @@ class RayCluster:
 
     def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
         """Encode the plan's texts and images on the cluster."""
-        # It imports ray.
-        from latentcache.scaleout.cluster_run import ClusterRun
-
         # Ray prints what it has to say of dead processes, but stdout is for the report.
         with redirect_stdout(sys.stderr), self._connected():
-            batches = [*plan.batches["text"], *plan.batches["image"]]
-            num_encoders = min(self._num_encoders(), len(batches))
-            encoder = self._ray.remote(**self._requested())(self.encoder)
-            planned = self._ray.put(context.encodings)
-            ClusterRun(
-                batches,
-                context,
-                find,
-                self._settings,
-                num_encoders,
-                lambda: encoder.remote(self.config, planned),
-                self._missing,
-            ).run()
+            num_encoders = self._num_encoders()
+            sources: dict[int, tuple[int, SampleSource]] = {}
+            calls = [
+                call
+                for kind in ("text", "image")
+                for call in _calls(plan.batches[kind], num_encoders, sources)  # type: ignore[index]
+            ]
+            encoder, put = self._ray.remote(**self._requested())(self.encoder), self._ray.put
+            shared = [put(context.encodings), put([source for _, source in sources.values()])]
+            context.progress.start("encode", sum(call.num_entries for call in calls))
+            try:
+                run = _Run(self._ray, calls, context, lambda: encoder.remote(self.config, *shared))
+                run.run(self._settings, min(num_encoders, len(calls)), self._missing)
+            finally:
+                context.progress.finish()
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -144,13 +167,15 @@ class RayCluster:
         """What each encoder requests."""
         settings = self._settings
         options: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": self._num_gpus}
-        options |= {"max_restarts": 0, "max_task_retries": 0}  # all retries are the driver's
+        # An encoder is replaced by `_run`: the work of a node that does not come back goes to the others. Two calls at
+        # once, so that `stop` reaches one that encodes.
+        options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
         if settings.accelerator_type is not None:
             options["accelerator_type"] = settings.accelerator_type
         return options
 
     def _num_encoders(self) -> int:
-        """How many encoders are requested. Decoding needs some of the CPUs too."""
+        """How many encoders are requested."""
         settings: RayConfig = self._settings
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         wanted = {"CPU": settings.num_cpus, "GPU": self._num_gpus}
@@ -162,10 +187,7 @@ class RayCluster:
         ]
         if not self._num_gpus:
             room = [min(1, number) for number in room]
-        num_cpus = sum(node.get("CPU", 0.0) for node in nodes)
         most = sum(room) if settings.max_encoders == "auto" else settings.max_encoders
-        if settings.num_cpus and settings.max_encoders == "auto":
-            most = min(most, int((num_cpus - settings.decode_cpus) / settings.num_cpus))
         if most < settings.min_encoders or not any(room):
             logger.warning("%s Waiting for %g s.", self._missing(), settings.wait_s)
         return max(settings.min_encoders, most)
@@ -177,13 +199,151 @@ class RayCluster:
         kind = "" if settings.accelerator_type is None else f" of type {settings.accelerator_type}"
         return ClusterError(
             self._address,
-            f"{settings.min_encoders} encoders with {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs each, "
-            f"and {settings.decode_cpus:g} CPUs to decode, are wanted; all nodes together have {there}, of which other "
-            "programs may use some",
-            "Add nodes, or change ray.num_gpus, ray.accelerator_type, ray.num_cpus, ray.decode_cpus or "
-            "ray.min_encoders; where encoders take all CPUs and leave none to decode, lower ray.max_encoders. Where "
-            "machines must start first, raise ray.wait_s.",
+            f"{settings.min_encoders} encoders with {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs each "
+            f"are wanted; all nodes together have {there}, of which other programs may use some",
+            "Add nodes, or change ray.num_gpus, ray.accelerator_type, ray.num_cpus or ray.min_encoders. Where machines "
+            "must start first, raise ray.wait_s.",
         )
+
+
+class _Run:
+    """The calls of one run: each encoder has one at a time, and the call of one that dies goes to another."""
+
+    def __init__(self, ray: Any, calls: Sequence[Call], context: RunContext, start: Callable[[], Any]):
+        self._ray, self._todo, self._context, self._start = ray, deque(calls), context, start
+        self._starting: dict[Any, Any] = {}
+        """The answer that comes when an encoder runs -> the encoder."""
+        self._running: dict[Any, tuple[Any, Call]] = {}
+        self._idle: list[Any] = []
+        self._num_started, self._is_told = 0, False
+
+    def run(self, settings: RayConfig, num_encoders: int, missing: Callable[[], ClusterError]) -> None:
+        """Encode everything. Errors of encoders are raised here; `missing()` where nothing can run."""
+        for _ in range(num_encoders):
+            self._request_encoder()
+        enough, active_at = min(settings.min_encoders, num_encoders), time.monotonic()
+        try:
+            while self._has_work():
+                while self._todo and self._idle:
+                    encoder, call = self._idle.pop(), self._todo.popleft()
+                    self._running[encoder.encode.remote(call.work)] = encoder, call
+                come, _ = self._ray.wait([*self._starting, *self._running], num_returns=1, timeout=POLL_S)
+                for answer in come:
+                    if answer in self._starting:
+                        self._idle.append(self._starting.pop(answer))
+                        self._num_started += 1
+                    else:
+                        self._take(answer)
+                if self._running and self._num_started >= enough:
+                    active_at = time.monotonic()
+                elif self._has_work() and time.monotonic() - active_at > settings.wait_s:
+                    raise missing()
+        finally:
+            self._close()
+
+    def _request_encoder(self) -> None:
+        encoder = self._start()
+        self._starting[encoder.where.remote()] = encoder
+
+    def _has_work(self) -> bool:
+        if self._context.is_stopped():
+            self._todo.clear()
+            if not self._is_told:
+                self._stop_encoders()
+        return bool(self._todo or self._running)
+
+    def _stop_encoders(self) -> None:
+        self._is_told = True
+        for encoder, _ in self._running.values():
+            encoder.stop.remote()
+
+    def _take(self, answer: Any) -> None:
+        """Note what became of a call."""
+        encoder, call = self._running.pop(answer)
+        try:
+            _report(self._ray.get(answer), call, self._context)
+            self._idle.append(encoder)
+        except self._ray.exceptions.RayTaskError as error:
+            raise _cause(error) from error
+        except self._ray.exceptions.RayError as error:
+            logger.warning("an encoder died: %s", _first_line(error))
+            self._ray.kill(encoder)  # where only the connection to it was lost
+            call.num_attempts += 1
+            if call.num_attempts == MAX_ATTEMPTS:
+                raise _died(call, error) from error
+            self._todo.append(call)
+            self._request_encoder()
+
+    def _close(self) -> None:
+        """End the encoders; after an error they seal what they have."""
+        self._stop_encoders()
+        if self._running:
+            self._ray.wait(list(self._running), num_returns=len(self._running), timeout=LAST_SEAL_S)
+        for encoder in [*self._starting.values(), *self._idle, *(encoder for encoder, _ in self._running.values())]:
+            self._ray.kill(encoder)
+
+
+def _calls(
+    batches: Sequence[Sequence[Task]], num_encoders: int, sources: dict[int, tuple[int, SampleSource]]
+) -> Iterator[Call]:
+    """The calls for batches of one kind, four or more for each encoder if there are enough. Notes their sources.
+
+    A source goes to each encoder once: the list of a dataset of many tars is larger than a batch's pixels.
+    """
+    work: Work = []
+    for batch in batches:
+        sized = []
+        for task in batch:
+            number = 0
+            if isinstance(task, ImageTask):
+                number, _ = sources.setdefault(id(task.source), (len(sources), task.source))
+                task = replace(task, source=None)  # type: ignore[arg-type]
+            sized.append((task, number))
+        work.append(sized)
+    size = min(MAX_BATCHES, max(1, len(work) // (4 * num_encoders)))
+    yield from (Call(work[start : start + size]) for start in range(0, len(work), size))
+
+
+def _report(answer: Answer, call: Call, context: RunContext) -> None:
+    """Add what an encoder answered to the run's report."""
+    report = context.report
+    for key, failure in answer.problems.items():
+        context.fail(key, failure)
+    report.num_encoded += answer.num_sealed
+    report.bytes_written += answer.bytes_written
+    report.num_truncated_captions += answer.num_truncated_captions
+    report.num_retried_in_float32 += answer.num_retried_in_float32
+    context.progress.advance(call.num_entries)
+
+
+def _died(call: Call, error: BaseException) -> ClusterError:
+    first = call.work[0][0][0]
+    named = first.sample.path if isinstance(first, ImageTask) else first.path
+    return ClusterError(
+        "its encoders",
+        f"{MAX_ATTEMPTS} of them died with the same {call.num_entries} entries, the first of which is of {named} "
+        f"({_first_line(error)})",
+        "What was sealed is safe: run the same command again. If it ends here again, look into Ray's logs: memory that "
+        "runs out is the usual cause, or an image that kills its process, which `latentcache precache` without --ray "
+        "meets too.",
+    )
+
+
+def _cause(error: Any) -> LatentCacheError:
+    """The error of a process of the cluster, as it would be raised here."""
+    cause = error.cause
+    if isinstance(cause, LatentCacheError):
+        return cause
+    logger.error("%s", error)  # with the traceback of that process
+    return ClusterError(
+        "a process of the cluster",
+        f"failed: {type(cause).__name__}: {_first_line(cause)}",
+        "All nodes need latentcache in the same version, and the dataset at the same path; the log has the traceback.",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _wait_for(address: str) -> None:
