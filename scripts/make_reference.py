@@ -37,7 +37,7 @@ def cli_page() -> Iterator[str]:
     """Every command with its arguments and options."""
     from latentcache.cli.app import app
 
-    yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with refusals, damage")
+    yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with damage")
     yield from ("or errors found; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.", "")
     yield from ("With `--json` a command prints one JSON document on stdout, and everything else on stderr.", "")
     yield "A command about a cache takes the cache's directory, a config that names it, or `--cache.path DIR`."

@@ -44,6 +44,7 @@ Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, o
 LocalTarget = Annotated[str | None, Parameter(help="The cache's directory, or a config: no URL.")]
 StoredTarget = Annotated[str | None, Parameter(help="The cache's directory, the URL of a bucket, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
+Strict = Annotated[bool, Parameter(negative="", help="Make the exit code 1 where samples are refused.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
 
@@ -57,6 +58,9 @@ class ConfigOptions:
 
     def load(self, path: Path) -> Config:
         """The config in a file, with the settings that were given as flags. Raises ConfigError."""
+        if path.is_dir():
+            message = "is a folder, not a config; configs/ holds complete examples: set datasets.0.source.path to it"
+            raise ConfigError(message, source=str(path))
         given = None if self.settings is None else self.settings.model_dump(exclude_none=True)
         return load_config(path, overrides=given)
 

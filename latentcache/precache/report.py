@@ -10,6 +10,9 @@ from typing import Any
 
 from latentcache.types import Refusal
 
+MAX_NAMED = 5
+"""How many samples of one kind a report for people names."""
+
 
 @dataclass(slots=True)
 class Report:
@@ -25,12 +28,16 @@ class Report:
     num_encoded: int = 0
     num_missing_captions: int = 0
     """Samples without a caption: they get the empty one."""
+    missing_captions: list[str] = field(default_factory=list)
+    """The sample_ids of the first of them."""
     num_mostly_cut: int = 0
     """Images of which the crop keeps less than half."""
     mostly_cut: list[str] = field(default_factory=list)
     """The sample_ids of the first of them."""
     num_truncated_captions: int = 0
     """Captions, of those encoded in this run, with more tokens than the text encoders read."""
+    truncated_captions: list[str] = field(default_factory=list)
+    """The sample_ids of the first of them."""
     num_retried_in_float32: int = 0
     refused: list[Refusal] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -59,13 +66,18 @@ class Report:
         """How many samples were refused."""
         return len(self.refused)
 
+    def add_truncated(self, *sample_ids: str, count: int | None = None) -> None:
+        """Count captions that are cut off, by default as many as are named, and keep the first names."""
+        self.num_truncated_captions += len(sample_ids) if count is None else count
+        self.truncated_captions = [*self.truncated_captions, *sample_ids][:MAX_NAMED]
+
     def to_json(self) -> dict[str, Any]:
         """All fields and `num_refused`; seconds to the millisecond."""
         seconds = {stage: round(seconds, 3) for stage, seconds in self.seconds.items()}
         return asdict(self) | {"num_refused": self.num_refused, "seconds": seconds}
 
-    def to_text(self) -> str:
-        """The report for people."""
+    def to_text(self, *, verbose: bool = False) -> str:
+        """The report for people. Refusals are grouped by reason: all of them with `verbose`, else five of each."""
         lines = [f"samples   {self.num_samples}", f"hits      {self.num_hits}", f"misses    {self.num_misses}"]
         lines += [f"          {count:>6} {reason}" for reason, count in sorted(self.misses_by_reason.items())]
         if self.dry_run:
@@ -74,20 +86,33 @@ class Report:
             lines.append(f"encoded   {self.num_encoded} ({self.bytes_written:,} bytes)")
         if self.failed:
             lines.append(f"failed    {len(self.failed)} whose misses are tried again at each run, until they change:")
-            lines += [f"          {path}" for path in self.failed]
-        notes = {
-            "missing captions (the empty caption is used)": self.num_missing_captions,
-            "captions longer than the text encoders read": self.num_truncated_captions,
-            "entries encoded again in float32": self.num_retried_in_float32,
-        }
-        lines += [f"note      {count} {note}" for note, count in notes.items() if count]
+            lines += [f"          {path}" for path in (self.failed if verbose else self.failed[:MAX_NAMED])]
+        notes = (
+            (self.num_missing_captions, "samples have no caption, and train on the empty one", self.missing_captions),
+            (
+                self.num_truncated_captions,
+                "captions are longer than the encoders read, and cut",
+                self.truncated_captions,
+            ),
+            (self.num_retried_in_float32, "entries were encoded again in float32", []),
+        )
+        for count, note, ids in notes:
+            named = ": " + ", ".join(ids) + (", ..." if count > len(ids) else "") if ids else ""
+            lines += [f"note      {count} {note}{named}"] if count else []
         if self.num_mostly_cut:
             named = ", ".join(self.mostly_cut) + (", ..." if self.num_mostly_cut > len(self.mostly_cut) else "")
             advice = "raise buckets.max_aspect, choose another buckets.rule, or cut them yourself"
             lines.append(f"note      {self.num_mostly_cut} images lose more than half in the crop: {named}; {advice}")
         lines += [f"note      {note}" for note in self.notes]
         lines.append(f"refused   {self.num_refused}")
-        lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in self.refused]
+        reasons: dict[str, list[Refusal]] = {}
+        for refusal in self.refused:
+            reasons.setdefault(refusal.reason, []).append(refusal)
+        for reason, refused in reasons.items():
+            shown = refused if verbose else refused[:MAX_NAMED]
+            lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in shown]
+            if len(refused) > len(shown):
+                lines.append(f"          and {len(refused) - len(shown)} more: {reason} (--verbose names them)")
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
         lines.append(f"seconds   {stages}")
         lines += [f"{part:<9} {placement}" for part, placement in self.placement.items()]

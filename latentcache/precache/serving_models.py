@@ -95,7 +95,7 @@ class ServingModels:
             left = [task for task in tasks if task.key in crowded]
             again = self.encode(left, store, fail, decode, group_of=group_of, stop=stop)
             report.num_retried_in_float32 += again.num_retried_in_float32
-            report.num_truncated_captions += again.num_truncated_captions
+            report.add_truncated(*again.truncated_captions, count=again.num_truncated_captions)
         return report
 
     def unload(self) -> None:

@@ -32,6 +32,7 @@ class Answer:
     num_sealed: int = 0
     bytes_written: int = 0
     num_truncated_captions: int = 0
+    truncated_captions: list[str] = field(default_factory=list)
     num_retried_in_float32: int = 0
 
 
@@ -77,6 +78,7 @@ class RayEncoder:
                 len(found | made),
                 writer.bytes_written,
                 report.num_truncated_captions,
+                report.truncated_captions,
                 report.num_retried_in_float32,
             )
 

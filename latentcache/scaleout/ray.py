@@ -122,11 +122,7 @@ class RayCluster:
         with redirect_stdout(sys.stderr), self._connected():
             num_encoders = self._num_encoders()
             sources: dict[int, tuple[int, SampleSource]] = {}
-            calls = [
-                call
-                for kind in ("text", "image")
-                for call in _calls(plan.batches[kind], num_encoders, sources)  # type: ignore[index]
-            ]
+            calls = [call for kind in ("text", "image") for call in _calls(plan.batches[kind], num_encoders, sources)]
             encoder, put = self._ray.remote(**self._requested())(self.encoder), self._ray.put
             shared = [put(context.encodings), put([source for _, source in sources.values()])]
             context.progress.start("encode", sum(call.num_entries for call in calls))
@@ -311,14 +307,13 @@ def _report(answer: Answer, call: Call, context: RunContext) -> None:
         context.fail(key, failure)
     report.num_encoded += answer.num_sealed
     report.bytes_written += answer.bytes_written
-    report.num_truncated_captions += answer.num_truncated_captions
+    report.add_truncated(*answer.truncated_captions, count=answer.num_truncated_captions)
     report.num_retried_in_float32 += answer.num_retried_in_float32
     context.progress.advance(call.num_entries)
 
 
 def _died(call: Call, error: BaseException) -> ClusterError:
-    first = call.work[0][0][0]
-    named = first.sample.path if isinstance(first, ImageTask) else first.path
+    named = call.work[0][0][0].sample.path
     return ClusterError(
         "its encoders",
         f"{MAX_ATTEMPTS} of them died with the same {call.num_entries} entries, the first of which is of {named} "

@@ -76,7 +76,7 @@ def test_killed_in_the_middle_and_then_again(
     def num_there() -> int:
         return len(packs_in(BucketTransport.open(s3_url)) if direction == "push" else packs_of(here))
 
-    process = subprocess.Popen([sys.executable, "-m", "latentcache.cli.app", direction, *map(str, way)])
+    process = subprocess.Popen([sys.executable, "-m", "latentcache", direction, *map(str, way)])
     while num_there() < 8:
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.02)

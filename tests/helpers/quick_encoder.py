@@ -38,7 +38,7 @@ class QuickEncoder(RayEncoder):
             if self._stop.is_set():
                 break
             time.sleep(ENCODE_S / 2)
-            path = task.sample.path if hasattr(task, "sample") else task.path
+            path = task.sample.path
             if "fatal" in path and task.kind == "image":
                 os.kill(os.getpid(), signal.SIGKILL)
             if "unlucky" in path and task.kind == "image":

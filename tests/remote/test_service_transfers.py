@@ -138,7 +138,7 @@ def test_killed_in_the_middle_and_then_again(
     slow.change = lambda path, _, data: (time.sleep(0.2), data)[1] if "/packs/" in path else data
     way = (here, slow.url) if direction == "push" else (slow.url, here)
     target = far if direction == "push" else here
-    process = subprocess.Popen([sys.executable, "-m", "latentcache.cli.app", direction, *map(str, way)])
+    process = subprocess.Popen([sys.executable, "-m", "latentcache", direction, *map(str, way)])
     while len(packs_of(target)) < 10:
         assert process.poll() is None, "it ended before it could be killed"
         time.sleep(0.01)
@@ -163,7 +163,7 @@ def test_killed_in_the_middle_and_then_again(
 def test_two_caches_push_at_once(tmp_path: Path, far: Path, url: str) -> None:
     """Processes of their own: nothing is lost, and their manifests are merged."""
     parts = [fill(tmp_path / f"{first}", range(first, first + 32), per_pack=2) for first in (0, 24)]
-    command = [sys.executable, "-m", "latentcache.cli.app", "push"]
+    command = [sys.executable, "-m", "latentcache", "push"]
     started = [
         subprocess.Popen([*command, str(part), url, "--json"], stdout=subprocess.PIPE, text=True) for part in parts
     ]
