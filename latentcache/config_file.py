@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError
@@ -134,6 +134,22 @@ def is_scalar(annotation: Any) -> bool:
     is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     members = typing.get_args(annotation) if is_union else (annotation,)
     return section_of(annotation) is None and not any(is_list(member) for member in members)
+
+
+def type_name(annotation: Any) -> str:
+    """A type as help and the docs show it: `auto | int`, `list of str`, `float | null`."""
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, members))
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(type_name(member) for member in members)
+    if origin is typing.Annotated:
+        return type_name(members[0])
+    if origin is tuple:
+        return f"list of {type_name(members[0])}"
+    if annotation is type(None):
+        return "null"
+    return {"Path": "path", "ByteSize": "bytes"}.get(annotation.__name__, str(annotation.__name__))
 
 
 def read_file(path: Path) -> dict[str, Any]:

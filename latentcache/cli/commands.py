@@ -9,7 +9,7 @@ import threading
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -26,15 +26,12 @@ from latentcache.cli.options import (
     Switch,
     Target,
 )
-from latentcache.cli.output import DONE, DONE_WITH_FAULTS, counted, finish, listed, size
+from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish, precache_text, row_text, shown_text, upkeep_text
 from latentcache.cli.remote_commands import prune_bucket
 from latentcache.config import location_of
 from latentcache.config_file import number_of_bytes
 from latentcache.errors import ConfigError
 from latentcache.remote.locations import kind_of
-
-if TYPE_CHECKING:
-    from latentcache.precache.report import Report
 
 logger = logging.getLogger("latentcache")
 
@@ -59,7 +56,7 @@ def precache(
         dry_run: Report hits, misses by reason, bytes and time; encode and write nothing.
         verify_sources: Read and hash every image, also those that look unchanged.
         ray: Encode on the Ray cluster at this address, HOST:PORT; `auto` finds it, or starts one on this machine.
-        verbose: Name all refused samples, and not the first five of each reason.
+        verbose: Name all refused samples, not only five of each reason, and say how it was computed.
     """
     from latentcache.utils.progress import ShownProgress
     from latentcache.utils.signals import stop_on_signals
@@ -81,21 +78,9 @@ def precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=ShownProgress(), stop=stop
         )
     is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
-    text = _precache_text(report, config, verbose)
+    text = precache_text(report, config, verbose=verbose)
     code = finish(report, options.as_json, has_faults=is_lacking or (strict and bool(report.num_refused)), text=text)
     return 128 + caught[0] if report.interrupted and caught else code
-
-
-def _precache_text(report: Report, config: Path, verbose: bool) -> str:
-    """The report of a run, then what is ready and what to do next."""
-    text = report.to_text(verbose=verbose)
-    if report.dry_run or report.interrupted or report.manifests_waiting or report.world_size > 1:
-        return text
-    num_ready, cache = report.num_samples - report.num_refused, report.cache
-    place = "" if cache.get("path") is None else f" in {cache['path']}"
-    stored = size(cache.get("file_bytes", 0))
-    ready = f"ready: {num_ready:,} of {counted(report.num_samples, 'sample')}{place} ({stored})."
-    return f"{text}\n{ready} Next: latentcache browse {config}"
 
 
 def validate(
@@ -152,7 +137,7 @@ def explain(sample: str, /, config: Path | None = None, *, options: OfConfig = C
     if config is None:
         raise ConfigError("which config does the sample belong to? latentcache explain SAMPLE CONFIG")
     found = explain_sample(options.load(config), sample)
-    return finish(found, options.as_json, has_faults=found.is_refused)
+    return finish(found, options.as_json, has_faults=False)
 
 
 def status(target: Target = None, /, *, strict: Strict = False, options: OfCache = CACHE_DEFAULTS) -> int:
@@ -167,7 +152,7 @@ def status(target: Target = None, /, *, strict: Strict = False, options: OfCache
 def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
     """The record of an entry, or those of a sample: what it was made from and by, and its fields.
 
-    Of a manifest all samples, a line of JSON each.
+    Of a manifest all samples, a line each.
 
     Args:
         key_or_sample: A key, its first digits (at least 6), a sample_id, or the name of a manifest.
@@ -178,10 +163,10 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
     with LatentCache(options.cache(target), read_only=True) as cache:
         if key_or_sample in cache.manifests.names():
             for row in cache.manifest(key_or_sample).rows.values():
-                print(json.dumps(row.to_json()))
+                print(json.dumps(row.to_json()) if options.as_json else row_text(row.to_json()))
             return DONE
     found = describe(options.cache(target), key_or_sample)
-    print(json.dumps(found) if options.as_json else json.dumps(found, indent=2, ensure_ascii=False))
+    print(json.dumps(found) if options.as_json else shown_text(found))
     return DONE
 
 
@@ -309,40 +294,7 @@ def doctor(
 def _finish_upkeep(report: Any, as_json: bool) -> int:
     """Print an upkeep report; damage makes the exit code 1."""
     has_faults = any(getattr(report, name, None) for name in ("damaged", "known_damaged", "unreadable"))
-    return finish(report, as_json, has_faults=has_faults, text="\n".join(_upkeep_lines(report)))
-
-
-def _upkeep_lines(report: Any) -> list[str]:
-    """Say in sentences what `verify`, `rebuild`, `prune` or `compact` did."""
-    from latentcache.store.upkeep import CompactReport, PruneReport, VerifyReport
-
-    entries = counted(report.num_entries, "entry")
-    if isinstance(report, VerifyReport):
-        lines = [f"read {entries} in {counted(report.num_packs, 'pack')} ({size(report.bytes_read)})"]
-        if report.ok:
-            lines[0] += ": the cache is whole"
-        lines += listed("damaged; latentcache precache encodes them again", report.damaged | report.known_damaged)
-        lines += [f"the index lacks the pack {name}: latentcache rebuild adds it" for name in report.orphans]
-    elif isinstance(report, PruneReport):
-        done = "would remove" if report.dry_run else "removed"
-        lines = [
-            f"{done} {entries} that no manifest needs ({size(report.num_bytes)}); with them "
-            f"{counted(report.num_packs, 'pack')} ({size(report.file_bytes)}). {size(report.file_bytes_left)} are left"
-        ]
-        if report.num_bytes > report.file_bytes:
-            lines.append(
-                "the other removed entries share packs with needed ones: latentcache compact frees their space"
-            )
-    elif isinstance(report, CompactReport):
-        done = "would rewrite" if report.dry_run else "rewrote"
-        before, after = size(report.file_bytes_before), size(report.file_bytes_after)
-        packs = f"{counted(report.num_packs_before, 'pack')} to {report.num_packs_after:,}"
-        lines = [f"{done} {entries}: {packs}, {before} to {after}"]
-        lines += listed("damaged; latentcache precache encodes them again", report.damaged)
-        lines += listed("put into the folder `damaged`; delete them by hand", report.put_aside)
-    else:
-        lines = [f"the index has {entries} of {counted(report.num_packs, 'pack')}"]
-    return lines + listed("packs that cannot be read", getattr(report, "unreadable", {}))
+    return finish(report, as_json, has_faults=has_faults, text=upkeep_text(report))
 
 
 COMMANDS = (precache, validate, status, explain, show, verify, rebuild, prune, compact, doctor)

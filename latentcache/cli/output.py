@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from latentcache.types import Size
+from latentcache.utils.wording import counted, short, size
+
+if TYPE_CHECKING:
+    from latentcache.precache.report import Report
 
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
 
@@ -26,23 +37,99 @@ def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = N
     return DONE_WITH_FAULTS if has_faults else DONE
 
 
-def size(num_bytes: int) -> str:
-    """A number of bytes for people: `1.8 MB`."""
-    number, unit = float(num_bytes), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if number < 1000:
-            break
-        number, unit = number / 1000, larger
-    return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+def precache_text(report: Report, config: Path, *, verbose: bool) -> str:
+    """What a run did and how long it took, then what is ready and what to do next."""
+    lines = [report.to_text(verbose=verbose)]
+    total = report.seconds.get("total", 0.0)
+    before = max(0.0, time.time() - psutil.Process().create_time() - total)
+    lines.append(f"time      {total:.1f} s, after {before:.0f} s of start")
+    if not (report.dry_run or report.interrupted or report.manifests_waiting or report.world_size > 1):
+        place = "" if report.cache.get("path") is None else f" in {report.cache['path']}"
+        ready = f"{report.num_samples - report.num_refused:,} of {counted(report.num_samples, 'sample')}{place}"
+        stored = size(report.cache.get("file_bytes", 0))
+        lines.append(f"ready: {ready} ({stored}). Next: latentcache browse {config}")
+    return "\n".join(lines)
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 pack`, `2 packs`, `3 entries`."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+def shown_text(found: Mapping[str, Any]) -> str:
+    """A sample or an entry as `status.show` found it."""
+    lines = []
+    for dataset in found.get("datasets", ()):
+        lines.append(row_text(dataset, f" in {dataset['dataset']}"))
+        sizes = {image["key"]: _geometry(image) for image in dataset["images"]}
+        texts = {caption["key"]: repr(short(caption["text"])) for caption in dataset["captions"]}
+        for entry in dataset["entries"]:
+            lines += _entry_lines(entry, sizes.get(entry["key"]) or texts.get(entry["key"]))
+    if not lines:
+        lines = [found["key"], *_entry_lines(found, found.get("provenance", {}).get("source_path"))]
+    return "\n".join([*lines, "--json shows all that the keys follow from"])
 
 
-def listed(title: str, problems: Mapping[str, str]) -> list[str]:
+def row_text(row: Mapping[str, Any], where: str = "") -> str:
+    """A sample of a manifest, in a line."""
+    refusal = row["refusal"]
+    end = "" if refusal is None else f"; refused: {refusal['reason']}: {refusal['detail']}"
+    return f"{row['sample_id']}{where}: {row['path']}{end}"
+
+
+def _geometry(image: Mapping[str, Any]) -> str:
+    original, target = (Size(*image[name]) for name in ("original_size", "target_size"))
+    return f"{original} to {target}{' flipped' if image['flip'] else ''}"
+
+
+def _entry_lines(entry: Mapping[str, Any], what: str | None) -> Iterator[str]:
+    if "error" in entry:
+        yield f"  {entry['key'][:12]}  {entry['error']}"
+        return
+    from latentcache.store.entry import DTYPES  # imports torch
+
+    fields, made = entry["fields"], entry["provenance"]
+    num_bytes = sum(DTYPES[field["dtype"]].itemsize * math.prod(field["shape"]) for field in fields.values())
+    yield f"  {entry['kind']:<5} {entry['key'][:12]}  {size(num_bytes)}" + (f"  ({what})" if what else "")
+    for name, field in fields.items():
+        yield f"        {name}: {field['dtype']} {field['shape']}"
+    models = dict.fromkeys(map(str, made.get("models", {}).values()))
+    by = [*models, *(str(made[name]) for name in ("device", "created") if name in made)]
+    if by:
+        yield f"        made with {', '.join(by)}"
+
+
+def upkeep_text(report: Any) -> str:
+    """Say in sentences what `verify`, `rebuild`, `prune` or `compact` did."""
+    from latentcache.store.upkeep import CompactReport, PruneReport, VerifyReport
+
+    entries, again = counted(report.num_entries, "entry"), "damaged; latentcache precache encodes them again"
+    if isinstance(report, VerifyReport):
+        lines = [f"read {entries} in {counted(report.num_packs, 'pack')} ({size(report.bytes_read)})"]
+        if report.ok:
+            lines[0] += ": the cache is whole"
+        lines += _listed(again, report.damaged | report.known_damaged)
+        lines += [f"the index lacks the pack {name}: latentcache rebuild adds it" for name in report.orphans]
+    elif isinstance(report, PruneReport):
+        done = "would drop" if report.dry_run else "dropped"
+        lines = [f"{done} {entries} ({size(report.num_bytes)}) that no manifest needs"]
+        if report.num_packs:
+            lines[0] += f", and with them {counted(report.num_packs, 'pack')} ({size(report.file_bytes)})"
+        lines[0] += f"; {size(report.file_bytes_left)} are left"
+        if report.num_bytes > report.file_bytes:
+            lines.append("latentcache compact gives back the space of what is dropped from packs that stay")
+    elif isinstance(report, CompactReport):
+        before, after = size(report.file_bytes_before), size(report.file_bytes_after)
+        packs = counted(report.num_packs_before, "pack")
+        lines = [
+            f"nothing to rewrite: {packs}, {before}; a pack is rewritten when it is small, or 30 % of it is dropped"
+        ]
+        if report.num_entries or report.file_bytes_before != report.file_bytes_after:
+            done = "would rewrite" if report.dry_run else "rewrote"
+            lines = [f"{done} {entries}: {packs} to {report.num_packs_after:,}, {before} to {after}"]
+        lines += _listed(again, report.damaged)
+        lines += _listed("put into the folder `damaged`; delete them by hand", report.put_aside)
+    else:
+        lines = [f"the index has {entries} of {counted(report.num_packs, 'pack')}"]
+    return "\n".join(lines + _listed("packs that cannot be read", getattr(report, "unreadable", {})))
+
+
+def _listed(title: str, problems: Mapping[str, str]) -> list[str]:
     """Lines that name what has a problem, under a title; none where nothing has."""
     return [f"{title}:", *(f"  {name}: {reason}" for name, reason in problems.items())] if problems else []
 
