@@ -72,6 +72,13 @@ class Report:
         self.num_truncated_captions += len(sample_ids) if count is None else count
         self.truncated_captions = [*self.truncated_captions, *sample_ids][:MAX_NAMED]
 
+    def add(self, other: Report) -> None:
+        """Add what an encoding stage counted elsewhere."""
+        self.num_encoded += other.num_encoded
+        self.bytes_written += other.bytes_written
+        self.add_truncated(*other.truncated_captions, count=other.num_truncated_captions)
+        self.num_retried_in_float32 += other.num_retried_in_float32
+
     def to_json(self) -> dict[str, Any]:
         """All fields and `num_refused`; seconds to the millisecond."""
         seconds = {stage: round(seconds, 3) for stage, seconds in self.seconds.items()}

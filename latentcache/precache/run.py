@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -52,11 +52,10 @@ class RemoteEncoders(Protocol):
     device: torch.device
     """Where they compute, as dtypes depend on it. This machine need not have it."""
 
-    def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
+    def encode(self, plan: Plan, context: RunContext) -> None:
         """Encode the plan's texts and images; each entry is durable, or given to `context.fail`, unless stopped.
 
-        `find` says which keys the store has now. Adds `num_encoded`, `bytes_written` and the counts of captions and
-        retries to the report.
+        Adds `num_encoded`, `bytes_written` and the counts of captions and retries to the report.
         """
 
 
@@ -201,9 +200,8 @@ class _Run:
                 key="ray",
             )
         self.models.release()
-        store = self.workspace.store
         with timed(self.report, "encode"):
-            encoders.encode(self._plan, self._context(lambda entry: None, failures.add), store.find)
+            encoders.encode(self._plan, self._context(lambda entry: None, failures.add))
 
     def _encode_here(self, failures: Failures, kinds: Sequence[Kind]) -> None:
         report, writer = self.report, self.workspace.store.writer()

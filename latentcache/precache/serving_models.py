@@ -93,9 +93,7 @@ class ServingModels:
         if crowded:
             self.unload()  # as above
             left = [task for task in tasks if task.key in crowded]
-            again = self.encode(left, store, fail, decode, group_of=group_of, stop=stop)
-            report.num_retried_in_float32 += again.num_retried_in_float32
-            report.add_truncated(*again.truncated_captions, count=again.num_truncated_captions)
+            report.add(self.encode(left, store, fail, decode, group_of=group_of, stop=stop))
         return report
 
     def unload(self) -> None:

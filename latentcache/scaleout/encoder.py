@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from latentcache.config import Config
 from latentcache.dataset.samples import SampleSource
@@ -22,18 +22,9 @@ from latentcache.types import Entry, Kind
 
 Work = list[list[tuple[Task, int]]]
 """Batches of one kind. Each image comes without its source, and with the source's number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a call's entries. All of them are durable, but those with a problem and those left by a stop."""
-
-    problems: dict[str, Failure] = field(default_factory=dict)
-    num_sealed: int = 0
-    bytes_written: int = 0
-    num_truncated_captions: int = 0
-    truncated_captions: list[str] = field(default_factory=list)
-    num_retried_in_float32: int = 0
+Answer = tuple[dict[str, Failure], Report]
+"""What became of a call's entries: why some cannot be made, and what was counted. The others are durable, but those
+that a stop left."""
 
 
 class RayEncoder:
@@ -65,22 +56,15 @@ class RayEncoder:
         if self._workspace is None:
             self._workspace = self._start()
         batches = [[self._with_source(task, number) for task, number in batch] for batch in work]
-        keys = {task.key for batch in batches for task in batch}
-        found = self._workspace.store.find(keys)  # by an encoder that died in the middle of this call
         groups = {task.key: number for number, batch in enumerate(batches) for task in batch}
+        found = self._workspace.store.find(groups)  # by an encoder that died in the middle of this call
         tasks = [task for batch in batches for task in batch if task.key not in found]
         problems, made = dict[str, Failure](), set[str]()
         with self._workspace.store.writer() as writer:
             report = self._encode(tasks, groups, writer, problems, made)
             writer.seal()
-            return Answer(
-                problems,
-                len(found | made),
-                writer.bytes_written,
-                report.num_truncated_captions,
-                report.truncated_captions,
-                report.num_retried_in_float32,
-            )
+            report.num_encoded, report.bytes_written = len(found | made), writer.bytes_written
+        return problems, report
 
     def _encode(
         self, tasks: list[Task], groups: dict[str, int], writer: Writer, problems: dict[str, Failure], made: set[str]

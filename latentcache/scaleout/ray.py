@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import ImageTask, Plan, Shard, Task
-from latentcache.scaleout.encoder import Answer, RayEncoder, Work
+from latentcache.scaleout.encoder import RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress
 
@@ -38,7 +38,7 @@ RAY_SETTINGS = {
 }
 
 CONNECT_S = 60.0
-"""A head that is being started answers within this. Ray alone tries for a quarter of an hour."""
+"""A head that is there answers within this."""
 
 MAX_ATTEMPTS = 3
 """Encoders that may die with the same call. Then the run ends: the cause is an image, or the machines."""
@@ -50,19 +50,6 @@ LAST_SEAL_S = 30.0
 """After an error, for the encoders to seal what they have."""
 
 logger = logging.getLogger("latentcache")
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """Batches that an encoder gets together."""
-
-    work: Work
-    num_attempts: int = 0
-
-    @property
-    def num_entries(self) -> int:
-        """Entries of all batches."""
-        return sum(map(len, self.work))
 
 
 def precache(
@@ -116,16 +103,16 @@ class RayCluster:
         num_gpus = config.ray.num_gpus
         self._num_gpus = (0.0 if self.device.type == "cpu" else 1.0) if num_gpus == "auto" else num_gpus
 
-    def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
+    def encode(self, plan: Plan, context: RunContext) -> None:
         """Encode the plan's texts and images on the cluster."""
         # Ray prints what it has to say of dead processes, but stdout is for the report.
         with redirect_stdout(sys.stderr), self._connected():
             num_encoders = self._num_encoders()
             sources: dict[int, tuple[int, SampleSource]] = {}
-            calls = [call for kind in ("text", "image") for call in _calls(plan.batches[kind], num_encoders, sources)]
+            calls = [work for kind in ("text", "image") for work in _calls(plan.batches[kind], num_encoders, sources)]
             encoder, put = self._ray.remote(**self._requested())(self.encoder), self._ray.put
             shared = [put(context.encodings), put([source for _, source in sources.values()])]
-            context.progress.start("encode", sum(call.num_entries for call in calls))
+            context.progress.start("encode", sum(map(_num_entries, calls)))
             try:
                 run = _Run(self._ray, calls, context, lambda: encoder.remote(self.config, *shared))
                 run.run(self._settings, min(num_encoders, len(calls)), self._missing)
@@ -139,11 +126,11 @@ class RayCluster:
         if ray.is_initialized():
             yield
             return
-        for name, value in RAY_SETTINGS.items():
-            os.environ.setdefault(name, value)
         address = None if self._address == "auto" else self._address
         try:
-            _wait_for(address or os.environ.get("RAY_ADDRESS", ""))
+            host, _, port = (address or os.environ.get("RAY_ADDRESS", "")).rpartition(":")
+            if port.isdecimal() and "/" not in host:  # Ray alone tries for a quarter of an hour
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
             with _handlers_kept():
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # Ray raises plain ones too, as when its own processes start too slowly
@@ -161,14 +148,12 @@ class RayCluster:
 
     def _requested(self) -> dict[str, Any]:
         """What each encoder requests."""
-        settings = self._settings
-        options: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": self._num_gpus}
-        # An encoder is replaced by `_run`: the work of a node that does not come back goes to the others. Two calls at
+        # An encoder is replaced by `_Run`: the work of a node that does not come back goes to the others. Two calls at
         # once, so that `stop` reaches one that encodes.
-        options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
-        if settings.accelerator_type is not None:
-            options["accelerator_type"] = settings.accelerator_type
-        return options
+        options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
+        kind = self._settings.accelerator_type
+        kinds = {} if kind is None else {"accelerator_type": kind}
+        return options | {"num_cpus": self._settings.num_cpus, "num_gpus": self._num_gpus} | kinds
 
     def _num_encoders(self) -> int:
         """How many encoders are requested."""
@@ -205,11 +190,13 @@ class RayCluster:
 class _Run:
     """The calls of one run: each encoder has one at a time, and the call of one that dies goes to another."""
 
-    def __init__(self, ray: Any, calls: Sequence[Call], context: RunContext, start: Callable[[], Any]):
-        self._ray, self._todo, self._context, self._start = ray, deque(calls), context, start
+    def __init__(self, ray: Any, calls: Sequence[Work], context: RunContext, start: Callable[[], Any]):
+        self._ray, self._context, self._start = ray, context, start
+        self._todo = deque((work, 0) for work in calls)
+        """With the number of encoders that died with it."""
         self._starting: dict[Any, Any] = {}
         """The answer that comes when an encoder runs -> the encoder."""
-        self._running: dict[Any, tuple[Any, Call]] = {}
+        self._running: dict[Any, tuple[Any, Work, int]] = {}
         self._idle: list[Any] = []
         self._num_started, self._is_told = 0, False
 
@@ -221,8 +208,8 @@ class _Run:
         try:
             while self._has_work():
                 while self._todo and self._idle:
-                    encoder, call = self._idle.pop(), self._todo.popleft()
-                    self._running[encoder.encode.remote(call.work)] = encoder, call
+                    encoder, (work, num_deaths) = self._idle.pop(), self._todo.popleft()
+                    self._running[encoder.encode.remote(work)] = encoder, work, num_deaths
                 come, _ = self._ray.wait([*self._starting, *self._running], num_returns=1, timeout=POLL_S)
                 for answer in come:
                     if answer in self._starting:
@@ -244,79 +231,75 @@ class _Run:
     def _has_work(self) -> bool:
         if self._context.is_stopped():
             self._todo.clear()
-            if not self._is_told:
-                self._stop_encoders()
+            self._stop_encoders()
         return bool(self._todo or self._running)
 
     def _stop_encoders(self) -> None:
+        if not self._is_told:
+            for encoder, *_ in self._running.values():
+                encoder.stop.remote()
         self._is_told = True
-        for encoder, _ in self._running.values():
-            encoder.stop.remote()
 
     def _take(self, answer: Any) -> None:
         """Note what became of a call."""
-        encoder, call = self._running.pop(answer)
+        encoder, work, num_deaths = self._running.pop(answer)
         try:
-            _report(self._ray.get(answer), call, self._context)
-            self._idle.append(encoder)
+            problems, made = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as error:
             raise _cause(error) from error
         except self._ray.exceptions.RayError as error:
             logger.warning("an encoder died: %s", _first_line(error))
             self._ray.kill(encoder)  # where only the connection to it was lost
-            call.num_attempts += 1
-            if call.num_attempts == MAX_ATTEMPTS:
-                raise _died(call, error) from error
-            self._todo.append(call)
+            if num_deaths + 1 == MAX_ATTEMPTS:
+                raise _died(work, error) from error
+            self._todo.append((work, num_deaths + 1))
             self._request_encoder()
+            return
+        self._idle.append(encoder)
+        for key, failure in problems.items():
+            self._context.fail(key, failure)
+        self._context.report.add(made)
+        self._context.progress.advance(_num_entries(work))
 
     def _close(self) -> None:
         """End the encoders; after an error they seal what they have."""
         self._stop_encoders()
         if self._running:
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=LAST_SEAL_S)
-        for encoder in [*self._starting.values(), *self._idle, *(encoder for encoder, _ in self._running.values())]:
+        for encoder in [*self._starting.values(), *self._idle, *(encoder for encoder, *_ in self._running.values())]:
             self._ray.kill(encoder)
 
 
 def _calls(
     batches: Sequence[Sequence[Task]], num_encoders: int, sources: dict[int, tuple[int, SampleSource]]
-) -> Iterator[Call]:
+) -> Iterator[Work]:
     """The calls for batches of one kind, four or more for each encoder if there are enough. Notes their sources.
 
     A source goes to each encoder once: the list of a dataset of many tars is larger than a batch's pixels.
     """
-    work: Work = []
-    for batch in batches:
-        sized = []
-        for task in batch:
-            number = 0
-            if isinstance(task, ImageTask):
-                number, _ = sources.setdefault(id(task.source), (len(sources), task.source))
-                task = replace(task, source=None)  # type: ignore[arg-type]
-            sized.append((task, number))
-        work.append(sized)
-    size = min(MAX_BATCHES, max(1, len(work) // (4 * num_encoders)))
-    yield from (Call(work[start : start + size]) for start in range(0, len(work), size))
+    size = min(MAX_BATCHES, max(1, len(batches) // (4 * num_encoders)))
+    for start in range(0, len(batches), size):
+        work: Work = []
+        for batch in batches[start : start + size]:
+            work.append([])
+            for task in batch:
+                number = 0
+                if isinstance(task, ImageTask):
+                    number, _ = sources.setdefault(id(task.source), (len(sources), task.source))
+                    task = replace(task, source=None)  # type: ignore[arg-type]
+                work[-1].append((task, number))
+        yield work
 
 
-def _report(answer: Answer, call: Call, context: RunContext) -> None:
-    """Add what an encoder answered to the run's report."""
-    report = context.report
-    for key, failure in answer.problems.items():
-        context.fail(key, failure)
-    report.num_encoded += answer.num_sealed
-    report.bytes_written += answer.bytes_written
-    report.add_truncated(*answer.truncated_captions, count=answer.num_truncated_captions)
-    report.num_retried_in_float32 += answer.num_retried_in_float32
-    context.progress.advance(call.num_entries)
+def _num_entries(work: Work) -> int:
+    return sum(map(len, work))
 
 
-def _died(call: Call, error: BaseException) -> ClusterError:
-    named = call.work[0][0][0].sample.path
+def _died(work: Work, error: BaseException) -> ClusterError:
+    named = work[0][0][0].sample.path
     return ClusterError(
         "its encoders",
-        f"{MAX_ATTEMPTS} of them died with the same {call.num_entries} entries, the first of which is of {named} "
+        f"{MAX_ATTEMPTS} of them died with the same {_num_entries(work)} entries, the first of which is of {named} "
         f"({_first_line(error)})",
         "What was sealed is safe: run the same command again. If it ends here again, look into Ray's logs: memory that "
         "runs out is the usual cause, or an image that kills its process, which `latentcache precache` without --ray "
@@ -341,22 +324,9 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _wait_for(address: str) -> None:
-    """Wait until something listens at HOST:PORT; Ray understands other addresses. OSError after CONNECT_S."""
-    host, _, port = address.rpartition(":")
-    end = time.monotonic() + CONNECT_S
-    while port.isdecimal() and "/" not in host:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
-            return
-        except OSError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(1.0)
-
-
 def _import_ray() -> ModuleType:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError as error:
@@ -400,12 +370,9 @@ def _absolute_paths(section: Any) -> Any:
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
     """Ray replaces the handler of SIGTERM, by which a run seals what it has."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with suppress(TypeError):  # a handler that was not set from Python
+        with suppress(TypeError, ValueError):  # a handler that was not set from Python; not the main thread
             signal.signal(signal.SIGTERM, before)

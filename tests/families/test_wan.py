@@ -247,7 +247,7 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
     ]
     monkeypatch.setattr(pipeline_wan, "basic_clean", clean)
     encoder = RayEncoder(config, planned, [])
-    answer = encoder.encode([[(task, 0) for task in tasks]])
-    assert answer.problems.keys() == {tasks[0].key} and answer.num_sealed == 1
-    failure = answer.problems[tasks[0].key]
+    problems, report = encoder.encode([[(task, 0) for task in tasks]])
+    assert problems.keys() == {tasks[0].key} and report.num_encoded == 1
+    failure = problems[tasks[0].key]
     assert failure.reason == "bad-caption" and "'cafÃ©'" in failure.detail and "ftfy on all nodes" in failure.detail
