@@ -39,7 +39,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
-DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+Alias = BeforeValidator(lambda name: DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name)
+DtypeName = Annotated[Literal["auto", "float32", "float16", "bfloat16"], Alias]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -414,7 +416,7 @@ class EncodeConfig(Section):
     float32 on the CPU."""
     store_dtype: DtypeName = "auto"
     """What is stored. `auto`: the dtype of the computation, bit by bit. float16 halves a float32 cache."""
-    text_store_dtype: Literal[DtypeName, "float8_e4m3fn"] = "auto"
+    text_store_dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn"], Alias] = "auto"
     """What is stored of texts. `auto`: `store_dtype`, and if that is auto too bfloat16 for encoders larger than CLIP.
     float8_e4m3fn halves it again, where padding has to be stored: see the family's page for its error."""
     max_length: Annotated[int, Field(ge=1)] | None = None

@@ -17,6 +17,7 @@ import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
@@ -83,6 +84,8 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     opened = workspace is None
     workspace = workspace or open_workspace(config.cache, read_only=dry_run)
     try:
+        for dataset in config.datasets:  # a wrong path costs nothing, and the model may have to be downloaded
+            open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
         if not dry_run:

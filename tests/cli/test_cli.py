@@ -134,7 +134,7 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
     [
         (["--encode.batch-sise", "1"], "Did you mean --encode.batch-size?"),
         (["--dryrun"], "Did you mean --dry-run?"),
-        (["--encode.vae_dtype", "fp16"], "'float16'"),
+        (["--encode.vae_dtype", "fp8"], "'float16'"),
         (["--datasets.cats.flip", "true"], "no such dataset; there are photos, 0"),
         (["--datasets.0.flop", "true"], "flop"),
         (["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
@@ -196,6 +196,11 @@ def test_what_is_no_config_is_said(run: Any, photos: Path) -> None:
     assert code == 2 and "is a folder, not a config" in err
     code, _, err = run("explain", "a.png")
     assert code == 2 and "latentcache explain SAMPLE CONFIG" in err
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_model_is_looked_for(config_file: Path, run: Any) -> None:
+    code, _, err = run("precache", config_file, "--datasets.0.source.path", "nowhere", "--model.path", "no-model")
+    assert code == 2 and "nowhere: does not exist" in err and "no-model" not in err
 
 
 def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, run_json: Any, tmp_path: Path) -> None:
