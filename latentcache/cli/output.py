@@ -16,24 +16,17 @@ from latentcache.utils.wording import counted, short, size
 
 if TYPE_CHECKING:
     from latentcache.precache.report import Report
+    from latentcache.remote.upkeep import PruneReport as BucketPruneReport
 
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
 
 
 def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = None) -> int:
-    """Print a report by its `to_json`, or as `text`, or by its `to_text`. Damage or errors make the exit code 1.
-
-    A report without a text is printed a line each value.
-    """
-    document = report.to_json()
+    """Print a report by its `to_json`, or as `text`, or by its `to_text`. Damage or errors make the exit code 1."""
     if as_json:
-        print(json.dumps(document, ensure_ascii=True))
-    elif text is not None:
-        print(text)
-    elif hasattr(report, "to_text"):
-        print(report.to_text())
+        print(json.dumps(report.to_json(), ensure_ascii=True))
     else:
-        print("\n".join(_lines(document)))
+        print(report.to_text() if text is None else text)
     return DONE_WITH_FAULTS if has_faults else DONE
 
 
@@ -129,20 +122,23 @@ def upkeep_text(report: Any) -> str:
     return "\n".join(lines + _listed("packs that cannot be read", getattr(report, "unreadable", {})))
 
 
+def bucket_pruned_text(report: BucketPruneReport) -> str:
+    """Say in sentences what `prune` of a bucket did."""
+    removed, listed = ("would remove", "would list") if report.dry_run else ("removed", "listed")
+    gone, soon = counted(report.num_removed, "pack"), counted(report.num_listed, "pack")
+    lines = [
+        f"{removed} {gone} ({size(report.removed_bytes)}) of {report.num_packs:,} that no manifest needs, and whose "
+        "grace time has passed",
+        f"{listed} {soon} ({size(report.listed_bytes)}): a run in {report.grace_h:g} hours removes them; "
+        f"{report.num_waiting:,} that were listed before wait",
+        f"entries that no manifest needs, with those in packs that stay: {report.num_unused:,}",
+    ]
+    return "\n".join(lines + _listed("packs that cannot be read", report.unreadable))
+
+
 def _listed(title: str, problems: Mapping[str, str]) -> list[str]:
     """Lines that name what has a problem, under a title; none where nothing has."""
     return [f"{title}:", *(f"  {name}: {reason}" for name, reason in problems.items())] if problems else []
-
-
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    for name, value in document.items():
-        if isinstance(value, dict):
-            value = [f"{key}: {reason}" for key, reason in value.items()]
-        if isinstance(value, list):
-            yield f"{name:<12} {len(value)}"
-            yield from (f"             {item}" for item in value)
-        else:
-            yield f"{name:<12} {value:,}" if type(value) is int else f"{name:<12} {value}"
 
 
 def fail(error: BaseException, as_json: bool) -> int:

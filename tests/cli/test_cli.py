@@ -232,7 +232,9 @@ def test_rebuild_brings_everything_back(config_file: Path, run_json: Any, tmp_pa
     assert run_json("precache", config_file)[1]["num_hits"] == 10
 
 
-def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_and_compact(
+    config_file: Path, run: Any, run_json: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_json("precache", config_file)
     (photos / "a.png").unlink()
     run_json("precache", config_file)
@@ -243,6 +245,7 @@ def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path, monke
     code, expected = run_json("prune", config_file, "--dry-run")
     assert code == 0 and expected["num_entries"] == 3 and expected["num_bytes"] > 0 and expected["dry_run"]
     assert run_json("status", config_file)[1]["num_unused"] == 3
+    assert f"would drop {expected['num_entries']} entries (" in run("prune", config_file, "--dry-run")[1]
     code, done = run_json("prune", config_file)
     assert (done["num_entries"], done["num_bytes"]) == (expected["num_entries"], expected["num_bytes"])
     assert run_json("status", config_file)[1]["num_unused"] == 0
