@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from latentcache.types import Size
 from latentcache.utils.wording import counted, short, size
 
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
     from latentcache.remote.upkeep import PruneReport as BucketPruneReport
 
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
+STARTED = time.monotonic()
+"""When the command began; torch and the models' packages are imported later."""
 
 
 def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = None) -> int:
@@ -34,7 +34,7 @@ def precache_text(report: Report, config: Path, *, verbose: bool) -> str:
     """What a run did and how long it took, then what is ready and what to do next."""
     lines = [report.to_text(verbose=verbose)]
     total = report.seconds.get("total", 0.0)
-    before = max(0.0, time.time() - psutil.Process().create_time() - total)
+    before = max(0.0, time.monotonic() - STARTED - total)
     lines.append(f"time      {total:.1f} s, after {before:.0f} s of start")
     if not (report.dry_run or report.interrupted or report.manifests_waiting or report.world_size > 1):
         place = "" if report.cache.get("path") is None else f" in {report.cache['path']}"
