@@ -39,7 +39,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
-DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+Alias = BeforeValidator(lambda name: DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name)
+DtypeName = Annotated[Literal["auto", "float32", "float16", "bfloat16"], Alias]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -414,7 +416,7 @@ class EncodeConfig(Section):
     float32 on the CPU."""
     store_dtype: DtypeName = "auto"
     """What is stored. `auto`: the dtype of the computation, bit by bit. float16 halves a float32 cache."""
-    text_store_dtype: Literal[DtypeName, "float8_e4m3fn"] = "auto"
+    text_store_dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn"], Alias] = "auto"
     """What is stored of texts. `auto`: `store_dtype`, and if that is auto too bfloat16 for encoders larger than CLIP.
     float8_e4m3fn halves it again, where padding has to be stored: see the family's page for its error."""
     max_length: Annotated[int, Field(ge=1)] | None = None
@@ -473,17 +475,16 @@ class RayConfig(Section):
     one."""
     accelerator_type: str | None = None
     """Only GPUs of this type, as Ray names them: `A100`, `H100`, `L4`, ..."""
-    num_cpus: Share = 0.5
-    """CPUs of each encoder. One that encodes on the CPU uses as many threads."""
-    decode_cpus: Share = Field(0.5, gt=0)
-    """CPUs of each task that decodes an image."""
+    num_cpus: Share = 1.0
+    """CPUs of each encoder, which also decodes (`encode.num_workers` threads). One that encodes on the CPU uses as many
+    threads."""
     min_encoders: int = Field(1, ge=1)
     """The run fails where so many encoders do not start within `wait_s`."""
     max_encoders: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Encoders at once. More than the cluster has room for now make it grow, where it can. `auto`: as many as there is
     room for now; of those without a GPU one for each node."""
     wait_s: float = Field(180.0, gt=0, allow_inf_nan=False)
-    """For so many seconds the run waits where the cluster has no room for any encoder, or for decoding."""
+    """For so many seconds the run waits where the cluster has no room for any encoder."""
 
     @field_validator("num_gpus")
     @classmethod

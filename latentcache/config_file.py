@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError
@@ -84,13 +84,17 @@ def _describe(fault: Mapping[str, Any]) -> str:
     return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
 
 
+MEANT = {"datasets.N.path": "datasets.N.source.path"}
+"""Settings that are often put into the wrong section -> those that are meant."""
+
+
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
     parts = word.split(".")
     numbers = [part for part in parts if part.isdigit()]
     pattern = ".".join("N" if part.isdigit() else part for part in parts)
-    near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
-    if not near:
+    near = [MEANT[pattern]] if pattern in MEANT else difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
+    if not near or not (pattern in MEANT or difflib.get_close_matches(parts[-1], [near[0].split(".")[-1]])):
         return ""
     for number in numbers:
         near[0] = near[0].replace("N", number, 1)
@@ -136,6 +140,29 @@ def is_scalar(annotation: Any) -> bool:
     return section_of(annotation) is None and not any(is_list(member) for member in members)
 
 
+def type_name(annotation: Any) -> str:
+    """A type as help and the docs show it: `auto | int`, `list of str`, `float | null`."""
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, members))
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(type_name(member) for member in members)
+    if origin is typing.Annotated:
+        return type_name(members[0])
+    if origin is tuple:
+        return f"list of {type_name(members[0])}"
+    if annotation is type(None):
+        return "null"
+    return {"Path": "path", "ByteSize": "bytes"}.get(annotation.__name__, str(annotation.__name__))
+
+
+YAML_ADVICE = {
+    r"'\t'": "A line begins with a tab; YAML wants spaces.",
+    "escape": r"In double quotes YAML reads \ as an escape: write 'C:\Users\me' in single quotes, or C:/Users/me.",
+}
+"""A sign in the message of a YAML error -> what to do."""
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
     reader = _READERS.get(path.suffix.lower())
@@ -154,6 +181,7 @@ def read_file(path: Path) -> dict[str, Any]:
         problem = f"cannot be read: {getattr(error.__cause__, 'strerror', error)}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
         problem = f"is not valid {path.suffix[1:].upper()}: {error}"
+        problem += next((f"\n{advice}" for sign, advice in YAML_ADVICE.items() if sign in str(error)), "")
     raise ConfigError(problem, source=str(path))
 
 

@@ -35,7 +35,7 @@ RefusalReason = Literal[
     "other-bucket",  # exported: the trainer would make another bucket of it, and fails on this one
     "bad-output",  # the encoder gave NaN, Inf or all zeros, in float32 too
     "out-of-memory",  # one image alone does not fit on the device
-    "crashed",  # the process that decoded or encoded it died, twice
+    "crashed",  # of manifests that were written before an encoder's death ended the run
     "duplicate",  # another sample of the dataset has the same sample_id; or several files could be one part of it
     "changed",  # the file changed while the run was reading it
     "bad-caption",  # the caption cannot be read, or cannot be encoded

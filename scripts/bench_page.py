@@ -72,7 +72,7 @@ def build(root: Path, num_samples: int) -> None:
 
 @contextmanager
 def served(root: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "latentcache.cli.app", "browse", str(root), "--json", "--no-open"]
+    command = [sys.executable, "-m", "latentcache", "browse", str(root), "--json", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None

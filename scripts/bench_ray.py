@@ -4,8 +4,8 @@
     python scripts/bench_ray.py --json     # one document
     python scripts/bench_ray.py --tiny     # for correctness only
 
-The real driver, decoding tasks, encoder processes, packs and manifests; but an encoder waits for a fixed time in place
-of computing, as a GPU makes its process wait. One encoder gets N batches, and eight get eight times as many.
+The real driver, encoder processes, packs and manifests; but an encoder waits for a fixed time in place of decoding and
+computing, as a GPU makes its process wait. One encoder gets N batches, and eight get eight times as many.
 
 times_of_one   batches a second of all encoders, against those of one; eight at best. From the begin of the first batch
                to the end of the last one: that encoders start is not in it
@@ -23,7 +23,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 import benchmarking
 import numpy as np
 import ray
+import torch
 from PIL import Image
 
 from latentcache.config import Config
 from latentcache.config_file import parse_config
+from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
-from latentcache.scaleout.messages import EncoderAnswer
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.scaleout.encoder import RayEncoder
 from latentcache.scaleout.ray import RayCluster
+from latentcache.types import Entry, Record
 
 GOALS = {"fraction_of_encoders": 0.9, "gap_ms": 10.0, "nothing_s": 3.0}
 BATCH_SIZE = 16
@@ -48,50 +51,33 @@ NUM_CPUS = 4
 """That Ray believes in: encoders that wait need none."""
 
 
-class WaitingEncoder:
-    """Has the methods of `RayEncoder`; waits, and stores zeros. Encoders begin when all of them have started."""
+class WaitingEncoder(RayEncoder):
+    """Waits, and stores zeros. Encoders begin when all of them have started."""
 
-    def __init__(self, config: Config, planned: object):
-        self._folder, self._path = Path(config.cache.path).parent, config.cache.path
-        self._num = int(config.ray.max_encoders)
-        self._wait_s = float(config.cache.salt.partition(" ")[2])
-        self._open, self._unsealed, self._calls = ExitStack(), set[str](), list[tuple[float, float]]()
-
-    def where(self) -> str:
-        return f"process {os.getpid()}"
-
-    def start(self) -> None:
-        from latentcache.store.disk import DiskStore
-
-        self._writer = self._open.enter_context(self._open.enter_context(DiskStore(self._path)).writer())
+    def _start(self) -> Workspace:
+        workspace = open_workspace(self._config.cache)
+        self._calls: list[tuple[float, float]] = []
+        self._folder = Path(self._config.cache.path).parent
         (self._folder / f"started-{os.getpid()}").touch()
-        while len(list(self._folder.glob("started-*"))) < self._num:
+        while len(list(self._folder.glob("started-*"))) < int(self._config.ray.max_encoders):
             time.sleep(0.01)
+        return workspace
 
-    def encode(self, tasks: list[Any], *pixels: np.ndarray) -> EncoderAnswer:
-        import torch
-
-        from latentcache.types import Entry, Record
-
-        begun = time.time()
-        time.sleep(self._wait_s)
-        for task in tasks:
-            record = Record(task.key, task.identity.kind, task.identity.to_json(), {})
-            self._writer.add(Entry(record, {"zeros": torch.zeros(4)}))
-            self._unsealed.add(task.key)
-        if pixels:
-            self._calls.append((begun, time.time()))
-        return self._answer()
-
-    def seal(self) -> EncoderAnswer:
-        self._writer.seal()
+    def _encode(
+        self, tasks: list[Any], groups: dict[str, int], writer: Any, problems: dict[str, Any], made: set[str]
+    ) -> Report:
+        wait_s = float(self._config.cache.salt.partition(" ")[2])
+        for number in sorted(set(groups.values())):
+            begun = time.time()
+            time.sleep(wait_s)
+            for task in (task for task in tasks if groups[task.key] == number):
+                record = Record(task.key, task.kind, task.identity.to_json(), {})
+                writer.add(Entry(record, {"zeros": torch.zeros(4)}))
+                made.add(task.key)
+            if tasks[0].kind == "image":
+                self._calls.append((begun, time.time()))
         (self._folder / f"calls-{os.getpid()}.json").write_text(json.dumps(self._calls))
-        return self._answer()
-
-    def _answer(self) -> EncoderAnswer:
-        sealed = self._unsealed - self._writer.pending()
-        self._unsealed -= sealed
-        return EncoderAnswer(sealed=frozenset(sealed), bytes_written=self._writer.bytes_written)
+        return Report()
 
 
 class WaitingCluster(RayCluster):
@@ -154,7 +140,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     # No dashboard and no output of other processes, as the command has it.
     ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        measured(folder / "warm", datasets[1], 1, wait_s / 20)  # Ray starts the processes that decode
+        measured(folder / "warm", datasets[1], 1, wait_s / 20)  # Ray starts processes ahead
         rounds: dict[int, list[dict[str, Any]]] = {1: [], most: []}
         for number in range(options.repetitions):
             for n, done in rounds.items():

@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-import types
-import typing
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import bootstrap
 from family_page import families_page
@@ -37,7 +35,7 @@ def cli_page() -> Iterator[str]:
     """Every command with its arguments and options."""
     from latentcache.cli.app import app
 
-    yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with refusals, damage")
+    yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with damage")
     yield from ("or errors found; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.", "")
     yield from ("With `--json` a command prints one JSON document on stdout, and everything else on stderr.", "")
     yield "A command about a cache takes the cache's directory, a config that names it, or `--cache.path DIR`."
@@ -63,10 +61,13 @@ def command_section(command: Any, name: str, heading: str) -> Iterator[str]:
     has_settings = False
     for argument in command.assemble_argument_collection(parse_docstring=True):
         groups: Any = argument.parameter.group  # cyclopts has made a tuple of it
-        if any(group.name == "Settings" for group in groups):
+        if any(group.name in ("Settings", "Everyday settings") for group in groups):
             has_settings = True
         elif argument.show:
-            names = ", ".join(f"`{each}`" for each in argument.names)
+            all_names = [*argument.names]
+            if argument.index is not None and all_names[0].startswith("--"):  # it may also go without its name
+                all_names.insert(0, all_names[0].lstrip("-").upper())
+            names = ", ".join(f"`{each}`" for each in all_names)
             yield f"| {names} | {plain(argument.parameter.help or '')} |"
     if has_settings:
         yield "| `--SECTION.SETTING` | Any scalar [setting](config.md). A dataset goes by its name or number. |"
@@ -88,7 +89,7 @@ def section_tables(section: Any, prefix: str) -> Iterator[str]:
     """One table for the plain settings of a section, then its subsections."""
     from pydantic_core import PydanticUndefined
 
-    from latentcache.config_file import is_list, section_of
+    from latentcache.config_file import is_list, section_of, type_name
 
     rows, below = [], []
     for name, field in section.model_fields.items():
@@ -113,22 +114,6 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, str):
         return value or '""'
     return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def type_name(annotation: Any) -> str:
-    """A type as the page shows it: `auto | int`, `list of str`, `float | null`."""
-    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return " | ".join(map(str, members))
-    if origin in (types.UnionType, typing.Union):
-        return " | ".join(type_name(member) for member in members)
-    if origin is typing.Annotated:
-        return type_name(members[0])
-    if origin is tuple:
-        return f"list of {type_name(members[0])}"
-    if annotation is type(None):
-        return "null"
-    return str("path" if annotation.__name__ == "Path" else annotation.__name__)
 
 
 def errors_page() -> Iterator[str]:

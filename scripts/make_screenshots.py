@@ -58,7 +58,7 @@ def main() -> int:
 
     from playwright.sync_api import sync_playwright
 
-    command = [sys.executable, "-m", "latentcache.cli.app", "browse", arguments.target, "--json", "--no-open"]
+    command = [sys.executable, "-m", "latentcache", "browse", arguments.target, "--json", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=bootstrap.ROOT) as server:
         try:
             assert server.stdout is not None

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,8 +112,9 @@ def to_text(document: dict[str, Any]) -> str:
     for batch in document["batches"]:
         lines.append(f"  latents {batch['latents']}, prompt_embeds {batch['prompt_embeds']}: {batch['sample_id']}")
     training = document["training"]
-    losses = training["losses"]
-    lines.append(f"trained {training['step']} steps on {training['device']}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    first, last = (statistics.fmean(part) for part in (training["losses"][:5], training["losses"][-5:]))
+    loss = f"mean loss of the first and last five {first:.4f}, {last:.4f}"  # one step's loss is mostly its timestep
+    lines.append(f"trained {training['step']} steps on {training['device']}: {loss}")
     for found in document["validations"]:
         figures = f"loss {found['loss']:.4f}, {found['num_filled']} entries were not cached and encoded first"
         lines.append(f"validation at step {found['step']}: {figures}")

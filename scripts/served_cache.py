@@ -15,7 +15,7 @@ STOP_S = 30.0
 @contextmanager
 def served(cache: Path, *arguments: str, log: Path | None = None) -> Iterator[tuple[str, int]]:
     """The URL of `latentcache serve` for the block, and its process id. `arguments` are those of the command."""
-    command = [sys.executable, "-m", "latentcache.cli.app", "serve", str(cache), "--port", "0", "--json", *arguments]
+    command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json", *arguments]
     with open(log or "/dev/null", "wb") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:

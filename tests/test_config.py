@@ -151,8 +151,10 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
     ("change", "message"),
     [
         ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
-        ({"encode": {"vae_dtype": "fp16"}}, r"encode\.vae_dtype: .*'float16'.*met: 'fp16'"),
+        ({"encode": {"vae_dtype": "fp8"}}, r"encode\.vae_dtype: .*'float16'.*met: 'fp8'"),
         ({"encode": {"batch_size": 0}}, r"encode\.batch_size: .*greater than or equal to 1.*met: 0"),
+        ({"encode": {"cache_latents": True}}, r"encode\.cache_latents: unknown setting$"),
+        ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
         ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
@@ -178,6 +180,11 @@ def test_all_faults_are_reported_at_once() -> None:
     assert "run.yaml" in str(caught.value) and "clip_skip" in str(caught.value) and "'encode.seed'" in str(caught.value)
 
 
+def test_short_names_of_dtypes_are_understood() -> None:
+    encode = parse_config(MINIMAL | {"encode": {"vae_dtype": "fp16", "text_store_dtype": "bf16"}}).encode
+    assert (encode.vae_dtype, encode.text_store_dtype) == ("float16", "bfloat16")
+
+
 def test_an_unknown_dataset_is_named(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"--datasets\.cats: no such dataset; there are photos, 0"):
         load_config(config_file, overrides={"datasets": {"cats": {"flip": "true"}}})
@@ -191,6 +198,8 @@ def test_an_unknown_dataset_is_named(config_file: Path) -> None:
         ("run.json", "{", "is not valid JSON"),
         ("run.json", "[" * 200_000, "is not valid JSON"),
         ("run.yaml", "- 1", "holds list"),
+        ("run.yaml", "cache:\n\tpath: c", "YAML wants spaces"),
+        ("run.yaml", 'cache: {path: "C:\\Users\\me"}', "write 'C:.Users.me' in single quotes"),
         ("run.ini", "", "unknown suffix '.ini'"),
     ],
 )

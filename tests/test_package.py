@@ -36,6 +36,7 @@ LAYERS = [
     {"scaleout"},
     {"service"},
     {"cli"},
+    {"__main__"},
 ]
 """Design 3: imports go down only. A package of a layer may import itself and lower layers. Validation is above
 loading and precache: it reads cached batches, and fills a validation set that is not cached yet."""

@@ -1,6 +1,6 @@
 """The command line: parse, call, print. Results go to stdout, logs and progress to stderr.
 
-Exit codes: 0 done; 1 done, with refusals, damage or errors; 2 could not run; 130, 143 stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 done; 1 done, with damage or errors; 2 could not run; 130, 143 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
-        # A fault of latentcache: logged. A script must not take Python's exit code 1 for "done, with refusals".
+        # A fault of latentcache: logged. A script must not take Python's exit code 1 for "done, with damage".
         logger.exception("this should not happen; please report it")
         return fail(error, as_json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,10 +22,11 @@ from latentcache.cli.options import (
     OfCache,
     OfConfig,
     StoredTarget,
+    Strict,
     Switch,
     Target,
 )
-from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish
+from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish, precache_text, row_text, shown_text, upkeep_text
 from latentcache.cli.remote_commands import prune_bucket
 from latentcache.config import location_of
 from latentcache.config_file import number_of_bytes
@@ -40,11 +41,12 @@ Hours = Annotated[float, Parameter(help="In a bucket: hours for which packs that
 
 def precache(
     config: Path,
-    /,
     *,
     dry_run: Switch = False,
     verify_sources: Switch = False,
     ray: str | None = None,
+    strict: Strict = False,
+    verbose: Switch = False,
     options: OfConfig = CONFIG_DEFAULTS,
 ) -> int:
     """Encode what is not cached yet.
@@ -54,6 +56,7 @@ def precache(
         dry_run: Report hits, misses by reason, bytes and time; encode and write nothing.
         verify_sources: Read and hash every image, also those that look unchanged.
         ray: Encode on the Ray cluster at this address, HOST:PORT; `auto` finds it, or starts one on this machine.
+        verbose: Name all refused samples, not only five of each reason, and say how it was computed.
     """
     from latentcache.utils.progress import ShownProgress
     from latentcache.utils.signals import stop_on_signals
@@ -75,13 +78,13 @@ def precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=ShownProgress(), stop=stop
         )
     is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
-    code = finish(report, options.as_json, has_faults=is_lacking or bool(report.num_refused))
+    text = precache_text(report, config, verbose=verbose)
+    code = finish(report, options.as_json, has_faults=is_lacking or (strict and bool(report.num_refused)), text=text)
     return 128 + caught[0] if report.interrupted and caught else code
 
 
 def validate(
     config: Path,
-    /,
     *,
     denoiser: Annotated[str | None, Parameter(name=("--denoiser", "--unet"))] = None,
     lora: str | None = None,
@@ -122,7 +125,7 @@ def validate(
     return finish(found, options.as_json, has_faults=loss is not None and bool(loss.skipped))
 
 
-def explain(sample: str, /, config: Path, *, options: OfConfig = CONFIG_DEFAULTS) -> int:
+def explain(sample: str, /, config: Path | None = None, *, options: OfConfig = CONFIG_DEFAULTS) -> int:
     """Why a sample is a hit or a miss, and which entries it has.
 
     Args:
@@ -131,23 +134,25 @@ def explain(sample: str, /, config: Path, *, options: OfConfig = CONFIG_DEFAULTS
     """
     from latentcache.precache.explanation import explain as explain_sample
 
+    if config is None:
+        raise ConfigError("which config does the sample belong to? latentcache explain SAMPLE CONFIG")
     found = explain_sample(options.load(config), sample)
-    return finish(found, options.as_json, has_faults=found.is_refused)
+    return finish(found, options.as_json, has_faults=False)
 
 
-def status(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
+def status(target: Target = None, /, *, strict: Strict = False, options: OfCache = CACHE_DEFAULTS) -> int:
     """Entries, bytes, manifests and damage of the cache."""
     from latentcache.loading.status import status as describe
 
     found = describe(options.cache(target))
-    has_faults = bool(found.num_damaged or found.num_lost or found.num_refused)
+    has_faults = bool(found.num_damaged or found.num_lost or (strict and found.num_refused))
     return finish(found, options.as_json, has_faults=has_faults)
 
 
 def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
     """The record of an entry, or those of a sample: what it was made from and by, and its fields.
 
-    Of a manifest all samples, a line of JSON each.
+    Of a manifest all samples, a line each.
 
     Args:
         key_or_sample: A key, its first digits (at least 6), a sample_id, or the name of a manifest.
@@ -158,10 +163,10 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
     with LatentCache(options.cache(target), read_only=True) as cache:
         if key_or_sample in cache.manifests.names():
             for row in cache.manifest(key_or_sample).rows.values():
-                print(json.dumps(row.to_json()))
+                print(json.dumps(row.to_json()) if options.as_json else row_text(row.to_json()))
             return DONE
     found = describe(options.cache(target), key_or_sample)
-    print(json.dumps(found) if options.as_json else json.dumps(found, indent=2, ensure_ascii=False))
+    print(json.dumps(found) if options.as_json else shown_text(found))
     return DONE
 
 
@@ -289,7 +294,7 @@ def doctor(
 def _finish_upkeep(report: Any, as_json: bool) -> int:
     """Print an upkeep report; damage makes the exit code 1."""
     has_faults = any(getattr(report, name, None) for name in ("damaged", "known_damaged", "unreadable"))
-    return finish(report, as_json, has_faults=has_faults)
+    return finish(report, as_json, has_faults=has_faults, text=upkeep_text(report))
 
 
 COMMANDS = (precache, validate, status, explain, show, verify, rebuild, prune, compact, doctor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,11 +18,9 @@ from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, caption
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from latentcache.interop.exporting import ExportOptions
     from latentcache.interop.readers import ForeignCache
     from latentcache.interop.reports import ExportReport
     from latentcache.interop.verification import Verification
-    from latentcache.loading.cache import LatentCache
 
 import_app = App(
     name="import",
@@ -103,9 +102,8 @@ def import_kohya(
     """
     from latentcache.interop.formats.kohya import KohyaCache
 
-    return _import(
-        lambda: KohyaCache(root, images=images, caption_extension=caption_extension, area=area, family=family), options
-    )
+    read = partial(KohyaCache, root, images=images, caption_extension=caption_extension, area=area, family=family)
+    return _import(read, options)
 
 
 @import_app.command(name="simpletuner")
@@ -134,18 +132,17 @@ def import_simpletuner(  # noqa: PLR0913 - the options of the reader
     """
     from latentcache.interop.formats.simpletuner import SimpleTunerCache
 
-    def read() -> SimpleTunerCache:
-        return SimpleTunerCache(
-            root,
-            images=images,
-            text_cache=text_cache,
-            metadata=metadata,
-            caption_extension=caption_extension,
-            captions=() if captions is None else _lines(captions),
-            recorded_root=recorded_root,
-            family=family,
-        )
-
+    read = partial(
+        SimpleTunerCache,
+        root,
+        images=images,
+        text_cache=text_cache,
+        metadata=metadata,
+        caption_extension=caption_extension,
+        captions=() if captions is None else _lines(captions),
+        recorded_root=recorded_root,
+        family=family,
+    )
     return _import(read, options)
 
 
@@ -174,11 +171,7 @@ def export_kohya(
         pairs = [pair.partition("=")[::2] for pair in buckets.split(",")]
         settings = {setting.strip(): value.strip() for setting, value in pairs}
         chosen = parse_buckets({"rule": "kohya", **settings}, source="--buckets")
-
-    def export(cache: LatentCache, name: str, options: ExportOptions) -> ExportReport:
-        options["overwrite"] = overwrite
-        return kohya.export(cache, name, root, with_resolution=with_resolution, buckets=chosen, **options)
-
+    export = partial(kohya.export, folder=root, with_resolution=with_resolution, buckets=chosen, overwrite=overwrite)
     return _export(export, source)
 
 
@@ -200,11 +193,7 @@ def export_musubi(
     from latentcache.interop.formats import musubi
     from latentcache.store.entry import DTYPES
 
-    def export(cache: LatentCache, name: str, options: ExportOptions) -> ExportReport:
-        options["overwrite"] = overwrite
-        return musubi.export(cache, name, root, dtype=DTYPES[dtype], **options)
-
-    return _export(export, source)
+    return _export(partial(musubi.export, folder=root, dtype=DTYPES[dtype], overwrite=overwrite), source)
 
 
 @export_app.command(name="webdataset")
@@ -228,17 +217,13 @@ def export_webdataset(
     from latentcache.interop.formats import webdataset
     from latentcache.store.entry import DTYPES
 
-    def export(cache: LatentCache, name: str, options: ExportOptions) -> ExportReport:
-        return webdataset.export(
-            cache,
-            name,
-            root,
-            scaled=scaled,
-            dtype=None if dtype is None else DTYPES[dtype],
-            shard_bytes=number_of_bytes(shard_bytes, "--shard-bytes"),
-            **options,
-        )
-
+    export = partial(
+        webdataset.export,
+        folder=root,
+        scaled=scaled,
+        dtype=None if dtype is None else DTYPES[dtype],
+        shard_bytes=number_of_bytes(shard_bytes, "--shard-bytes"),
+    )
     return _export(export, source)
 
 
@@ -269,7 +254,7 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
     return finish(report, options.as_json, has_faults=report.has_faults)
 
 
-def _export(export: Callable[[LatentCache, str, ExportOptions], ExportReport], source: SourceOptions) -> int:
+def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
     """Open the cache, call `export` with it and the dataset's name, and print the report."""
     from latentcache.loading.cache import LatentCache
     from latentcache.utils.progress import ShownProgress
@@ -279,7 +264,7 @@ def _export(export: Callable[[LatentCache, str, ExportOptions], ExportReport], s
         names = cache.dataset_names()
         if source.manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
-        report = export(cache, source.manifest or names[0], {"seed": source.seed, "progress": ShownProgress()})
+        report = export(cache, source.manifest or names[0], seed=source.seed, progress=ShownProgress())
     return finish(report, source.as_json, has_faults=report.has_faults)
 
 

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from latentcache.config import CacheConfig, Config, location_of
-from latentcache.config_file import is_list, is_scalar, load_config, section_of
+from latentcache.config_file import is_list, is_scalar, load_config, section_of, type_name
 from latentcache.errors import ConfigError, RemoteError
 from latentcache.location import is_url, kind_of
 
+SETTINGS, EVERYDAY = Group("Settings", sort_key=2), Group("Everyday settings", sort_key=1)
+EVERYDAY_NAMES = {"cache.path", "model.path", "encode.device", "encode.batch_size", "encode.store_dtype"}
+"""The settings that the help lists first."""
 
-def flags_of(section: type[BaseModel]) -> type[BaseModel]:
+
+def flags_of(section: type[BaseModel], prefix: str = "") -> type[BaseModel]:
     """A model whose fields are the section's scalar settings, all optional: cyclopts makes a flag of each.
 
-    Flags are read as text: the schema itself checks and converts them, in one place for files and flags.
+    Each one's help ends with [type; default]. Flags are read as text: the schema itself checks and converts them, in
+    one place for files and flags.
     """
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        child = section_of(field.annotation)
-        if child is not None and is_list(field.annotation):
-            fields[name] = (dict[str, flags_of(child)] | None, None)  # type: ignore[misc]  # a type made at run time
-        elif child is not None:
-            fields[name] = (flags_of(child) | None, None)
+        child, dotted = section_of(field.annotation), f"{prefix}{name}"
+        if child is not None:
+            flags: Any = flags_of(child, f"{dotted}.")
+            fields[name] = ((dict[str, flags] if is_list(field.annotation) else flags) | None, None)
         elif is_scalar(field.annotation):
-            fields[name] = (str | None, Field(None, description=field.description))
+            default = "required" if field.is_required() else json.dumps(field.default, default=str).strip('"')
+            described = f"{field.description or ''} [{type_name(field.annotation)}; {default}]"
+            group = EVERYDAY if dotted in EVERYDAY_NAMES else SETTINGS
+            fields[name] = (Annotated[str | None, Parameter(group=group)], Field(None, description=described))
     return create_model(f"{section.__name__}Flags", __config__=ConfigDict(extra="forbid"), **fields)
 
 
@@ -36,13 +44,14 @@ if TYPE_CHECKING:
     ConfigFlags = BaseModel
 else:
     ConfigFlags = flags_of(Config)
-Settings = Annotated[ConfigFlags | None, Parameter(name="*", group="Settings")]
+Settings = Annotated[ConfigFlags | None, Parameter(name="*", group=SETTINGS)]
 NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
 CachePath = Annotated[str | None, Parameter(name="--cache.path", help="The cache's directory, or its URL.")]
 Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, or a config.")]
 LocalTarget = Annotated[str | None, Parameter(help="The cache's directory, or a config: no URL.")]
 StoredTarget = Annotated[str | None, Parameter(help="The cache's directory, the URL of a bucket, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
+Strict = Annotated[bool, Parameter(negative="", help="Make the exit code 1 where samples are refused.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
 
@@ -56,6 +65,9 @@ class ConfigOptions:
 
     def load(self, path: Path) -> Config:
         """The config in a file, with the settings that were given as flags. Raises ConfigError."""
+        if path.is_dir():
+            message = "is a folder, not a config; configs/ holds complete examples: set datasets.0.source.path to it"
+            raise ConfigError(message, source=str(path))
         given = None if self.settings is None else self.settings.model_dump(exclude_none=True)
         return load_config(path, overrides=given)
 

@@ -3,36 +3,142 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from latentcache.types import Size
+from latentcache.utils.wording import counted, short, size
+
+if TYPE_CHECKING:
+    from latentcache.precache.report import Report
+    from latentcache.remote.upkeep import PruneReport as BucketPruneReport
 
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
+STARTED = time.monotonic()
+"""When the command began; torch and the models' packages are imported later."""
 
 
-def finish(report: Any, as_json: bool, *, has_faults: bool) -> int:
-    """Print a report by its `to_json` or `to_text`. Refusals, damage or errors in it make the exit code 1.
-
-    A report without `to_text` is printed a line each value.
-    """
-    document = report.to_json()
+def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = None) -> int:
+    """Print a report by its `to_json`, or as `text`, or by its `to_text`. Damage or errors make the exit code 1."""
     if as_json:
-        print(json.dumps(document, ensure_ascii=True))
-    elif hasattr(report, "to_text"):
-        print(report.to_text())
+        print(json.dumps(report.to_json(), ensure_ascii=True))
     else:
-        print("\n".join(_lines(document)))
+        print(report.to_text() if text is None else text)
     return DONE_WITH_FAULTS if has_faults else DONE
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    for name, value in document.items():
-        if isinstance(value, dict):
-            value = [f"{key}: {reason}" for key, reason in value.items()]
-        if isinstance(value, list):
-            yield f"{name:<12} {len(value)}"
-            yield from (f"             {item}" for item in value)
-        else:
-            yield f"{name:<12} {value:,}" if type(value) is int else f"{name:<12} {value}"
+def precache_text(report: Report, config: Path, *, verbose: bool) -> str:
+    """What a run did and how long it took, then what is ready and what to do next."""
+    lines = [report.to_text(verbose=verbose)]
+    total = report.seconds.get("total", 0.0)
+    before = max(0.0, time.monotonic() - STARTED - total)
+    lines.append(f"time      {total:.1f} s, after {before:.0f} s of start")
+    if not (report.dry_run or report.interrupted or report.manifests_waiting or report.world_size > 1):
+        place = "" if report.cache.get("path") is None else f" in {report.cache['path']}"
+        ready = f"{report.num_samples - report.num_refused:,} of {counted(report.num_samples, 'sample')}{place}"
+        stored = size(report.cache.get("file_bytes", 0))
+        lines.append(f"ready: {ready} ({stored}). Next: latentcache browse {config}")
+    return "\n".join(lines)
+
+
+def shown_text(found: Mapping[str, Any]) -> str:
+    """A sample or an entry as `status.show` found it."""
+    lines = []
+    for dataset in found.get("datasets", ()):
+        lines.append(row_text(dataset, f" in {dataset['dataset']}"))
+        sizes = {image["key"]: _geometry(image) for image in dataset["images"]}
+        texts = {caption["key"]: repr(short(caption["text"])) for caption in dataset["captions"]}
+        for entry in dataset["entries"]:
+            lines += _entry_lines(entry, sizes.get(entry["key"]) or texts.get(entry["key"]))
+    if not lines:
+        lines = [found["key"], *_entry_lines(found, found.get("provenance", {}).get("source_path"))]
+    return "\n".join([*lines, "--json shows all that the keys follow from"])
+
+
+def row_text(row: Mapping[str, Any], where: str = "") -> str:
+    """A sample of a manifest, in a line."""
+    refusal = row["refusal"]
+    end = "" if refusal is None else f"; refused: {refusal['reason']}: {refusal['detail']}"
+    return f"{row['sample_id']}{where}: {row['path']}{end}"
+
+
+def _geometry(image: Mapping[str, Any]) -> str:
+    original, target = (Size(*image[name]) for name in ("original_size", "target_size"))
+    return f"{original} to {target}{' flipped' if image['flip'] else ''}"
+
+
+def _entry_lines(entry: Mapping[str, Any], what: str | None) -> Iterator[str]:
+    if "error" in entry:
+        yield f"  {entry['key'][:12]}  {entry['error']}"
+        return
+    from latentcache.store.entry import DTYPES  # imports torch
+
+    fields, made = entry["fields"], entry["provenance"]
+    num_bytes = sum(DTYPES[field["dtype"]].itemsize * math.prod(field["shape"]) for field in fields.values())
+    yield f"  {entry['kind']:<5} {entry['key'][:12]}  {size(num_bytes)}" + (f"  ({what})" if what else "")
+    for name, field in fields.items():
+        yield f"        {name}: {field['dtype']} {field['shape']}"
+    models = dict.fromkeys(map(str, made.get("models", {}).values()))
+    by = [*models, *(str(made[name]) for name in ("device", "created") if name in made)]
+    if by:
+        yield f"        made with {', '.join(by)}"
+
+
+def upkeep_text(report: Any) -> str:
+    """Say in sentences what `verify`, `rebuild`, `prune` or `compact` did."""
+    from latentcache.store.upkeep import CompactReport, PruneReport, VerifyReport
+
+    entries, again = counted(report.num_entries, "entry"), "damaged; latentcache precache encodes them again"
+    if isinstance(report, VerifyReport):
+        lines = [f"read {entries} in {counted(report.num_packs, 'pack')} ({size(report.bytes_read)})"]
+        if report.ok:
+            lines[0] += ": the cache is whole"
+        lines += _listed(again, report.damaged | report.known_damaged)
+        lines += [f"the index lacks the pack {name}: latentcache rebuild adds it" for name in report.orphans]
+    elif isinstance(report, PruneReport):
+        done = "would drop" if report.dry_run else "dropped"
+        lines = [f"{done} {entries} ({size(report.num_bytes)}) that no manifest needs"]
+        if report.num_packs:
+            lines[0] += f", and with them {counted(report.num_packs, 'pack')} ({size(report.file_bytes)})"
+        lines[0] += f"; {size(report.file_bytes_left)} are left"
+        if report.num_bytes > report.file_bytes:
+            lines.append("latentcache compact gives back the space of what is dropped from packs that stay")
+    elif isinstance(report, CompactReport):
+        before, after = size(report.file_bytes_before), size(report.file_bytes_after)
+        packs = counted(report.num_packs_before, "pack")
+        lines = [
+            f"nothing to rewrite: {packs}, {before}; a pack is rewritten when it is small, or 30 % of it is dropped"
+        ]
+        if report.num_entries or report.file_bytes_before != report.file_bytes_after:
+            done = "would rewrite" if report.dry_run else "rewrote"
+            lines = [f"{done} {entries}: {packs} to {report.num_packs_after:,}, {before} to {after}"]
+        lines += _listed(again, report.damaged)
+        lines += _listed("put into the folder `damaged`; delete them by hand", report.put_aside)
+    else:
+        lines = [f"the index has {entries} of {counted(report.num_packs, 'pack')}"]
+    return "\n".join(lines + _listed("packs that cannot be read", getattr(report, "unreadable", {})))
+
+
+def bucket_pruned_text(report: BucketPruneReport) -> str:
+    """Say in sentences what `prune` of a bucket did."""
+    removed, listed = ("would remove", "would list") if report.dry_run else ("removed", "listed")
+    gone, soon = counted(report.num_removed, "pack"), counted(report.num_listed, "pack")
+    lines = [
+        f"{removed} {gone} ({size(report.removed_bytes)}) of {report.num_packs:,} that no manifest needs, and whose "
+        "grace time has passed",
+        f"{listed} {soon} ({size(report.listed_bytes)}): a run in {report.grace_h:g} hours removes them; "
+        f"{report.num_waiting:,} that were listed before wait",
+        f"entries that no manifest needs, with those in packs that stay: {report.num_unused:,}",
+    ]
+    return "\n".join(lines + _listed("packs that cannot be read", report.unreadable))
+
+
+def _listed(title: str, problems: Mapping[str, str]) -> list[str]:
+    """Lines that name what has a problem, under a title; none where nothing has."""
+    return [f"{title}:", *(f"  {name}: {reason}" for name, reason in problems.items())] if problems else []
 
 
 def fail(error: BaseException, as_json: bool) -> int:

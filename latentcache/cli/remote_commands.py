@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from latentcache.cli.options import AsJson, Switch
-from latentcache.cli.output import finish
+from latentcache.cli.output import bucket_pruned_text, finish
 from latentcache.errors import ConfigError, LatentCacheError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def prune_bucket(url: str, *, unfinished: bool, grace: float, dry_run: bool, as_
         raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more, at most {MAX_GRACE_H:,}")
     with open_transport(url) as transport:
         report = prune(transport, grace_h=grace, unfinished=unfinished, dry_run=dry_run)
-    return finish(report, as_json, has_faults=bool(report.unreadable))
+    return finish(report, as_json, has_faults=bool(report.unreadable), text=bucket_pruned_text(report))
 
 
 REMOTE_COMMANDS = (push, pull, sync, merge)

@@ -56,14 +56,10 @@ def serve(  # noqa: PLR0913 - each is a flag
         from latentcache.service.server import Address, access_for
         from latentcache.service.server import serve as run_server
         from latentcache.service.state import ServiceSettings
-
     address = Address(host=host, port=port, certfile=ssl_certfile, keyfile=ssl_keyfile)
-    reading, writing = (
-        token_from(token_file, TOKEN_VARIABLE),
-        token_from(write_token_file, WRITE_TOKEN_VARIABLE),
-    )
-    access = access_for(address, reading, writing)
-    path = options.path(target)
+    reading = token_from(token_file, TOKEN_VARIABLE)
+    writing = token_from(write_token_file, WRITE_TOKEN_VARIABLE)
+    access, path = access_for(address, reading, writing), options.path(target)
 
     def announce(url: str) -> None:
         if options.as_json:

@@ -13,9 +13,9 @@ from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.plan import make_plan
-from latentcache.precache.reasons import REFUSED
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Json
+from latentcache.utils.wording import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,6 @@ class Explanation:
 
     sample_id: str
     datasets: tuple[Json, ...]
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the plan refuses the sample, or the last run did, which decodes more than a header."""
-        return any(
-            dataset["refusal"] or any((entry["reason"] or "").startswith(REFUSED) for entry in dataset["entries"])
-            for dataset in self.datasets
-        )
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as a JSON object."""
@@ -50,7 +42,7 @@ class Explanation:
                 lines.append(f"  refused ({refusal['reason']}): {refusal['detail']}")
             for entry in dataset["entries"]:
                 verdict = "hit" if entry["reason"] is None else f"miss: {entry['reason']}"
-                lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({entry['what']})")
+                lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({short(entry['what'])})")
         return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ from latentcache.precache.memo import known
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
-from latentcache.precache.report import Report
+from latentcache.precache.report import MAX_NAMED, Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
@@ -41,8 +41,6 @@ from latentcache.utils.progress import Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
-MAX_NAMED = 5
-"""Samples that a note of the report names."""
 VIDEOS_AT_ONCE = 4
 """Files that are read whole: one may have a GiB, and there are threads for each core."""
 
@@ -266,7 +264,9 @@ class _DatasetPlanner:
             report.refused.append(refusal)
             return [(sample, PlainRow(sample_id, path, image, refusal=refusal), ())]
         assert isinstance(sample, Sample)  # a refused one has no facts
-        report.num_missing_captions += not sample.has_caption
+        if not sample.has_caption:
+            report.num_missing_captions += 1
+            report.missing_captions += [sample_id] if report.num_missing_captions <= MAX_NAMED else []
         if entries[0][1].is_mostly_cut:
             report.num_mostly_cut += 1
             report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []

@@ -9,6 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from latentcache.types import Refusal
+from latentcache.utils.wording import counted, first_of, size
+
+MAX_NAMED = 5
+"""How many samples of one kind a report for people names."""
 
 
 @dataclass(slots=True)
@@ -25,12 +29,16 @@ class Report:
     num_encoded: int = 0
     num_missing_captions: int = 0
     """Samples without a caption: they get the empty one."""
+    missing_captions: list[str] = field(default_factory=list)
+    """The sample_ids of the first of them."""
     num_mostly_cut: int = 0
     """Images of which the crop keeps less than half."""
     mostly_cut: list[str] = field(default_factory=list)
     """The sample_ids of the first of them."""
     num_truncated_captions: int = 0
     """Captions, of those encoded in this run, with more tokens than the text encoders read."""
+    truncated_captions: list[str] = field(default_factory=list)
+    """The sample_ids of the first of them."""
     num_retried_in_float32: int = 0
     refused: list[Refusal] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -59,43 +67,67 @@ class Report:
         """How many samples were refused."""
         return len(self.refused)
 
+    def add_truncated(self, *sample_ids: str, count: int | None = None) -> None:
+        """Count captions that are cut off, by default as many as are named, and keep the first names."""
+        self.num_truncated_captions += len(sample_ids) if count is None else count
+        self.truncated_captions = [*self.truncated_captions, *sample_ids][:MAX_NAMED]
+
+    def add(self, other: Report) -> None:
+        """Add what an encoding stage counted elsewhere."""
+        self.num_encoded += other.num_encoded
+        self.bytes_written += other.bytes_written
+        self.add_truncated(*other.truncated_captions, count=other.num_truncated_captions)
+        self.num_retried_in_float32 += other.num_retried_in_float32
+
     def to_json(self) -> dict[str, Any]:
         """All fields and `num_refused`; seconds to the millisecond."""
         seconds = {stage: round(seconds, 3) for stage, seconds in self.seconds.items()}
         return asdict(self) | {"num_refused": self.num_refused, "seconds": seconds}
 
-    def to_text(self) -> str:
-        """The report for people."""
+    def to_text(self, *, verbose: bool = False) -> str:
+        """The report for people. It names five refusals of each reason, or with `verbose` all, and says how it ran."""
         lines = [f"samples   {self.num_samples}", f"hits      {self.num_hits}", f"misses    {self.num_misses}"]
         lines += [f"          {count:>6} {reason}" for reason, count in sorted(self.misses_by_reason.items())]
         if self.dry_run:
-            lines.append(f"estimate  {self.miss_bytes:,} bytes")
+            lines.append(f"estimate  {size(self.miss_bytes)}")
         else:
-            lines.append(f"encoded   {self.num_encoded} ({self.bytes_written:,} bytes)")
-        if self.failed:
-            lines.append(f"failed    {len(self.failed)} whose misses are tried again at each run, until they change:")
-            lines += [f"          {path}" for path in self.failed]
-        notes = {
-            "missing captions (the empty caption is used)": self.num_missing_captions,
-            "captions longer than the text encoders read": self.num_truncated_captions,
-            "entries encoded again in float32": self.num_retried_in_float32,
-        }
-        lines += [f"note      {count} {note}" for note, count in notes.items() if count]
-        if self.num_mostly_cut:
-            named = ", ".join(self.mostly_cut) + (", ..." if self.num_mostly_cut > len(self.mostly_cut) else "")
-            advice = "raise buckets.max_aspect, choose another buckets.rule, or cut them yourself"
-            lines.append(f"note      {self.num_mostly_cut} images lose more than half in the crop: {named}; {advice}")
-        lines += [f"note      {note}" for note in self.notes]
+            lines.append(f"encoded   {self.num_encoded} ({size(self.bytes_written)})")
+        lines += [f"note      {note}" for note in (*self._noted(), *self.notes)]
         lines.append(f"refused   {self.num_refused}")
-        lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in self.refused]
-        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
-        lines.append(f"seconds   {stages}")
-        lines += [f"{part:<9} {placement}" for part, placement in self.placement.items()]
-        lines.append(f"cache     {self.cache.get('path', '')}")
+        reasons: dict[str, list[Refusal]] = {}
+        for refusal in self.refused:
+            reasons.setdefault(refusal.reason, []).append(refusal)
+        for reason, refused in reasons.items():
+            shown = refused if verbose else refused[:MAX_NAMED]
+            lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in shown]
+            if len(refused) > len(shown):
+                lines.append(f"          and {len(refused) - len(shown)} more: {reason} (--verbose names them)")
+        if self.failed:
+            lines.append(f"failed    {len(self.failed)} of the refused: each run tries them again until they change")
+        if verbose:
+            stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
+            lines.append(f"seconds   {stages}")
+            lines += [f"{part:<9} {placement}" for part, placement in self.placement.items()]
         lines += [f"waiting   manifest {name}: entries of it are not there yet" for name in self.manifests_waiting]
         if self.interrupted:
             lines.append("stopped before the end: run the same command again to go on from here")
         return "\n".join(lines)
+
+    def _noted(self) -> Iterator[str]:
+        """What of the samples may not be as the user thinks."""
+        if count := self.num_missing_captions:
+            verbs = ("has", "trains") if count == 1 else ("have", "train")
+            named = first_of(self.missing_captions, count)
+            yield f"{counted(count, 'sample')} {verbs[0]} no caption, and {verbs[1]} on the empty one: {named}"
+        if count := self.num_truncated_captions:
+            verb, named = "is" if count == 1 else "are", first_of(self.truncated_captions, count)
+            yield f"{counted(count, 'caption')} {verb} cut: longer than the text encoders read: {named}"
+        if count := self.num_retried_in_float32:
+            yield f"{counted(count, 'entry')} encoded again in float32"
+        if count := self.num_mostly_cut:
+            advice = "raise buckets.max_aspect, choose another buckets.rule, or cut them yourself"
+            verb, named = "loses" if count == 1 else "lose", first_of(self.mostly_cut, count)
+            yield f"{counted(count, 'image')} {verb} more than half in the crop: {named}; {advice}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
@@ -52,11 +53,10 @@ class RemoteEncoders(Protocol):
     device: torch.device
     """Where they compute, as dtypes depend on it. This machine need not have it."""
 
-    def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
+    def encode(self, plan: Plan, context: RunContext) -> None:
         """Encode the plan's texts and images; each entry is durable, or given to `context.fail`, unless stopped.
 
-        `find` says which keys the store has now. Adds `num_encoded`, `bytes_written` and the counts of captions and
-        retries to the report.
+        Adds `num_encoded`, `bytes_written` and the counts of captions and retries to the report.
         """
 
 
@@ -84,6 +84,8 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     opened = workspace is None
     workspace = workspace or open_workspace(config.cache, read_only=dry_run)
     try:
+        for dataset in config.datasets:  # a wrong path costs nothing, and the model may have to be downloaded
+            open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
         if not dry_run:
@@ -201,9 +203,8 @@ class _Run:
                 key="ray",
             )
         self.models.release()
-        store = self.workspace.store
         with timed(self.report, "encode"):
-            encoders.encode(self._plan, self._context(lambda entry: None, failures.add), store.find)
+            encoders.encode(self._plan, self._context(lambda entry: None, failures.add))
 
     def _encode_here(self, failures: Failures, kinds: Sequence[Kind]) -> None:
         report, writer = self.report, self.workspace.store.writer()

@@ -52,10 +52,14 @@ class ServingModels:
         store: Callable[[Entry], None],
         fail: Callable[[str, Failure], None],
         decode: Callable[[ImageTask], np.ndarray] | None = None,
+        *,
+        group_of: Callable[[Task], Hashable] | None = None,
+        stop: threading.Event | None = None,
     ) -> Report:
         """Encode entries of one kind. `store` gets each that was made, `fail` the key of each that cannot be made.
 
-        `decode` gives an image's pixels, by default from its dataset. Returns what the stage counted.
+        `decode` gives an image's pixels, by default from its dataset. `group_of` says which entries may share a batch,
+        by default those of one size. `stop` leaves the rest undone. Returns what the stage counted.
         Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
         other ones by now than those from which the keys follow.
         """
@@ -79,18 +83,17 @@ class ServingModels:
             images = [task for task in tasks if isinstance(task, ImageTask)]
             encodings = for_images(encodings, self._config.encode, [images])
         context = RunContext(
-            self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop=threading.Event()
+            self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop or threading.Event()
         )
         groups: dict[Hashable, list[Task]] = {}
         for task in tasks:
-            groups.setdefault(_group_of(task), []).append(task)
+            groups.setdefault((group_of or _group_of)(task), []).append(task)
         stage = TextStage(context) if kind == "text" else ImageStage(context, decode)
         stage.run(list(groups.values()))  # type: ignore[arg-type]  # the tasks are of one kind
         if crowded:
             self.unload()  # as above
-            again = self.encode([task for task in tasks if task.key in crowded], store, fail, decode)
-            report.num_retried_in_float32 += again.num_retried_in_float32
-            report.num_truncated_captions += again.num_truncated_captions
+            left = [task for task in tasks if task.key in crowded]
+            report.add(self.encode(left, store, fail, decode, group_of=group_of, stop=stop))
         return report
 
     def unload(self) -> None:

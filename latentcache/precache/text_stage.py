@@ -144,7 +144,8 @@ class TextStage(EncodingStage):
             }
             record = self._record(item, encoders, dtypes[0], note, num_tokens=item.data.num_tokens)
             context.store(Entry(record, kept, frozenset(masks)))
-            context.report.num_truncated_captions += item.data.num_tokens > self._limit
+            if item.data.num_tokens > self._limit:
+                context.report.add_truncated(item.task.sample.sample_id)
 
 
 def _num_lost(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,20 +9,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from latentcache.config import Config, RayConfig
-from latentcache.errors import ClusterError, ConfigError
+from latentcache.dataset.samples import SampleSource
+from latentcache.errors import ClusterError, ConfigError, LatentCacheError
 from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import Plan, Shard
-from latentcache.scaleout.ray_encoder import RayEncoder
+from latentcache.precache.tasks import ImageTask, Plan, Shard, Task
+from latentcache.scaleout.encoder import RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress
 
@@ -32,11 +35,19 @@ if TYPE_CHECKING:
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # Ray would report its use to its makers
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's new way with processes without a GPU; it warns of the old one
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # pixels of a task that died: its other answer says so already
 }
 
 CONNECT_S = 60.0
-"""A head that is being started answers within this. Ray alone tries for a quarter of an hour."""
+"""A head that is there answers within this."""
+
+MAX_ATTEMPTS = 3
+"""Encoders that may die with the same call. Then the run ends: the cause is an image, or the machines."""
+MAX_BATCHES = 16
+"""Batches of a call: those of SDXL's images make about one pack. At most so many are lost when an encoder dies."""
+POLL_S = 1.0
+"""The longest time until `stop` and the time limits are looked at."""
+LAST_SEAL_S = 30.0
+"""After an error, for the encoders to seal what they have."""
 
 logger = logging.getLogger("latentcache")
 
@@ -50,7 +61,7 @@ def precache(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Report:
-    """What `run_precache` does, on a Ray cluster: plan here, decode and encode there. Keys and bytes are the same.
+    """Run `run_precache` on a Ray cluster: plan here, decode and encode there. Keys and bytes are the same.
 
     `address` is that of the cluster, HOST:PORT; `auto` takes the one that runs on this machine or that RAY_ADDRESS
     names, and starts one on this machine where there is none. A caller's own connection (`ray.init`) is used, and left.
@@ -92,26 +103,21 @@ class RayCluster:
         num_gpus = config.ray.num_gpus
         self._num_gpus = (0.0 if self.device.type == "cpu" else 1.0) if num_gpus == "auto" else num_gpus
 
-    def encode(self, plan: Plan, context: RunContext, find: Callable[[Iterable[str]], set[str]]) -> None:
+    def encode(self, plan: Plan, context: RunContext) -> None:
         """Encode the plan's texts and images on the cluster."""
-        # It imports ray.
-        from latentcache.scaleout.cluster_run import ClusterRun
-
         # Ray prints what it has to say of dead processes, but stdout is for the report.
         with redirect_stdout(sys.stderr), self._connected():
-            batches = [*plan.batches["text"], *plan.batches["image"]]
-            num_encoders = min(self._num_encoders(), len(batches))
-            encoder = self._ray.remote(**self._requested())(self.encoder)
-            planned = self._ray.put(context.encodings)
-            ClusterRun(
-                batches,
-                context,
-                find,
-                self._settings,
-                num_encoders,
-                lambda: encoder.remote(self.config, planned),
-                self._missing,
-            ).run()
+            num_encoders = self._num_encoders()
+            sources: dict[int, tuple[int, SampleSource]] = {}
+            calls = [work for kind in ("text", "image") for work in _calls(plan.batches[kind], num_encoders, sources)]
+            encoder, put = self._ray.remote(**self._requested())(self.encoder), self._ray.put
+            shared = [put(context.encodings), put([source for _, source in sources.values()])]
+            context.progress.start("encode", sum(map(_num_entries, calls)))
+            try:
+                run = _Run(self._ray, calls, context, lambda: encoder.remote(self.config, *shared))
+                run.run(self._settings, min(num_encoders, len(calls)), self._missing)
+            finally:
+                context.progress.finish()
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -120,11 +126,11 @@ class RayCluster:
         if ray.is_initialized():
             yield
             return
-        for name, value in RAY_SETTINGS.items():
-            os.environ.setdefault(name, value)
         address = None if self._address == "auto" else self._address
         try:
-            _wait_for(address or os.environ.get("RAY_ADDRESS", ""))
+            host, _, port = (address or os.environ.get("RAY_ADDRESS", "")).rpartition(":")
+            if port.isdecimal() and "/" not in host:  # Ray alone tries for a quarter of an hour
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
             with _handlers_kept():
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # Ray raises plain ones too, as when its own processes start too slowly
@@ -142,15 +148,15 @@ class RayCluster:
 
     def _requested(self) -> dict[str, Any]:
         """What each encoder requests."""
-        settings = self._settings
-        options: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": self._num_gpus}
-        options |= {"max_restarts": 0, "max_task_retries": 0}  # all retries are the driver's
-        if settings.accelerator_type is not None:
-            options["accelerator_type"] = settings.accelerator_type
-        return options
+        # An encoder is replaced by `_Run`: the work of a node that does not come back goes to the others. Two calls at
+        # once, so that `stop` reaches one that encodes.
+        options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
+        kind = self._settings.accelerator_type
+        kinds = {} if kind is None else {"accelerator_type": kind}
+        return options | {"num_cpus": self._settings.num_cpus, "num_gpus": self._num_gpus} | kinds
 
     def _num_encoders(self) -> int:
-        """How many encoders are requested. Decoding needs some of the CPUs too."""
+        """How many encoders are requested."""
         settings: RayConfig = self._settings
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         wanted = {"CPU": settings.num_cpus, "GPU": self._num_gpus}
@@ -162,10 +168,7 @@ class RayCluster:
         ]
         if not self._num_gpus:
             room = [min(1, number) for number in room]
-        num_cpus = sum(node.get("CPU", 0.0) for node in nodes)
         most = sum(room) if settings.max_encoders == "auto" else settings.max_encoders
-        if settings.num_cpus and settings.max_encoders == "auto":
-            most = min(most, int((num_cpus - settings.decode_cpus) / settings.num_cpus))
         if most < settings.min_encoders or not any(room):
             logger.warning("%s Waiting for %g s.", self._missing(), settings.wait_s)
         return max(settings.min_encoders, most)
@@ -177,31 +180,153 @@ class RayCluster:
         kind = "" if settings.accelerator_type is None else f" of type {settings.accelerator_type}"
         return ClusterError(
             self._address,
-            f"{settings.min_encoders} encoders with {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs each, "
-            f"and {settings.decode_cpus:g} CPUs to decode, are wanted; all nodes together have {there}, of which other "
-            "programs may use some",
-            "Add nodes, or change ray.num_gpus, ray.accelerator_type, ray.num_cpus, ray.decode_cpus or "
-            "ray.min_encoders; where encoders take all CPUs and leave none to decode, lower ray.max_encoders. Where "
-            "machines must start first, raise ray.wait_s.",
+            f"{settings.min_encoders} encoders with {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs each "
+            f"are wanted; all nodes together have {there}, of which other programs may use some",
+            "Add nodes, or change ray.num_gpus, ray.accelerator_type, ray.num_cpus or ray.min_encoders. Where machines "
+            "must start first, raise ray.wait_s.",
         )
 
 
-def _wait_for(address: str) -> None:
-    """Wait until something listens at HOST:PORT; Ray understands other addresses. OSError after CONNECT_S."""
-    host, _, port = address.rpartition(":")
-    end = time.monotonic() + CONNECT_S
-    while port.isdecimal() and "/" not in host:
+class _Run:
+    """The calls of one run: each encoder has one at a time, and the call of one that dies goes to another."""
+
+    def __init__(self, ray: Any, calls: Sequence[Work], context: RunContext, start: Callable[[], Any]):
+        self._ray, self._context, self._start = ray, context, start
+        self._todo = deque((work, 0) for work in calls)
+        """With the number of encoders that died with it."""
+        self._starting: dict[Any, Any] = {}
+        """The answer that comes when an encoder runs -> the encoder."""
+        self._running: dict[Any, tuple[Any, Work, int]] = {}
+        self._idle: list[Any] = []
+        self._num_started, self._is_told = 0, False
+
+    def run(self, settings: RayConfig, num_encoders: int, missing: Callable[[], ClusterError]) -> None:
+        """Encode everything. Errors of encoders are raised here; `missing()` where nothing can run."""
+        for _ in range(num_encoders):
+            self._request_encoder()
+        enough, active_at = min(settings.min_encoders, num_encoders), time.monotonic()
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+            while self._has_work():
+                while self._todo and self._idle:
+                    encoder, (work, num_deaths) = self._idle.pop(), self._todo.popleft()
+                    self._running[encoder.encode.remote(work)] = encoder, work, num_deaths
+                come, _ = self._ray.wait([*self._starting, *self._running], num_returns=1, timeout=POLL_S)
+                for answer in come:
+                    if answer in self._starting:
+                        self._idle.append(self._starting.pop(answer))
+                        self._num_started += 1
+                    else:
+                        self._take(answer)
+                if self._running and self._num_started >= enough:
+                    active_at = time.monotonic()
+                elif self._has_work() and time.monotonic() - active_at > settings.wait_s:
+                    raise missing()
+        finally:
+            self._close()
+
+    def _request_encoder(self) -> None:
+        encoder = self._start()
+        self._starting[encoder.where.remote()] = encoder
+
+    def _has_work(self) -> bool:
+        if self._context.is_stopped():
+            self._todo.clear()
+            self._stop_encoders()
+        return bool(self._todo or self._running)
+
+    def _stop_encoders(self) -> None:
+        if not self._is_told:
+            for encoder, *_ in self._running.values():
+                encoder.stop.remote()
+        self._is_told = True
+
+    def _take(self, answer: Any) -> None:
+        """Note what became of a call."""
+        encoder, work, num_deaths = self._running.pop(answer)
+        try:
+            problems, made = self._ray.get(answer)
+        except self._ray.exceptions.RayTaskError as error:
+            raise _cause(error) from error
+        except self._ray.exceptions.RayError as error:
+            logger.warning("an encoder died: %s", _first_line(error))
+            self._ray.kill(encoder)  # where only the connection to it was lost
+            if num_deaths + 1 == MAX_ATTEMPTS:
+                raise _died(work, error) from error
+            self._todo.append((work, num_deaths + 1))
+            self._request_encoder()
             return
-        except OSError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(1.0)
+        self._idle.append(encoder)
+        for key, failure in problems.items():
+            self._context.fail(key, failure)
+        self._context.report.add(made)
+        self._context.progress.advance(_num_entries(work))
+
+    def _close(self) -> None:
+        """End the encoders; after an error they seal what they have."""
+        self._stop_encoders()
+        if self._running:
+            self._ray.wait(list(self._running), num_returns=len(self._running), timeout=LAST_SEAL_S)
+        for encoder in [*self._starting.values(), *self._idle, *(encoder for encoder, *_ in self._running.values())]:
+            self._ray.kill(encoder)
+
+
+def _calls(
+    batches: Sequence[Sequence[Task]], num_encoders: int, sources: dict[int, tuple[int, SampleSource]]
+) -> Iterator[Work]:
+    """The calls for batches of one kind, four or more for each encoder if there are enough. Notes their sources.
+
+    A source goes to each encoder once: the list of a dataset of many tars is larger than a batch's pixels.
+    """
+    size = min(MAX_BATCHES, max(1, len(batches) // (4 * num_encoders)))
+    for start in range(0, len(batches), size):
+        work: Work = []
+        for batch in batches[start : start + size]:
+            work.append([])
+            for task in batch:
+                number = 0
+                if isinstance(task, ImageTask):
+                    number, _ = sources.setdefault(id(task.source), (len(sources), task.source))
+                    task = replace(task, source=None)  # type: ignore[arg-type]
+                work[-1].append((task, number))
+        yield work
+
+
+def _num_entries(work: Work) -> int:
+    return sum(map(len, work))
+
+
+def _died(work: Work, error: BaseException) -> ClusterError:
+    named = work[0][0][0].sample.path
+    return ClusterError(
+        "its encoders",
+        f"{MAX_ATTEMPTS} of them died with the same {_num_entries(work)} entries, the first of which is of {named} "
+        f"({_first_line(error)})",
+        "What was sealed is safe: run the same command again. If it ends here again, look into Ray's logs: memory that "
+        "runs out is the usual cause, or an image that kills its process, which `latentcache precache` without --ray "
+        "meets too.",
+    )
+
+
+def _cause(error: Any) -> LatentCacheError:
+    """The error of a process of the cluster, as it would be raised here."""
+    cause = error.cause
+    if isinstance(cause, LatentCacheError):
+        return cause
+    logger.error("%s", error)  # with the traceback of that process
+    return ClusterError(
+        "a process of the cluster",
+        f"failed: {type(cause).__name__}: {_first_line(cause)}",
+        "All nodes need latentcache in the same version, and the dataset at the same path; the log has the traceback.",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _import_ray() -> ModuleType:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError as error:
@@ -245,12 +370,9 @@ def _absolute_paths(section: Any) -> Any:
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
     """Ray replaces the handler of SIGTERM, by which a run seals what it has."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with suppress(TypeError):  # a handler that was not set from Python
+        with suppress(TypeError, ValueError):  # a handler that was not set from Python; not the main thread
             signal.signal(signal.SIGTERM, before)

@@ -25,7 +25,7 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.part && mv {opened}.part {opened}\n', encoding="ascii")
     browser.chmod(0o755)
-    command = [sys.executable, "-m", "latentcache.cli.app", "browse", str(tmp_path / "cache"), "--json"]
+    command = [sys.executable, "-m", "latentcache", "browse", str(tmp_path / "cache"), "--json"]
     environment = {**os.environ, "BROWSER": f"{browser} %s"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:

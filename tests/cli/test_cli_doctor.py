@@ -35,7 +35,7 @@ def test_a_process_without_a_gpu_prints_one_document(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "latentcache.cli.app",
+        "latentcache",
         "doctor",
         "--json",
         "--device=cpu",

@@ -44,7 +44,6 @@ def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
     config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray alone tries for a quarter of an hour."""
-    monkeypatch.setattr("latentcache.scaleout.ray.CONNECT_S", 0.0)
     code, error = run_json("precache", config_file, "--ray", "127.0.0.1:1")
     assert code == 2 and "127.0.0.1:1" in error["error"] and "refused" in error["error"]
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

@@ -25,7 +25,7 @@ from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import TextTask
-from latentcache.scaleout.ray_encoder import RayEncoder
+from latentcache.scaleout.encoder import RayEncoder
 from latentcache.types import Padding
 from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise
 
@@ -246,11 +246,8 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
         for text in ("cafÃ©", "a cat")
     ]
     monkeypatch.setattr(pipeline_wan, "basic_clean", clean)
-    encoder = RayEncoder(config, planned)
-    encoder.start()
-    with encoder._open:
-        problems = encoder.encode(tasks).problems
-        assert encoder.encode(tasks[:1]).problems == problems and problems.keys() == {tasks[0].key}
-        assert encoder.seal().sealed == {tasks[1].key}
-    reason, detail, _ = problems[tasks[0].key]
-    assert reason == "bad-caption" and "'cafÃ©'" in detail and "ftfy on all nodes" in detail
+    encoder = RayEncoder(config, planned, [])
+    problems, report = encoder.encode([[(task, 0) for task in tasks]])
+    assert problems.keys() == {tasks[0].key} and report.num_encoded == 1
+    failure = problems[tasks[0].key]
+    assert failure.reason == "bad-caption" and "'cafÃ©'" in failure.detail and "ftfy on all nodes" in failure.detail

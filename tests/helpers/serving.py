@@ -110,7 +110,7 @@ def serving(
     printed, so that pytest shows it where a test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "latentcache.cli.app", "serve", str(cache), "--port", str(port), "--json"]
+        command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", str(port), "--json"]
         token = secrets.token_urlsafe(24) if tokens else None
         write_token = secrets.token_urlsafe(24) if writes else None
         for flag, text in (("--token-file", token), ("--write-token-file", write_token)):

@@ -6,6 +6,7 @@ Each runs in the host of these tests, and in mgds where it can be imported (pipe
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import shutil
@@ -171,15 +172,20 @@ def test_two_writers(setup: Callable[..., Setup]) -> None:
     barrier = threading.Barrier(2)
 
     def work(own: Setup) -> None:
-        runs.append(own.start().by_photo())
+        run = own.start()
+        runs.append(run.by_photo())
+        encoded.append(run.encoded)
 
-    setups = [setup(before=lambda kind: barrier.wait(60) if kind == "image" else None) for _ in range(2)]
+    encoded: list[Counter[str]] = []
+    both = {"before": lambda kind: barrier.wait(60) if kind == "image" else None}
+    setups = [setup(**both, parts=copy.deepcopy(dict(models(0)))) for _ in range(2)]
     threads = [threading.Thread(target=work, args=(own,)) for own in setups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(100)
     assert len(runs) == 2
+    assert encoded[0] + encoded[1] == EVERYTHING, "nothing is encoded by both"
     for name, item in runs[0].items():
         assert_same(item, runs[1][name])
     assert setup().start().encoded == Counter()

@@ -103,7 +103,7 @@ def test_a_text_that_is_not_finite_is_encoded_again_in_float32(
     moved = moves_in_float32(parts["text_encoder_2"])
     report = run_precache(half, models=LoadedModels(**parts))
     assert (report.num_retried_in_float32, report.num_refused) == (1, 0)
-    assert "1 entries encoded again in float32" in report.to_text()
+    assert "1 entry encoded again in float32" in report.to_text()
     assert len(moved) == 2 and not parts["text_encoder_2"].training
     run_precache(single)
     found, expected = texts_of(half), texts_of(single)

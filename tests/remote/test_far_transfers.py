@@ -31,7 +31,7 @@ from latentcache.store.directory import pack_name
 from latentcache.store.upkeep import rebuild, verify
 
 Run = Callable[..., Any]
-COMMAND = [sys.executable, "-m", "latentcache.cli.app"]
+COMMAND = [sys.executable, "-m", "latentcache"]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from latentcache.precache.run import run_precache
 from latentcache.scaleout.ray import RayCluster, precache
 from latentcache.store import DiskStore
 
-RAY = RayConfig(num_gpus=1, num_cpus=0.1, decode_cpus=0.2, max_encoders=1, wait_s=250)
+RAY = RayConfig(num_gpus=1, num_cpus=0.1, max_encoders=1, wait_s=250)
 
 
 def at(config: Config, path: Path) -> Config:

@@ -99,8 +99,9 @@ def _import(name: str, owner: str) -> ModuleType:
 
 def _attribute(module: ModuleType, name: str) -> Any:
     if not hasattr(module, name):
+        has = ", but SmartDiskCache, which caches by content itself" if hasattr(module, "SmartDiskCache") else ""
         raise PipelineError(
-            f"it has no {name!r}: this adapter was written for another release of it. Make the "
+            f"it has no {name!r}{has}: this adapter was written for another release of it. Make the "
             "LatentCacheModule yourself where the pipeline is put together.",
             module=module.__name__,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from latentcache.errors import (
     ItemsError,
     PipelineError,
     ReadOnlyError,
-    StoreError,
 )
 from latentcache.identity import canonical_json
 from latentcache.integrations.onetrainer.items import (
@@ -56,11 +54,6 @@ def _nothing() -> None:
     """Takes the place of a function that was not given."""
 
 
-def _items_error(failures: Sequence[Failure], num_items: int, detail: str = "") -> ItemsError:
-    lines = tuple(f"{name}: {type(error).__name__}: {error}" for name, error in failures)
-    return ItemsError(lines, num_items, detail)
-
-
 class CacheModule:
     """A drop-in for `mgds.pipelineModules.DiskCache`. `onetrainer.LatentCacheModule` joins it to mgds' base classes.
 
@@ -68,8 +61,6 @@ class CacheModule:
     after an error. `provenance` states what upstream modules are that cannot be described (JSON; see
     `description.describe`). `source_path_in_name` names paths of files that count by their bytes, and are never stored.
     The values of `source_value_in_names` count as they are. `should_stop` is called between items.
-
-    `num_encoded_again` counts the items whose entries were lost or damaged in an epoch, and which were encoded again.
     """
 
     # From mgds: `pipeline`, `current_variation`, `_state`, `_get_previous_item`, `_get_previous_length`.
@@ -124,8 +115,6 @@ class CacheModule:
         self._groups: Groups | None = None
         self._outputs: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
-        self._thread: int | None = None
-        self.num_encoded_again = 0
 
     # The interface of mgds' modules
 
@@ -151,7 +140,6 @@ class CacheModule:
         Raises ItemsError, when all other items are stored, for items that cannot be cached; PipelineStopped; and
         ReadOnlyError if an item is missing in a cache that cannot be written.
         """
-        self._thread = threading.get_ident()
         reader = self._item_reader()
         outputs = self._grouped().inputs(out_variation)
         items, failures = self._plan(reader, outputs)
@@ -165,7 +153,7 @@ class CacheModule:
             )
         is_hopeless = False
         if missing:
-            encoding = self._encode_missing(reader, missing, self.should_stop)
+            encoding = self._encode_missing(reader, missing)
             failures += encoding.failures
             left = self._missing(items.values())
             if left and not failures:
@@ -176,7 +164,8 @@ class CacheModule:
             num_items, detail = (
                 (len(missing), ", and the rest was not tried") if is_hopeless else (len(set(outputs)), "")
             )
-            raise _items_error(failures, num_items, detail) from failures[0][1]
+            lines = tuple(f"{name}: {type(error).__name__}: {error}" for name, error in failures)
+            raise ItemsError(lines, num_items, detail) from failures[0][1]
         self._outputs = outputs
         # Of an item only its key and what is passed through are kept: there may be a million items.
         self._items = {place: (item.key, item.passed) for place, item in items.items()}
@@ -184,9 +173,8 @@ class CacheModule:
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
 
-        Plain values are in memory; for a tensor the whole entry is read. An entry that was lost or damaged since
-        `start` is encoded again: `before_cache_fun` is called first, and `after_cache_fun` after it. Raises ItemsError
-        if that fails, and StoreError, with a note that says why, where it must not be tried.
+        Plain values are in memory; for a tensor the whole entry is read. Raises StoreError for an entry that was lost
+        or damaged since `start`: the next one encodes it again. In the middle of an epoch the trainer uses the model.
         """
         place = self._outputs[index]
         key, passed = self._items[place]
@@ -196,8 +184,9 @@ class CacheModule:
             try:
                 values |= self._read(key, tensors_only=plain is not None)
             except (EntryDamagedError, EntryMissingError) as error:
-                self._encode_again(place, error)
-                values |= self._read(key, tensors_only=plain is not None)
+                name = next(iter(passed.values()), f"item {place[1]}")
+                error.add_note(f"{name}: start the training again, from its last backup: it encodes this item again")
+                raise
         return values
 
     # Inside
@@ -261,61 +250,10 @@ class CacheModule:
             stored -= self._plain.load(stored)
         return [item for key, item in by_key.items() if key not in stored]
 
-    def _encode_again(self, place: tuple[int, int], error: StoreError) -> None:
-        """Encode the item whose entry cannot be read, and others that are lost with it: parts are moved once for all.
-
-        Raises `error` if it must not be encoded now, and ItemsError if that fails.
-        """
-        key, passed = self._items[place]
-        refusal, missing = self._why_not_now(), dict[str, Item]()
-        if refusal is None:
-            reader = self._item_reader()
-            lost = {place} | {each for each, (its_key, _) in self._items.items() if not self._is_there(its_key)}
-            items, _ = self._plan(reader, sorted(lost))
-            missing = {item.key: item for each, item in items.items() if item.key == self._items[each][0]}
-            if key not in missing:
-                refusal = "its file, its text or a model changed since the epoch began"
-        if refusal is not None:
-            name = next(iter(passed.values()), f"item {place[1]}")
-            error.add_note(f"{name}: {refusal}; start the trainer again, and it is encoded again")
-            raise error
-        logger.warning(
-            "%s: entry %s cannot be read (%s): it is encoded again, with %d others that are gone",
-            *(missing[key].name, key, getattr(error, "reason", error), len(missing) - 1),
-        )
-        # A stop request is the trainer's to follow, when it has its batch.
-        encoding = self._encode_missing(reader, list(missing.values()), lambda: False)
-        self.num_encoded_again += encoding.num_encoded
-        if not self._store.find([key]):
-            raise _items_error(encoding.failures, len(missing)) from encoding.failures[0][1]
-
-    def _is_there(self, key: str) -> bool:
-        """Whether the pack of an entry can still be read. Its values are not compared with their digest."""
-        try:
-            self._store.record(key)
-        except (EntryDamagedError, EntryMissingError):
-            return False
-        return True
-
-    def _why_not_now(self) -> str | None:
-        """Why no item can be encoded in the middle of an epoch; None if one can."""
-        if self._store.read_only:
-            return "the cache cannot be written"
-        if threading.get_ident() != self._thread:
-            return "it was requested in another thread than the one that started the epoch, which may use the model"
-        if self.before_cache_fun is not _nothing and self.after_cache_fun is _nothing:
-            return (
-                "encoding moves the model's parts, and there is nothing that moves them back in the middle of an epoch "
-                "(give `install(model=...)`, or an after_cache_fun)"
-            )
-        return None
-
-    def _encode_missing(
-        self, reader: ItemReader, missing: Sequence[Item], should_stop: Callable[[], bool]
-    ) -> ItemEncoding:
+    def _encode_missing(self, reader: ItemReader, missing: Sequence[Item]) -> ItemEncoding:
         encode = on_current_device(torch.device(self.pipeline.device), partial(self._encode, reader))
         tidy = getattr(self, "_torch_gc", _nothing)  # mgds' modules have it
-        encoding = ItemEncoding(self._store, self._state.executor, encode, should_stop, tidy)
+        encoding = ItemEncoding(self._store, self._state.executor, encode, self.should_stop, tidy)
         with own_random_streams(missing):
             try:
                 self.before_cache_fun()

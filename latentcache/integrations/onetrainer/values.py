@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -36,6 +37,8 @@ WINDOW = 32
 """Items that the threads have at once. Finished ones wait in memory until it is their turn to be stored."""
 HOPELESS = 20
 """After so many failures and no success the rest is not tried: then the items are not the cause."""
+CLAIM_WAIT_S = 0.2
+"""Between two looks whether another process has stored the items that it encodes."""
 TIDY_ITEMS = 250
 """After so many items memory is freed, as mgds does."""
 
@@ -47,7 +50,7 @@ _Waiting = deque[tuple[Item, Future[Entry]]]
 
 
 class ItemEncoding:
-    """One refresh of a cache. Items that another process stored meanwhile are left out.
+    """One refresh of a cache. Items that another process stores meanwhile are left to it.
 
     `failures` are the items that could not be encoded. `tidy` is called after every TIDY_ITEMS items, to free memory of
     the device.
@@ -63,6 +66,7 @@ class ItemEncoding:
     ):
         self._store, self._executor, self._encode = store, executor, encode
         self._should_stop, self._tidy = should_stop, tidy
+        self._is_stopped = False
         self.num_encoded = 0
         self.failures: list[Failure] = []
 
@@ -73,38 +77,48 @@ class ItemEncoding:
 
     def run(self, items: Sequence[Item]) -> None:
         """Encode and store these items. Encoded ones are stored also after an error. Raises PipelineStopped."""
-        waiting: _Waiting = deque()
-        with self._store.writer() as writer:
+        left, waiting = list(items), _Waiting()
+        with (
+            self._store.writer() as writer,
+            tqdm(total=len(items), desc="caching", smoothing=0.1, disable=None) as bar,
+        ):
             try:
-                stopped = self._encode_in_order(items, waiting, writer)
+                while left and self._goes_on():
+                    theirs = self._encode_in_order(left, waiting, writer, bar)
+                    if theirs:
+                        writer.seal()  # the other process may wait for what this one has
+                    if len(theirs) == len(left):
+                        time.sleep(CLAIM_WAIT_S)
+                    left = theirs
             finally:
                 self._finish(waiting, writer)
-        if stopped:
+        if self._is_stopped:
             raise PipelineStopped(self.num_encoded, len(items))
 
-    def _encode_in_order(self, items: Sequence[Item], waiting: _Waiting, writer: Writer) -> bool:
-        """Encode the items, WINDOW at a time. Returns whether `should_stop` ended it before the last."""
-        stored: set[str] = set()
-        with tqdm(total=len(items), desc="caching", smoothing=0.1, disable=None) as bar:
-            for number, item in enumerate(items):
-                if self._should_stop():
-                    return True
-                if self.is_hopeless:
-                    break
-                if number % WINDOW == 0:  # each look-up opens the index
-                    stored = self._store.find([item.key for item in items[number : number + WINDOW]])
-                if item.key not in stored:
-                    with uninterrupted():  # an item that a thread has must be in `waiting`
-                        waiting.append((item, self._executor.submit(self._encode, item)))
+    def _goes_on(self) -> bool:
+        self._is_stopped = self._is_stopped or self._should_stop()
+        return not (self._is_stopped or self.is_hopeless)
+
+    def _encode_in_order(self, items: Sequence[Item], waiting: _Waiting, writer: Writer, bar: Any) -> list[Item]:
+        """Encode the items, WINDOW at a time, and return those that another process encodes now."""
+        theirs: list[Item] = []
+        for start in range(0, len(items), WINDOW):
+            window = items[start : start + WINDOW]
+            mine, others = writer.claim(item.key for item in window)
+            theirs += [item for item in window if item.key in others]
+            bar.update(len(window) - len(mine) - len(others))
+            for item in window:
+                if item.key not in mine:
+                    continue
+                if not self._goes_on():
+                    return []
+                with uninterrupted():  # an item that a thread has must be in `waiting`
+                    waiting.append((item, self._executor.submit(self._encode, item)))
                 if len(waiting) >= WINDOW:
-                    self._take_first(waiting, writer)
-                bar.update(number + 1 - len(waiting) - bar.n)
-            while waiting:
-                if self._should_stop():
-                    return True
-                self._take_first(waiting, writer)
-                bar.update()
-        return False
+                    self._take_first(waiting, writer, bar)
+        while waiting and self._goes_on():
+            self._take_first(waiting, writer, bar)
+        return theirs
 
     def _finish(self, waiting: _Waiting, writer: Writer) -> None:
         """Wait for the threads, which must not use models that are moved, and store what they had begun."""
@@ -115,15 +129,17 @@ class ItemEncoding:
             if not future.cancelled() and isinstance(future.exception(), Exception | None):
                 self._take(item, future, writer)
 
-    def _take_first(self, waiting: _Waiting, writer: Writer) -> None:
+    def _take_first(self, waiting: _Waiting, writer: Writer, bar: Any) -> None:
         self._take(*waiting[0], writer)
         waiting.popleft()  # only now: Ctrl-C may come during the wait for the item
+        bar.update()
 
     def _take(self, item: Item, future: Future[Entry], writer: Writer) -> None:
         try:
             entry = future.result()
         except Exception as error:  # the pipeline's modules may raise anything; the caller raises it at the end
             self.failures.append((item.name, error))
+            writer.release([item.key])
             return
         writer.add(entry)
         self.num_encoded += 1

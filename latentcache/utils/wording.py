@@ -1,0 +1,31 @@
+"""Numbers in sentences for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes: `1.8 MB`."""
+    number, unit = float(num_bytes), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if number < 1000:
+            break
+        number, unit = number / 1000, larger
+    return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 pack`, `2 packs`, `3 entries`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def first_of(names: Sequence[str], count: int) -> str:
+    """The names, with dots where there are more than these: `a, b, ...`."""
+    return ", ".join(names) + (", ..." if count > len(names) else "")
+
+
+def short(text: str) -> str:
+    """At most 100 characters of a text."""
+    return text if len(text) <= 100 else f"{text[:97]}..."
