@@ -16,7 +16,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import filter_of_trainer
 from latentcache.dataset.folder import CaptionFileSource
 from latentcache.dataset.images import probe
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.scaling import latents_from_moments, posterior_std

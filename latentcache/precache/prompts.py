@@ -11,7 +11,7 @@ from typing import Any
 from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests, update_manifest
-from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.row_table import CaptionRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError

@@ -17,7 +17,7 @@ from typing_extensions import override
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.manifest_row import ImageRef, Row
+from latentcache.dataset.row_table import ImageRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,

@@ -24,7 +24,7 @@ from latentcache.config import SourceConfig
 from latentcache.dataset import samples
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.row_table import CaptionRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError, ImageRefused

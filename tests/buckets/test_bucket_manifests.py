@@ -10,7 +10,7 @@ import pytest
 
 from latentcache.dataset.manifest import Manifest, manifest_parts
 from latentcache.dataset.manifest_folder import update_manifest
-from latentcache.dataset.manifest_row import ImageRef, Row
+from latentcache.dataset.row_table import ImageRef, Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests

@@ -22,8 +22,7 @@ from safetensors import safe_open
 
 from latentcache.dataset.manifest import MARK, Manifest, manifest_parts, prompts_name, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder, keys_in_use
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
-from latentcache.dataset.row_table import COLUMNS
+from latentcache.dataset.row_table import COLUMNS, CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
@@ -292,16 +291,8 @@ def _changed(change: Callable[[dict[str, np.ndarray]], object]) -> bytes:
     return b"".join(manifest_parts(written))
 
 
-@pytest.mark.parametrize("change", ODD_COLUMNS.values(), ids=ODD_COLUMNS)
-def test_columns_that_do_not_fit_are_refused_though_the_digest_fits(
-    change: Callable[[dict[str, np.ndarray]], object],
-) -> None:
-    with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):
-        read_manifest(_changed(change), "photos", "it")
-
-
-@pytest.mark.parametrize("change", ODD_VALUES.values(), ids=ODD_VALUES)
-def test_odd_values_from_elsewhere_are_refused_though_the_digest_fits(
+@pytest.mark.parametrize("change", (ODD_COLUMNS | ODD_VALUES).values(), ids=ODD_COLUMNS | ODD_VALUES)
+def test_odd_columns_from_elsewhere_are_refused_though_the_digest_fits(
     change: Callable[[dict[str, np.ndarray]], object],
 ) -> None:
     with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):

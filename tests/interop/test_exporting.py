@@ -19,7 +19,7 @@ from helpers.tiny_models import tiny_folder
 from safetensors.torch import load_file
 
 from latentcache.config import Config
-from latentcache.dataset.manifest_row import PartRef
+from latentcache.dataset.row_table import PartRef
 from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
 from latentcache.interop.formats import kohya, musubi, webdataset
 from latentcache.loading.cache import LatentCache

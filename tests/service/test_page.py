@@ -21,7 +21,7 @@ from PIL import Image
 from latentcache.config_file import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.row_table import CaptionRef, Row
 from latentcache.identity import digest
 from latentcache.precache.run import run_precache
 from latentcache.service.auth import Access

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, RequestRefused, SampleError, StoreError
 from latentcache.store.base import Store
 
