@@ -32,7 +32,7 @@ from latentcache.types import Crop, Geometry, Size
 # Pillow itself reads the EXIF block of a JPEG, for its DPI, and warns about a broken one.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
-POLICY = ImagesConfig()
+POLICY = ImagesConfig(min_side=16)
 CORPUS = odd_images.CORPUS | RASTERS
 BOMBS = [name for name in CORPUS if name.startswith("bomb-")]
 

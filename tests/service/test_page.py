@@ -236,6 +236,7 @@ def test_a_sample_shows_its_control_image_and_its_mask(tmp_path: Path) -> None:
     dataset = {
         "name": "pairs",
         "source": {"path": tmp_path / "after"},
+        "images": {"min_side": 8},
         "buckets": {"area": 64 * 64, "step": 32},
         "control": {"path": tmp_path / "before"},
         "mask": "alpha",
