@@ -48,7 +48,7 @@ def cached(config: Config) -> Iterator[LatentCache]:
 
 @pytest.fixture(scope="module")
 def server(config: Config) -> Iterator[RunningServer]:
-    """A server on the cache, with the config. Its VAE is tiny, though its folder does not say so: it counts as quick."""
+    """A server on the cache, with the config. Its VAE counts as quick: it is tiny, as its folder does not say."""
     quick = patch("latentcache.service.page.vae_decoder.is_quick", return_value=True)
     with quick, serving_here(config.cache.path, encode=config) as running:
         yield running

@@ -184,9 +184,11 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
             "missing": ["004.png"],
             "unverified": ["002.png"],
             "no caption": ["003.png"],
+            "caption cut off": ["001.png", "001.png"],  # also in the dataset held-out
         }
         overview = fetch(base, "/").text.replace("\n", "")
         assert "Usable samples8of 9" in overview and "Refused1" in overview and "Without a caption1" in overview
+        assert "Caption cut off2" in overview
         assert "kohya" in overview
         health = fetch(base, "/health").text.replace("\n", "")
         for shown in ("Samples that lack an entry2", "Damaged entries1", "Unverified samples1", "Refused samples1"):

@@ -181,7 +181,7 @@ class Pages:
 
     def overview(self, query: Fields) -> Response:
         """What the cache holds, and the first samples of its datasets."""
-        found = overview(self._store, self._manifests)
+        found = overview(self._gallery)
         strip: tuple[Any, ...] = ()
         for dataset in found.datasets:
             if dataset.manifest is not None and len(strip) < STRIP:

@@ -13,10 +13,9 @@ from latentcache.config import ImagesConfig
 from latentcache.dataset.images import decode
 from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
-from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.identity import digest
 from latentcache.service.page.thumbnails import webp_of
-from latentcache.service.page.views import Gallery
+from latentcache.service.page.views import Gallery, num_cut_tokens
 from latentcache.store.base import Store
 from latentcache.store.entry import Description
 from latentcache.types import Geometry, Record
@@ -54,14 +53,8 @@ class EntryDetails:
 
     @property
     def num_cut(self) -> int:
-        """How many of them the text encoders did not read, by the family and the recipe in its identity."""
-        encoding = None if self.record is None else self.record.identity.get("encoding")
-        recipe = encoding if isinstance(encoding, Mapping) else {}
-        family = recipe.get("family", DEFAULT)
-        if self.num_tokens is None or family not in FAMILIES:
-            return 0
-        numbers = {name: value for name, value in recipe.items() if type(value) is int}
-        return max(0, self.num_tokens - family_named(family).token_limit({}, numbers))
+        """How many of them the text encoders did not read."""
+        return 0 if self.record is None else num_cut_tokens(self.record.identity, self.record.provenance)
 
     @property
     def created(self) -> str:

@@ -10,10 +10,10 @@ import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import RowTable
+from latentcache.dataset.row_table import RowTable, hex_of
 from latentcache.errors import LatentCacheError
 from latentcache.identity import PartIdentity
-from latentcache.service.page.views import Manifests
+from latentcache.service.page.views import CutCaptions, Gallery, Manifests
 from latentcache.store.base import StoreStats
 from latentcache.store.disk import DiskStore
 from latentcache.types import Refusal
@@ -45,17 +45,19 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """The figures of the first view. They need no pack."""
+    """The figures of the first view. `num_cut` counts samples with a caption that the text encoders cut off."""
 
     stats: StoreStats
     datasets: tuple[DatasetSummary, ...]
     num_samples: int
     num_refused: int
     num_uncaptioned: int
+    num_cut: int
 
 
-def overview(store: DiskStore, manifests: Manifests) -> Overview:
-    """Count what the index and the manifests say. A manifest that is damaged does not hide the others."""
+def overview(gallery: Gallery) -> Overview:
+    """Count what the index, the manifests and the records say. A damaged manifest does not hide the others."""
+    store, manifests = gallery.store, gallery.manifests
     datasets = []
     for name in manifests.dataset_names():
         try:
@@ -69,6 +71,7 @@ def overview(store: DiskStore, manifests: Manifests) -> Overview:
         num_samples=sum(map(len, tables)),
         num_refused=sum(len(table.refusals) for table in tables),
         num_uncaptioned=sum(map(_num_uncaptioned, tables)),
+        num_cut=sum(_num_cut(table, gallery.cut_captions) for table in tables),
     )
 
 
@@ -76,6 +79,15 @@ def _num_uncaptioned(table: RowTable) -> int:
     """How many usable rows have no caption, or empty ones."""
     ends = table.columns["caption/text/offsets"][table.columns["caption/offsets"]]
     return int((ends[1:] == ends[:-1])[table.usable()].sum())
+
+
+def _num_cut(table: RowTable, cut_captions: CutCaptions) -> int:
+    """How many usable rows have a caption that was cut off."""
+    texts = hex_of(table.columns["caption/keys"])
+    cut = cut_captions.among(texts)
+    is_cut = np.fromiter((text in cut for text in texts), np.int64, len(texts))
+    ends = np.concatenate([[0], is_cut.cumsum()])[table.columns["caption/offsets"]]
+    return int((ends[1:] > ends[:-1])[table.usable()].sum())
 
 
 def models_of(store: DiskStore, datasets: Iterable[DatasetSummary]) -> list[Model]:

@@ -8,14 +8,19 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ConfigError, RequestRefused, SampleError, StoreError
-from latentcache.store.base import Store
+from latentcache.errors import ConfigError, PackError, RequestRefused, SampleError, StoreError
+from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.store.disk import DiskStore
+from latentcache.store.pack import WholePack
 
 PAGE_SIZE = 24
 """Samples that are loaded together while scrolling."""
@@ -32,8 +37,12 @@ STATES: Mapping[str, str] = {
     "unverified": "imported, and not shown to be what encoding gives",
 }
 """What may be wrong with a sample, the worst first, in words."""
-NO_CAPTION = "no caption"
-FILTERS: Mapping[str, str] = {**STATES, NO_CAPTION: "without a caption, or with an empty one"}
+NO_CAPTION, CUT_CAPTION = "no caption", "caption cut off"
+FILTERS: Mapping[str, str] = {
+    **STATES,
+    NO_CAPTION: "without a caption, or with an empty one",
+    CUT_CAPTION: "a caption is longer than the text encoders read",
+}
 """What samples can be filtered by."""
 
 
@@ -132,11 +141,59 @@ class GalleryPage:
     num_found: int | None
 
 
+def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -> int:
+    """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
+
+    It is 0 where nobody counted the tokens, and for a family that is unknown here.
+    """
+    encoding, num_tokens = identity.get("encoding"), provenance.get("num_tokens")
+    recipe = encoding if isinstance(encoding, Mapping) else {}
+    family = recipe.get("family", DEFAULT)
+    if type(num_tokens) is not int or family not in FAMILIES:
+        return 0
+    numbers = {name: value for name, value in recipe.items() if type(value) is int}
+    return max(0, num_tokens - family_named(family).token_limit({}, numbers))
+
+
+class CutCaptions:
+    """Knows which captions their text encoders did not read to the end. Threads may share it.
+
+    Records say it. Those of a pack are read once: a pack never changes.
+    """
+
+    def __init__(self, store: DiskStore):
+        self._store = store
+        self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
+
+    def among(self, keys: Sequence[str]) -> set[str]:
+        """Choose the keys of captions that were cut off. Those of a damaged pack are not known to be."""
+        packs, places = self._store.places(keys)
+        found = zip(keys, places.tolist(), strict=True)
+        return {key for key, (pack, row) in found if pack >= 0 and self._cut_in(packs[pack])[row]}
+
+    def _cut_in(self, pack: str) -> np.ndarray:
+        if (known := self._by_pack.get(pack)) is not None:
+            return known
+        path = self._store.path_of(pack)
+        try:
+            whole = WholePack.in_file(path)
+        except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
+            return np.zeros(self._store.catalog.table.packs[pack].num_entries, np.bool_)
+        cut = np.zeros(len(whole.row.keys), np.bool_)
+        for row in range(len(cut)):
+            if whole.row.pack.group_of(row).kind == "text":
+                record = msgspec.json.decode(whole.json(row))
+                cut[row] = num_cut_tokens(record["identity"], record["provenance"]) > 0
+        self._by_pack[pack] = cut
+        return cut
+
+
 class Gallery:
     """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown."""
 
-    def __init__(self, store: Store, manifests: Manifests):
+    def __init__(self, store: DiskStore, manifests: Manifests):
         self.store, self.manifests = store, manifests
+        self.cut_captions = CutCaptions(store)
 
     def page(self, filters: Filters, start: int = 0) -> GalleryPage:
         """PAGE_SIZE samples that match, from number `start` on. ConfigError, DatasetError, StoreError."""
@@ -167,6 +224,9 @@ class Gallery:
                 if filters.state in ("damaged", "missing"):
                     lacking = self._lacking([row for _, _, row in chunk])
                     chunk = [found for found, state in zip(chunk, lacking, strict=True) if state == filters.state]
+                if filters.state == CUT_CAPTION:
+                    cut = self.cut_captions.among([text.key for _, _, row in chunk for text in row.captions])
+                    chunk = [found for found in chunk if any(text.key in cut for text in found[2].captions)]
                 yield from chunk
             first += len(manifest.rows)
 
