@@ -171,8 +171,10 @@ class WebDatasetSource(SampleSource):
         place = f"{path}#{member}"
         try:
             captions, companions = self._captions(path, group, columns), self._companions_of(path, group)
-            parts = tuple(Sample.of(sample_id, f"{path}#{file}", (), signature, (path, *at)) for file, *at in companions)
-            yield Sample.of(sample_id, place, captions, signature, (path, offset, num_bytes), parts)
+            parts = tuple(
+                Sample(sample_id, f"{path}#{at[0]}", signature=signature, locator=(path, *at[1:])) for at in companions
+            )
+            yield Sample(sample_id, place, captions or ("",), signature, (path, offset, num_bytes), parts)
         except (CaptionError, ImageRefused) as error:
             yield refusal_of(sample_id, place, error)
         for file, _, _ in again:

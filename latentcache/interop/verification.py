@@ -211,7 +211,7 @@ class Verifier:
                 detail = "the image is not there, so it cannot be encoded again: give --images"
                 subject.failure = subject.refusal("missing", detail)
                 continue
-            sample, geometry = Sample.of(row.sample_id, row.path, (), None, row.path), ref.geometry
+            sample, geometry = Sample(row.sample_id, row.path, locator=row.path), ref.geometry
             try:
                 size = probe(_FILES.read(sample), row.path, self._dataset.images)
             except ImageRefused as refused:
@@ -241,7 +241,7 @@ class Verifier:
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
             if self._expect(key, subject):
-                sample = Sample.of(row.sample_id, row.path, (), None, None)
+                sample = Sample(row.sample_id, row.path)
                 batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, sample, ref.text))
         return batches.finish()
 

@@ -170,7 +170,7 @@ def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> TextTask:
     """
     check_prompts(keys[negative].family, [text])
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
-    return TextTask(key_of(identity.to_json()), identity, Sample.of(sample_id, sample_id, (), None, None), text)
+    return TextTask(key_of(identity.to_json()), identity, Sample(sample_id, sample_id), text)
 
 
 def prompt_row(task: TextTask) -> Row:

@@ -157,7 +157,7 @@ class MissEncoder:
         source = digest(data)
         name = name or f"uploaded image {short(source)}"
         size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
-        sample, preparations = Sample.of(name, name, (), None, data), self._preparations[chosen.name]
+        sample, preparations = Sample(name, name, locator=data), self._preparations[chosen.name]
         found = []
         for shape in preparations.shapes([size], num_frames, name):
             key, identity = shape.key(source), preparations.identity(shape.role, source, shape.geometry)

@@ -452,6 +452,29 @@ class TestWebDataset:
         with pytest.raises(DatasetError, match="holds no"):
             open_source("webdataset", tmp_path / "other-*.tar")
 
+    def test_two_stars_find_files_at_any_depth(self, tmp_path: Path) -> None:
+        """They found one level alone: tars that lay deeper were left out without a word."""
+        for name in ("a/1.tar", "a/b/2.tar", "3.tar"):
+            write_tar(tmp_path / name, {"x.png": IMAGE})
+        assert ids(open_source("webdataset", tmp_path / "**/*.tar")) == ["3.tar/x", "a/1.tar/x", "a/b/2.tar/x"]
+
+    def test_a_folder_of_tars_that_cannot_be_read_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its tars were left out without a word."""
+        for name in ("a/1.tar", "b/2.tar"):
+            write_tar(tmp_path / name, {"x.png": IMAGE})
+        scandir = os.scandir
+
+        def refusing(path: str) -> Any:
+            if path.endswith("b"):
+                raise PermissionError(13, "Permission denied", path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refusing)
+        with pytest.raises(DatasetError, match=r"/b: the folder cannot be read: Permission denied"):
+            open_source("webdataset", tmp_path)
+
     def test_bad_members_are_refused_and_the_rest_goes_on(self, tmp_path: Path) -> None:
         path = tmp_path / "s.tar"
         with tarfile.open(path, "w") as tar:
