@@ -256,14 +256,10 @@ class RowTable(Mapping[str, Row]):
 
     @override
     def __eq__(self, other: object) -> bool:
-        """Whether the samples are the same, in any order. All rows are never in memory at once."""
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        if isinstance(other, RowTable) and all(
-            np.array_equal(self.columns[name], other.columns[name]) for name in COLUMNS
-        ):
-            return True
-        return len(self) == len(other) and all(other.get(row.sample_id) == row for row in self.values())
+        """Whether the samples are the same; those of two tables in the same order."""
+        if isinstance(other, RowTable):
+            return all(np.array_equal(self.columns[name], other.columns[name]) for name in COLUMNS)
+        return Mapping.__eq__(self, other)
 
     @override
     def values(self) -> ValuesView[Row]:
