@@ -666,25 +666,6 @@ class TestParquet:
             source.read(found[2])
         assert caught.value.reason == "corrupt"
 
-    def test_row_groups_are_kept_up_to_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Columns of the last one in any case: a row's images are read one after the other."""
-        monkeypatch.setattr("latentcache.dataset.parquet.CACHE_BYTES", 4500)
-        columns = {name: [bytes([i + j]) * 1000 for i in range(6)] for j, name in enumerate(("image", "edit"))}
-        source = open_source("parquet", write_parquet(tmp_path / "p.parquet", columns, 1), control={"column": "edit"})
-        found = samples(source)
-        opened: list[tuple[int, str]] = []
-        read = pq.ParquetFile.read_row_group
-
-        def noted(self: Any, number: int, columns: list[str]) -> Any:
-            opened.append((number, columns[0]))
-            return read(self, number, columns=columns)
-
-        monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-        for row in (0, 1, 0, 1, 2, 1, 0):
-            for each, name in ((found[row], "image"), (found[row].parts[0], "edit")):
-                assert source.read(each) == columns[name][row]
-        assert opened == [(row, name) for row in (0, 1, 2, 0) for name in ("image", "edit")]
-
     def test_without_pyarrow_the_error_says_what_to_install(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
