@@ -404,6 +404,20 @@ def test_a_codec_that_is_not_known_is_refused_by_name() -> None:
     assert caught.value.reason == "unsupported-format"
 
 
+@pytest.mark.parametrize(
+    ("whole", "damaged"),
+    [(b"\x2a\xd7\xb1\x83\x0f\x42\x40", b"\x2a\xd7\xb1\x83\x00\x00\x01"), (b"\xb0\x81\x40", b"\xec\x81\x40")],
+    ids=["a millisecond that is a nanosecond", "no width"],
+)
+@pytest.mark.parametrize("fps", [10, None])
+def test_a_video_without_time_or_width_stops_no_run(whole: bytes, damaged: bytes, fps: float | None) -> None:
+    data = video([100] * 5, "webm", "libvpx")
+    assert data.count(whole) == 1
+    with pytest.raises(ImageRefused) as caught:
+        probe_clip(data.replace(whole, damaged), "a.webm", IMAGES, FramesConfig(fps=fps))
+    assert caught.value.reason == "corrupt"
+
+
 def test_sound_beside_the_pictures_changes_nothing() -> None:
     av = pytest.importorskip("av")
     buffer = io.BytesIO()
