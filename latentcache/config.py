@@ -111,13 +111,12 @@ def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
         raise StoreError(str(error)) from error
 
 
-RuleName = Literal["latentcache", "kohya", "simpletuner", "ai-toolkit", "onetrainer", "diffusers"]
+RuleName = Literal["latentcache", "kohya", "simpletuner", "onetrainer", "diffusers"]
 RULES = get_args(RuleName)
 _SETTINGS_OF_RULE: dict[str, frozenset[str]] = {
     "latentcache": frozenset({"area", "step", "max_aspect"}),
     "kohya": frozenset({"resolution", "step", "square", "min_side", "max_side", "upscale"}),
     "simpletuner": frozenset({"resolution", "step", "square", "resolution_type"}),
-    "ai-toolkit": frozenset({"resolution", "step", "square"}),
     "onetrainer": frozenset({"resolution", "step", "square"}),
     "diffusers": frozenset({"resolution", "sizes", "resample"}),
 }
@@ -144,11 +143,10 @@ class BucketsConfig(Section):
     """All other rules: the trainer's resolution, the side of its square in pixels. An area of 1.0 in SimpleTuner is
     1000."""
     step: int = Field(64, ge=8, le=1024, multiple_of=8)
-    """Height and width of a bucket are multiples of this many pixels. `ai-toolkit`: 16 by default, as it is there.
-    `diffusers` has none."""
+    """Height and width of a bucket are multiples of this many pixels. `diffusers` has none."""
     square: bool = False
-    """`kohya` (no enable_bucket), `simpletuner` (crop_aspect square), `ai-toolkit` (square_crop), `onetrainer` (no
-    aspect_ratio_bucketing): every image is cropped to one square."""
+    """`kohya` (no enable_bucket), `simpletuner` (crop_aspect square), `onetrainer` (no aspect_ratio_bucketing): every
+    image is cropped to one square."""
     min_side: Side = 256
     """`kohya`: min_bucket_reso."""
     max_side: Side = 1024
@@ -162,13 +160,6 @@ class BucketsConfig(Section):
     Without any, every image is cropped to one square."""
     resample: Literal["lanczos", "bilinear"] | None = None
     """`diffusers`: image_interpolation_mode. null: lanczos, and bilinear for `sizes`, as the scripts have it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _step_of_ai_toolkit(cls, settings: Any) -> Any:
-        if isinstance(settings, Mapping) and settings.get("rule") == "ai-toolkit":
-            return {"step": 16, **settings}
-        return settings
 
     @model_validator(mode="after")
     def _fit_the_rule(self) -> BucketsConfig:
@@ -305,6 +296,16 @@ class SourceConfig(Section):
     image_column: str = "image"
     """`parquet` only: the column that holds the encoded image."""
 
+    @model_validator(mode="after")
+    def _fit_the_kind(self) -> SourceConfig:
+        folder, columns = {"caption_extension", "caption_lines"}, {"caption_columns"}
+        known = {"folder": folder, "parquet": columns | {"image_column"}}.get(self.kind, columns)
+        for name in sorted((folder | columns | {"image_column"}) - known):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                message = f"{name} is no setting for a source of kind {self.kind}; it has {', '.join(sorted(known))}"
+                raise ValueError(message)
+        return self
+
 
 class ImagesConfig(Section):
     """How images are decoded, and which are refused."""
@@ -319,7 +320,7 @@ class ImagesConfig(Section):
     cost 300 MB per decoding thread."""
     max_aspect: float = Field(8.0, ge=1.0)
     """Images longer than this many times their shorter side are refused: the crop to a bucket keeps too little."""
-    min_side: int = Field(16, ge=1)
+    min_side: int = Field(256, ge=1)
     """Images with a shorter side are refused, in pixels."""
 
 

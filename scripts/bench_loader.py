@@ -30,7 +30,7 @@ from benchmarking_samples import write_manifest
 from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.devices.transfer import transfer_to
 from latentcache.identity import key_of
 from latentcache.loading.loader import LatentLoader

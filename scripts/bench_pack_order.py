@@ -34,7 +34,7 @@ from benchmarking_streams import BATCH, Values, number_of
 from page_cache import drop
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.identity import key_of
 from latentcache.loading.pack_order import WINDOW, Places
 from latentcache.store import DiskStore

@@ -27,7 +27,7 @@ from benchmarking import emit, environment, make_parser, parse, spread
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.store import DiskStore

@@ -45,7 +45,13 @@ def config_of(root: Path) -> Config:
         {
             "cache": {"path": str(root / "cache")},
             "model": {"path": "tiny"},
-            "datasets": [{"name": "photos", "source": {"kind": "folder", "path": str(root / "photos")}}],
+            "datasets": [
+                {
+                    "name": "photos",
+                    "source": {"kind": "folder", "path": str(root / "photos")},
+                    "images": {"min_side": 8},
+                }
+            ],
         }
     )
 

@@ -27,7 +27,7 @@ from benchmarking import MIN_REPETITIONS, environment, in_turns, make_parser, pa
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families import family_named
 from latentcache.identity import key_of
 from latentcache.store import DiskStore

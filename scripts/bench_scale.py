@@ -29,8 +29,7 @@ from benchmarking import emit, environment, make_parser
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
-from latentcache.dataset.row_table import RowTable, RowTableBuilder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row, RowTable, RowTableBuilder
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Geometry, Size
 

@@ -16,7 +16,7 @@ from benchmarking import FILE_FORMATS, Tensors, pickling_diskcache
 from latentcache import LatentCache
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.store import DiskStore

@@ -46,6 +46,7 @@ class Case:
             "name": "bench",
             "source": {"kind": "folder", "path": self.folder / "photos"},
             "buckets": {"area": self.side**2, "step": 8, "max_aspect": 1.0},
+            "images": {"min_side": 8},
         }
         encode = {
             "device": self.options.device,
@@ -77,7 +78,7 @@ class Case:
         """What a decoding thread does."""
         data = path.read_bytes()
         digest(data)
-        pixels = decode(data, str(path), ImagesConfig())
+        pixels = decode(data, str(path), ImagesConfig(min_side=8))
         size = Size(*pixels.shape[:2])
         table = bucket_table(BucketsConfig(area=self.side**2, step=8, max_aspect=1.0))
         return prepare(pixels, fit(size, assign(size, table)))

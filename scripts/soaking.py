@@ -29,7 +29,7 @@ from benchmarking import environment
 import latentcache
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore, Store

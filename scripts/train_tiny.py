@@ -86,7 +86,7 @@ def views_of(photos: Path, table: str) -> list[View]:
     views = []
     for name in CAPTIONS:
         path = photos / name
-        pixels = decode(path.read_bytes(), str(path), ImagesConfig())
+        pixels = decode(path.read_bytes(), str(path), ImagesConfig(min_side=16))
         size = Size(*pixels.shape[:2])
         geometry = fit(size, assign(size, bucket_table(TABLES[table])))
         cut = torch.from_numpy(prepare(pixels, geometry)).permute(2, 0, 1)[None].float() / 127.5 - 1

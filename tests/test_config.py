@@ -19,6 +19,10 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
 MINIMAL = {"datasets": [{"name": "photos", "source": {"path": "photos"}}]}
 
 
+def source(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"datasets": [{"name": "photos", "source": {"kind": kind, "path": "photos", **settings}}]}
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
@@ -162,6 +166,10 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
         ({"datasets": MINIMAL["datasets"] * 2}, "occur twice"),
         ({"datasets": [{"name": "Validation-Prompts", "source": {"path": "x"}}]}, "may not begin with"),
         ({"datasets": [{"name": "a.b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
+        (source("folder", caption_columns=["text"]), "caption_columns is no setting for a source of kind folder"),
+        (source("imagefolder", caption_extension=".cap"), "no setting .* kind imagefolder; it has caption_columns"),
+        (source("webdataset", image_column="photo"), "image_column is no setting for a source of kind webdataset"),
+        (source("parquet", caption_lines="joined"), "kind parquet; it has caption_columns, image_column"),
         ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         (
             {"datasets": [{"name": "a", "source": {"path": "x"}, "buckets": {"aria": 1}}]},

@@ -169,6 +169,7 @@ def test_the_keys_that_a_plan_gives_control_images_and_masks(tmp_path: Path) -> 
     dataset = {
         "name": "photos",
         "source": {"path": tmp_path / "photos"},
+        "images": {"min_side": 8},
         "control": [{"path": tmp_path / "controls"}, {"path": tmp_path / "others", "area": 64 * 64}],
         "mask": {"path": tmp_path / "masks"},
         "flip": True,
@@ -191,7 +192,7 @@ def test_the_key_of_a_clip(fps: float | None) -> None:
 def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(144, 80))
     (tmp_path / "a.txt").write_text("a red house\n")
-    dataset = {"name": "photos", "source": {"path": tmp_path}, "flip": True}
+    dataset = {"name": "photos", "source": {"path": tmp_path}, "images": {"min_side": 8}, "flip": True}
     validation = {"prompts": ["a red house"], "negative_prompt": ""}
     prompts, photos = planned({"datasets": [dataset], "validation": validation})
     assert prompts.name == "validation-prompts-25a339325724"

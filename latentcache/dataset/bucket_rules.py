@@ -16,13 +16,13 @@ from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.resampling import LANCZOS
 from latentcache.types import Bucket, Crop, Geometry, Size
 
-Placement = Callable[[Size], Geometry | None]
+FitFunction = Callable[[Size], Geometry | None]
+"""The fit of an image of this upright size; None where the trainer makes no bucket for it."""
 
 FILTERS_OF_RULE = {
     "latentcache": LANCZOS,
     "kohya": f"opencv-area and {LANCZOS}",
     "simpletuner": "opencv-linear",
-    "ai-toolkit": "bicubic",
     "onetrainer": "bilinear",
     "diffusers": LANCZOS,
 }
@@ -39,16 +39,16 @@ class BucketRule:
 
     def __init__(self, config: BucketsConfig):
         self.config = config
-        self._place = _PLACEMENTS[config.rule](config)
+        self._fit = _FIT_FUNCTIONS[config.rule](config)
 
     def geometry(self, size: Size, *, flip: bool = False) -> Geometry | None:
         """What becomes of an image of this upright size; None if the trainer makes no bucket for it."""
-        geometry = self._place(size)
+        geometry = self._fit(size)
         if geometry is None or not flip:
             return geometry
         (top, left), spare = geometry.crop_top_left, geometry.resized_size.width - geometry.target_size.width
-        # ai-toolkit and diffusers mirror the image before they crop it; the crop here is that of the upright image.
-        mirrors_first = self.config.rule in ("ai-toolkit", "diffusers")
+        # diffusers mirrors the image before it crops it; the crop here is that of the upright image.
+        mirrors_first = self.config.rule == "diffusers"
         return replace(geometry, crop_top_left=Crop(top, spare - left if mirrors_first else left), flip=True)
 
     def resample(self, geometry: Geometry) -> str:
@@ -70,14 +70,8 @@ class BucketRule:
         return f"{config.rule} ({', '.join(f'{name} {getattr(config, name)}' for name in names)})"
 
 
-def filter_of_trainer(name: str, geometry: Geometry) -> str | None:
-    """The filter with which a trainer resized an image so. None if it has none that gives the same pixels here.
-
-    OneTrainer resizes floating point, diffusion-pipe a part of the image. A name that is no trainer's is ours.
-    """
-    is_resized = geometry.resized_size != geometry.original_size
-    if name in ("onetrainer", "diffusion-pipe") and is_resized:
-        return None
+def filter_of_trainer(name: str, geometry: Geometry) -> str:
+    """The filter with which a trainer resized an image so. A name that is no trainer's is ours."""
     return _filter(FILTERS_OF_RULE.get(name, LANCZOS), geometry)
 
 
@@ -96,12 +90,12 @@ def _centred(size: Size, resized: Size, bucket: Bucket) -> Geometry | None:
     return Geometry(size, resized, Crop(spare.height // 2, spare.width // 2), bucket)
 
 
-def _latentcache(config: BucketsConfig) -> Placement:
+def _latentcache(config: BucketsConfig) -> FitFunction:
     table = bucket_table(config)
     return lambda size: fit(size, assign(size, table))
 
 
-def _kohya(config: BucketsConfig) -> Placement:
+def _kohya(config: BucketsConfig) -> FitFunction:
     """Its `BucketManager`. With `upscale` off, a bucket is the image's own size, shrunk to the area and cut."""
     if not config.upscale and not config.square:
         return lambda size: _kohya_own_size(size, config)
@@ -158,7 +152,7 @@ def _kohya_own_size(size: Size, config: BucketsConfig) -> Geometry | None:
     return _centred(size, resized, Bucket(resized.height // step * step, resized.width // step * step))
 
 
-def _simpletuner(config: BucketsConfig) -> Placement:
+def _simpletuner(config: BucketsConfig) -> FitFunction:
     """Its `TrainingSample`, with the crop in the middle.
 
     It keeps the first bucket that it meets of each aspect, which it rounds to two digits. So a few long portraits
@@ -224,32 +218,7 @@ def _simpletuner_by_edge(size: Size, aspect: float, edge: int, step: int) -> tup
     return bucket, resized
 
 
-def _ai_toolkit(config: BucketsConfig) -> Placement:
-    """Its `BucketsMixin`: images that are too small keep their size, and the resize is rounded up."""
-
-    def place(size: Size) -> Geometry | None:
-        side = config.resolution
-        bucket = Bucket(side, side) if config.square else _ai_toolkit_bucket(size, side, config.step)
-        scale = max(bucket.width / size.width, bucket.height / size.height)
-        return _centred(size, Size(math.ceil(size.height * scale), math.ceil(size.width * scale)), bucket)
-
-    return place
-
-
-def _ai_toolkit_bucket(size: Size, side: int, step: int) -> Bucket:
-    """Its `get_bucket_for_image_size`: of the sizes around the scaled one, that with the nearest area."""
-    pixels, most = size.width * size.height, side * side
-    wanted = min(pixels, most)
-    scale = (wanted / pixels) ** 0.5
-    width, height = size.width * scale / step, size.height * scale / step
-    around = [(f(width) * step, g(height) * step) for f in (math.floor, math.ceil) for g in (math.floor, math.ceil)]
-    allowed = [(w, h) for w, h in around if w > 0 and h > 0 and w * h <= most]
-    allowed = allowed or [(max(step, math.floor(width) * step), max(step, math.floor(height) * step))]
-    width, height = min(allowed, key=lambda each: abs(each[0] * each[1] - wanted))
-    return Bucket(height, width)
-
-
-def _onetrainer(config: BucketsConfig) -> Placement:
+def _onetrainer(config: BucketsConfig) -> FitFunction:
     """The `AspectBucketing` and `ScaleCropImage` of mgds, for one resolution and without crop jitter."""
     side, step = config.resolution, config.step
     ratios = [(1.0, aspect) for aspect in _ONETRAINER_ASPECTS]
@@ -272,7 +241,7 @@ def _onetrainer(config: BucketsConfig) -> Placement:
     return place
 
 
-def _diffusers(config: BucketsConfig) -> Placement:
+def _diffusers(config: BucketsConfig) -> FitFunction:
     """A square crop, as train_text_to_image_sdxl.py makes it with --center_crop, or a list of buckets.
 
     The scripts with --aspect_ratio_buckets resize to the bucket, whatever the image's own aspect, and crop nothing.
@@ -297,11 +266,10 @@ def _diffusers_square(size: Size, side: int) -> Geometry:
     return Geometry(size, resized, crop, Bucket(side, side))
 
 
-_PLACEMENTS: dict[str, Callable[[BucketsConfig], Placement]] = {
+_FIT_FUNCTIONS: dict[str, Callable[[BucketsConfig], FitFunction]] = {
     "latentcache": _latentcache,
     "kohya": _kohya,
     "simpletuner": _simpletuner,
-    "ai-toolkit": _ai_toolkit,
     "onetrainer": _onetrainer,
     "diffusers": _diffusers,
 }

@@ -42,12 +42,11 @@ def assign(size: Size, table: Sequence[Bucket]) -> Bucket:
 
     The logarithm makes portrait and landscape alike: the transposed size gets the transposed ratio.
     """
-    aspect = math.log(size.width / size.height)
 
     def distance(bucket: Bucket) -> tuple[float, int, int]:
-        # Rounded, so that mirrored buckets are equally far from a square in floating point too.
-        far = round(abs(math.log(bucket.width / bucket.height) - aspect), 12)
-        return far, -bucket.height * bucket.width, bucket.height
+        # The quotient of both aspect ratios, made of integers: of equally far buckets it is the same number.
+        across, down = bucket.width * size.height, bucket.height * size.width
+        return max(across, down) / min(across, down), -bucket.height * bucket.width, bucket.height
 
     return min(table, key=distance)
 

@@ -96,12 +96,15 @@ def _size_and_times(data: bytes, path: str, images: ImagesConfig) -> tuple[Size,
     if len(starts) * math.prod(size) > MAX_DECODED_PIXELS:
         raise ImageRefused(path, "too-many-pixels", f"its {len(starts):,} frames of {size} are too many; cut it")
     shown = np.diff(starts)
-    return size, np.append(shown, np.median(shown) if len(shown) else 100.0)
+    times = np.append(shown, np.median(shown) if len(shown) else 100.0)
+    if not len(starts) or times.sum() < 1:
+        raise ImageRefused(path, "corrupt", f"its {len(starts):,} frames are shown for {times.sum():g} ms")
+    return size, times
 
 
 def _num_frames(times: np.ndarray, fps: float | None) -> int:
     """The number of frames at this rate: times k/fps that lie before the end. Without one those of the file."""
-    return len(times) if fps is None else math.ceil(float(times.sum()) * fps / 1000 - _ROUNDING)
+    return len(times) if fps is None else max(1, math.ceil(float(times.sum()) * fps / 1000 - _ROUNDING))
 
 
 def _is_video(data: bytes) -> bool:
@@ -175,6 +178,8 @@ def _check(stream: Any, path: str, images: ImagesConfig) -> None:
     if codec is None:
         detail = "a video in a codec that FFmpeg cannot decode; convert it to H.264"
         raise ImageRefused(path, "unsupported-format", detail)
+    if not codec.height or not codec.width:
+        raise ImageRefused(path, "corrupt", f"the video says that it has {codec.height}x{codec.width} pixels")
     check_limits(Size(codec.height, codec.width), path, images)
     if codec.color_trc in _PQ_AND_HLG:
         raise ImageRefused(path, "unsupported-format", "a video in HDR; convert it to SDR")

@@ -26,6 +26,7 @@ from latentcache.dataset.samples import (
     not_empty,
     read_image,
     read_range,
+    refusal_of,
     signature_of,
     walk,
 )
@@ -62,11 +63,9 @@ class _FileSource(SampleSource):
         path = self._prefix + sample_id
         try:
             signature = signature_of(path)
-            return Sample.of(sample_id, path, read_captions(), signature, path, find_parts(sample_id))
-        except ImageRefused as error:
-            return Refusal(sample_id, error.path, error.reason, error.detail)
-        except CaptionError as error:
-            return Refusal(sample_id, caption_place, "bad-caption", str(error))
+            return Sample(sample_id, path, read_captions() or ("",), signature, path, find_parts(sample_id))
+        except (ImageRefused, CaptionError) as error:
+            return refusal_of(sample_id, error.path if isinstance(error, ImageRefused) else caption_place, error)
 
 
 class CaptionFileSource(_FileSource):
@@ -186,10 +185,8 @@ class ImageFolderSource(_FileSource):
                         return
                     if line.strip():
                         yield self._from_line(folder, line_id, place, line, named, columns)
-        except ImageRefused as refused:
-            yield Refusal(name, path, refused.reason, refused.detail)
-        except OSError as error:
-            yield Refusal(name, path, "unreadable", error.strerror or str(error))
+        except (ImageRefused, OSError) as error:
+            yield refusal_of(name, path, error)
 
     def _from_line(
         self, folder: str, line_id: str, place: str, line: bytes, named: set[str], columns: CaptionColumns

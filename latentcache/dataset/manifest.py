@@ -19,8 +19,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.config import MAX_REPEATS, PROMPTS_PREFIX
-from latentcache.dataset.manifest_row import Row
-from latentcache.dataset.row_table import RowTable
+from latentcache.dataset.row_table import Row, RowTable
 from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
@@ -30,10 +29,10 @@ from latentcache.utils.json_document import first_fault
 
 FORMAT = "4"
 MARK = "latentcache_manifest"
-"""What the metadata of a manifest's file has its format by."""
+"""The name of the format in the metadata of a manifest's file."""
 REMEDY = "`latentcache precache CONFIG`, or the import that made it, writes it again"
 MAX_HEADER_BYTES = 1 << 24
-"""What the columns of a file are, and its metadata, which does not grow with the samples."""
+"""Longest accepted head of a manifest's file, which does not grow with the samples."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {
     "U8": np.dtype("B"),
     "U32": np.dtype("I"),
@@ -85,17 +84,37 @@ class Manifest:
         return None if imported is None else imported["format"]
 
 
+def prompts_name(common: Mapping[str, Any]) -> str:
+    """The name of the manifest of prompts for datasets with this `common`.
+
+    There is one for each text encoding: a prompt of another model's encoders must never be returned.
+    """
+    parts = {name: common[name] for name in ("schema", "salt", "text_encoding")}
+    return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
+
+
+def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> RowTable:
+    """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image."""
+
+    def chosen() -> Iterator[Row]:
+        for before in theirs.values():
+            row = ours.get(before.sample_id)
+            if row is None or (row.refusal and not before.refusal and row.source == before.source):
+                row = before
+            yield row
+        yield from (row for row in ours.values() if row.sample_id not in theirs)
+
+    return RowTable.from_rows(chosen())
+
+
 class _HeaderPart(BaseModel):
     """Values of other types are refused, not converted; what is not listed here may be anything."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-_MAX_FACTOR = 1e9
-
-
-_Factor = Annotated[float, Field(gt=0, le=_MAX_FACTOR)]
-_Shift = Annotated[float, Field(ge=-_MAX_FACTOR, le=_MAX_FACTOR)]
+_Factor = Annotated[float, Field(gt=0, le=1e9)]
+_Shift = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class _ImageEncoding(_HeaderPart):
@@ -137,29 +156,6 @@ class _Header(_HeaderPart):
     repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS)]
     num_samples: int
     common: _Common
-
-
-def prompts_name(common: Mapping[str, Any]) -> str:
-    """The name of the manifest of prompts for datasets with this `common`.
-
-    There is one for each text encoding: a prompt of another model's encoders must never be returned.
-    """
-    parts = {name: common[name] for name in ("schema", "salt", "text_encoding")}
-    return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
-
-
-def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> RowTable:
-    """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image."""
-
-    def chosen() -> Iterator[Row]:
-        for before in theirs.values():
-            row = ours.get(before.sample_id)
-            if row is None or (row.refusal and not before.refusal and row.source == before.source):
-                row = before
-            yield row
-        yield from (row for row in ours.values() if row.sample_id not in theirs)
-
-    return RowTable.from_rows(chosen())
 
 
 def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:
@@ -206,13 +202,13 @@ class ManifestHead:
 
 def read_head(data: bytes | memoryview, name: str, source: str | Path) -> ManifestHead:
     """The head of a manifest's file. `data` has at least 8 + MAX_HEADER_BYTES of it, or all. DatasetError."""
+    if data[:1] == b"{":  # no length of a head ends so
+        raise DatasetError(
+            source,
+            "is a manifest of an older version, JSON lines, which this version does not read: run `latentcache "
+            "precache CONFIG` (keys do not change: all hits), or the import that made it, or remove the file",
+        )
     try:
-        if data[:1] == b"{":  # no length of a head ends so
-            raise DatasetError(
-                source,
-                "is a manifest of an older version, JSON lines, which this version does not read: run `latentcache "
-                "precache CONFIG` (keys do not change: all hits), or the import that made it, or remove the file",
-            )
         num_bytes = int.from_bytes(data[:8], "little")
         if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
             raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
@@ -222,15 +218,12 @@ def read_head(data: bytes | memoryview, name: str, source: str | Path) -> Manife
             raise ValueError(f"manifest format {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
         stored, header = metadata.pop("digest"), json.loads(metadata["header"])
         checked = _Header.model_validate(header)
+        if checked.name != name:
+            raise ValueError(f"it says that it is the manifest {checked.name!r:.80}, but here it is {name!r}")
         if not is_key(stored):
             raise ValueError(f"its digest is {stored!r:.80}, where 64 hexadecimal digits are needed")
-    except ValidationError as error:
-        raise DatasetError(source, f"is no manifest: {first_fault(error)[2]}; {REMEDY}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _no_manifest(source, error) from error
-    if checked.name != name:
-        facts = f"it says that it is the manifest {checked.name!r:.80}, but here it is {name!r}"
-        raise DatasetError(source, f"is no manifest: {facts}; {REMEDY}")
     return ManifestHead(checked.role, checked.num_samples, stored, document, header, 8 + num_bytes)
 
 
@@ -239,8 +232,8 @@ def read_manifest(
 ) -> Manifest:
     """The manifest `name` in the bytes of its file, of which the columns are views. DatasetError names the `source`.
 
-    They are compared with their digest. `whole_check` is for what comes from elsewhere: it also refuses values that no
-    writer here makes, a sample that is listed twice, and one that has neither an image nor a refusal.
+    They are compared with their digest. `whole_check` is for what comes from elsewhere: it also refuses columns and
+    values that no writer here makes, a sample that is listed twice, and one that has neither an image nor a refusal.
     """
     memory = memoryview(data)
     head = read_head(memory, name, source)
@@ -249,10 +242,10 @@ def read_manifest(
         if _digest_of(head.document, [columns_of_file]) != head.digest:
             raise ValueError(f"its digest differs: {head.digest!r:.80}. It is damaged, or was edited")
         rows = RowTable(_columns(head.document, columns_of_file))
-        if head.num_samples != len(rows):
-            raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
         if whole_check:
             rows.check()
+            if head.num_samples != len(rows):
+                raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
             lacking = np.flatnonzero(rows.first_sizes("target_size")[:, 0] == 0)
             if head.role != "prompts" and len(lacking := np.setdiff1d(lacking, rows.columns["refusal/rows"])):
                 sample_id = rows.sample_ids[int(lacking[0])]
@@ -280,4 +273,6 @@ def _columns(document: Mapping[str, Any], data: memoryview) -> dict[str, np.ndar
 
 def _no_manifest(source: str | Path, error: Exception) -> DatasetError:
     what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    if isinstance(error, ValidationError):
+        what = first_fault(error)[2]
     return DatasetError(source, f"is no manifest: {what}; {REMEDY}")

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
+
+from typing_extensions import override
 
 from latentcache.dataset.manifest import REMEDY, Manifest, manifest_parts, read_manifest
 from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
@@ -56,34 +58,50 @@ def noted_in(file: str) -> str | None:
     return None if match is None else match[1]
 
 
-class ManifestMemory:
-    """Manifests of this process, for the CPU store."""
-
-    def __init__(self) -> None:
-        self._manifests: dict[str, Manifest] = {}
+class Manifests(Protocol):
+    """Where manifests are stored: memory, a folder, or elsewhere."""
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
-        return sorted(self._manifests)
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none."""
-        return self._manifests.get(name)
+        """The manifest, or None if there is none. DatasetError for one that is damaged."""
 
     def write(self, manifest: Manifest) -> None:
-        """Replace the manifest as a whole."""
-        self._manifests[manifest.name] = manifest
+        """Replace the manifest as a whole, and end what `begin` noted."""
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any."""
+        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs.
+
+        StoreBusyError if another client replaced it since it was read: see `update_manifest`.
+        """
         if (manifest := make()) is not None:
             self.write(manifest)
 
     def begin(self, name: str) -> None:
-        """Note nothing: no unfinished run outlives this process."""
+        """Note that a run began to work on the manifest. `write` ends it."""
 
     def end(self, name: str) -> None:
-        """Nothing: see `begin`."""
+        """End what `begin` noted here, of a run whose manifest is there: one that died after it had written it."""
+
+
+class ManifestMemory(Manifests):
+    """Manifests of this process, for the CPU store. No unfinished run outlives it: nothing is noted."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, Manifest] = {}
+
+    @override
+    def names(self) -> list[str]:
+        return sorted(self._manifests)
+
+    @override
+    def read(self, name: str) -> Manifest | None:
+        return self._manifests.get(name)
+
+    @override
+    def write(self, manifest: Manifest) -> None:
+        self._manifests[manifest.name] = manifest
 
 
 class ManifestFolder:
@@ -115,14 +133,15 @@ class ManifestFolder:
             raise unreadable(self.path, error) from error
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError names the file.
+        """The manifest, or None if there is none. DatasetError names the file; StoreError: it cannot be read now.
 
-        StoreError: it cannot be read now.
+        Its file is mapped, so that processes share it. Windows replaces no file that is mapped.
         """
         file = self.file(name)
         try:
             with file.open("rb") as opened:
-                data = _bytes_of(opened)
+                is_mapped = os.name != "nt" and os.fstat(opened.fileno()).st_size
+                data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if is_mapped else opened.read()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -193,38 +212,6 @@ def _written(path: Path) -> float:
         return 0.0
 
 
-def _bytes_of(opened: BinaryIO) -> bytes | mmap.mmap:
-    """All bytes of a file: mapped, so that processes share them. Windows replaces no file that is mapped."""
-    if os.name == "nt" or os.fstat(opened.fileno()).st_size == 0:
-        return opened.read()
-    return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-class Manifests(Protocol):
-    """Where manifests are stored: memory, a folder, or elsewhere."""
-
-    def names(self) -> list[str]:
-        """The names of all manifests, sorted."""
-
-    def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError for one that is damaged."""
-
-    def write(self, manifest: Manifest) -> None:
-        """Replace the manifest as a whole, and end what `begin` noted."""
-
-    def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs.
-
-        StoreBusyError if another client replaced it since it was read: see `update_manifest`.
-        """
-
-    def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest. `write` ends it."""
-
-    def end(self, name: str) -> None:
-        """End what `begin` noted here, of a run whose manifest is there: one that died after it had written it."""
-
-
 def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -> None:
     """Do as `manifests.update`, and again with a new `make` when another client replaced the manifest meanwhile."""
     for attempt in range(_ATTEMPTS):
@@ -242,8 +229,7 @@ def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[s
     That is so without any manifest, and while a run is not finished, unless `unfinished` gives up what it encoded.
     """
     path, names = manifests.path.parent, manifests.names()
-    if not names:
-        # An unfinished first run has entries but no manifest yet: everything would go.
+    if not names:  # an unfinished first run has entries, and no manifest yet
         raise StoreError(
             f"{path}: has no manifest, so prune would remove every entry; run `latentcache precache CONFIG` first"
         )

@@ -18,6 +18,7 @@ from latentcache.dataset.samples import (
     Signature,
     captions_in_columns,
     not_empty,
+    refusal_of,
     signature_of,
 )
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
@@ -98,7 +99,7 @@ class ParquetSource(SampleSource):
                         raise DatasetError(path, problem)
                 refusal = Refusal(name, path, "unreadable", problem)
             except ImageRefused as refused:
-                refusal = Refusal(name, path, refused.reason, refused.detail)
+                refusal = refusal_of(name, path, refused)
             except self._errors as error:
                 refusal = Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
             yield refusal
@@ -133,12 +134,12 @@ class ParquetSource(SampleSource):
                         captions = captions_in_columns(values, columns)
                         locator = path, group, row, self._image_column
                         parts = tuple(
-                            Sample.of(sample_id, f"{place}:{column}", (), signature, (path, group, row, column))
+                            Sample(sample_id, f"{place}:{column}", ("",), signature, (path, group, row, column))
                             for _, column in self._parts
                         )
-                        yield Sample.of(sample_id, place, captions, signature, locator, parts)
+                        yield Sample(sample_id, place, captions or ("",), signature, locator, parts)
                     except CaptionError as error:
-                        yield Refusal(sample_id, place, "bad-caption", str(error))
+                        yield refusal_of(sample_id, place, error)
                     row += 1
             except self._errors as error:
                 last_row = first_row + num_rows - 1

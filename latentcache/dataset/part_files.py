@@ -74,7 +74,7 @@ class PartFiles:
                 signature = signature_of(path)
             except ImageRefused as refused:
                 raise ImageRefused(path, refused.reason, f"{name}: {refused.detail}") from refused
-            found.append(Sample.of(sample_id, path, (), signature, path))
+            found.append(Sample(sample_id, path, signature=signature, locator=path))
         return tuple(found)
 
     def _file(self, name: str, place: str, suffix: str, sample_id: str) -> str:

@@ -1,86 +1,165 @@
-"""The rows of a manifest as columns: arrays that lie in its file as they are, so that processes can map and share them.
+"""The samples of a manifest: one as a `Row`, all as columns, which lie in its file as they are and can be mapped.
 
-n rows have m images, captions or parts; those of row i are offsets[i] to offsets[i + 1]. Texts are UTF-8 with offsets.
+n samples have m images, captions or parts; those of sample i are offsets[i] to offsets[i + 1]. Texts are UTF-8.
 
     sample_id/offsets [n + 1]  sample_id/values        source [n, 32]: of the image's bytes; zeros where unknown
-    folder/of [n]  folder/offsets  folder/values       the path: a folder, which rows share, and the sample_id,
+    folder/of [n]  folder/offsets  folder/values       the path: a folder, which samples share, and the sample_id,
     folder/is_whole [folders]                          or the folder alone if it is the whole path
     image/offsets [n + 1]    image/keys [m, 32]    image/unverified [m]    image/geometry [m, 10]
     caption/offsets [n + 1]  caption/keys [m, 32]  caption/unverified [m]  caption/text/offsets  caption/text/values
     part/offsets [n + 1]     part/keys [m, 32]     part/unverified [m]     part/geometry [m, 10]
     part/source [m, 32]      part/role [m]
-    refusal/rows [k]         refusal/text/offsets  refusal/text/values     k refused rows, ascending; each as JSON
+    refusal/rows [k]         refusal/text/offsets  refusal/text/values     k refused samples, ascending; each as JSON
 
 A geometry is original, resized, crop and target (height or top first), the number of frames (0: an image) and flip.
+A part is a companion of the image: a control image or a mask.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
-import xxhash
 from typing_extensions import override
 
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, PartRole, Row, Trust
 from latentcache.identity import is_key
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 KEY_BYTES: Final = 32
-_SCALARS = {
-    "sample_id/offsets": "q", "sample_id/values": "B",
-    "folder/of": "I", "folder/offsets": "q", "folder/values": "B", "folder/is_whole": "B",
-    "image/offsets": "I", "image/unverified": "B",
-    "caption/offsets": "I", "caption/unverified": "B", "caption/text/offsets": "q", "caption/text/values": "B",
-    "part/offsets": "I", "part/unverified": "B", "part/role": "B",
-    "refusal/rows": "I", "refusal/text/offsets": "q", "refusal/text/values": "B",
+COLUMNS: Mapping[str, tuple[str, int, str | None]] = {
+    "source": ("B", 32, "source"), "sample_id/offsets": ("q", 0, "source"), "sample_id/values": ("B", 0, None),
+    "folder/of": ("I", 0, "source"), "folder/offsets": ("q", 0, "folder/is_whole"), "folder/values": ("B", 0, None),
+    "folder/is_whole": ("B", 0, "folder/is_whole"),
+    "image/offsets": ("I", 0, "source"), "image/keys": ("B", 32, "image/keys"),
+    "image/unverified": ("B", 0, "image/keys"), "image/geometry": ("i", 10, "image/keys"),
+    "caption/offsets": ("I", 0, "source"), "caption/keys": ("B", 32, "caption/keys"),
+    "caption/unverified": ("B", 0, "caption/keys"), "caption/text/offsets": ("q", 0, "caption/keys"),
+    "caption/text/values": ("B", 0, None),
+    "part/offsets": ("I", 0, "source"), "part/keys": ("B", 32, "part/keys"), "part/unverified": ("B", 0, "part/keys"),
+    "part/geometry": ("i", 10, "part/keys"), "part/source": ("B", 32, "part/keys"), "part/role": ("B", 0, "part/keys"),
+    "refusal/rows": ("I", 0, "refusal/rows"), "refusal/text/offsets": ("q", 0, "refusal/rows"),
+    "refusal/text/values": ("B", 0, None),
 }  # fmt: skip
-_DIGESTS = ("source", "image/keys", "caption/keys", "part/keys", "part/source")
-_GEOMETRIES = ("image/geometry", "part/geometry")
-COLUMNS: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    **{name: (code, ()) for name, code in _SCALARS.items()},
-    **dict.fromkeys(_DIGESTS, ("B", (KEY_BYTES,))),
-    **dict.fromkeys(_GEOMETRIES, ("i", (10,))),
-}
-"""Each column's type, as `array` and numpy name it, and the shape of one row."""
-_OFFSETS = {
-    "sample_id/offsets": "sample_id/values", "folder/offsets": "folder/values", "image/offsets": "image/keys",
-    "caption/offsets": "caption/keys", "caption/text/offsets": "caption/text/values", "part/offsets": "part/keys",
-    "refusal/text/offsets": "refusal/text/values",
-}  # fmt: skip
-"""What each column of offsets counts."""
-_LENGTHS = {
-    "image/offsets": ("sample_id/offsets", 0), "caption/offsets": ("sample_id/offsets", 0),
-    "part/offsets": ("sample_id/offsets", 0), "source": ("sample_id/offsets", -1), "folder/of": ("source", 0),
-    "folder/is_whole": ("folder/offsets", -1), "image/unverified": ("image/keys", 0),
-    "image/geometry": ("image/keys", 0), "caption/unverified": ("caption/keys", 0),
-    "caption/text/offsets": ("caption/keys", 1), "part/unverified": ("part/keys", 0),
-    "part/geometry": ("part/keys", 0), "part/source": ("part/keys", 0), "part/role": ("part/keys", 0),
-    "refusal/text/offsets": ("refusal/rows", 1),
-}  # fmt: skip
-"""Columns whose length follows from another's, and by how much it differs."""
-_ENTRIES = ("image", "caption", "part")
+"""Each column's type, as `array` and numpy name it, the numbers in a row of it (0: one, without a second dimension),
+and the column that has as many rows, but for offsets, which have one more."""
+_ENTRIES = {"image": "images", "caption": "captions", "part": "parts"}
+"""Column prefix -> attribute of a `Row`."""
 _SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8), "extent": slice(6, 9)}
 _FLIP = 9
 """Where these lie in a geometry."""
-_GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "num_frames", "flip")
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
 _MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
-_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
-ROLES: tuple[PartRole, ...] = get_args(PartRole)
-_hash_of = xxhash.xxh3_64_intdigest
 _CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
 _NO_SOURCE = "0" * 2 * KEY_BYTES
 _CHUNK = 1024
-"""Rows or keys that are made together when all are wanted."""
+"""Rows or keys that are made together when all are needed."""
+
+Trust = Literal["verified", "unverified"]
+"""`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
+PartRole = Literal["control", "mask"]
+"""What a companion of an image is: an image that the model is given with the text, or the weights of the loss."""
+_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
+ROLES: tuple[PartRole, ...] = get_args(PartRole)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """One image entry of a sample."""
+
+    key: str
+    geometry: Geometry
+    trust: Trust = "verified"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionRef:
+    """One text entry of a sample."""
+
+    text: str
+    key: str
+    trust: Trust = "verified"
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """One entry of a companion of an image. `source` is the digest of the bytes that it was made of."""
+
+    role: PartRole
+    key: str
+    geometry: Geometry
+    source: str
+    trust: Trust = "verified"
+
+
+_Ref = ImageRef | CaptionRef | PartRef
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample. A refused sample has a refusal, and keeps what was known before it was refused.
+
+    `images` is the image and, if the dataset flips, its mirrored twin. `source` is the digest of the image's bytes.
+    `parts` are its control images in their order, then its mask; each is followed by its mirrored twin.
+    """
+
+    sample_id: str
+    path: str
+    source: str | None
+    images: tuple[ImageRef, ...]
+    captions: tuple[CaptionRef, ...]
+    refusal: Refusal | None = None
+    parts: tuple[PartRef, ...] = ()
+
+    def refs(self) -> tuple[_Ref, ...]:
+        """All entries: images, then captions, then companions."""
+        return (*self.images, *self.captions, *self.parts)
+
+    def keys(self) -> list[str]:
+        """The keys of all entries, in the order of `refs`."""
+        return [ref.key for ref in self.refs()]
+
+    def named_parts(self, *, flip: bool | None = None) -> Iterator[tuple[str, PartRef]]:
+        """Each companion with its name: `control 1`, `control 2`, `mask`. With `flip` only those mirrored so."""
+        numbers: dict[tuple[str, bool], int] = {}
+        for ref in self.parts:
+            which = ref.role, ref.geometry.flip
+            numbers[which] = numbers.get(which, 0) + 1
+            if flip in (None, ref.geometry.flip):
+                yield ref.role if ref.role == "mask" else f"{ref.role} {numbers[which]}", ref
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether none of its entries was imported and left unverified."""
+        return all(ref.trust == "verified" for ref in self.refs())
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object. One without companions has no `parts`, and a verified entry no `trust`."""
+        line: dict[str, Any] = {
+            "sample_id": self.sample_id,
+            "path": self.path,
+            "source": self.source,
+            "images": [_with_trust(ref, key=ref.key, **ref.geometry.to_json()) for ref in self.images],
+            "captions": [_with_trust(ref, key=ref.key, text=ref.text) for ref in self.captions],
+            "refusal": None if self.refusal is None else self.refusal.to_json(),
+        }
+        if self.parts:
+            line["parts"] = [
+                _with_trust(ref, role=ref.role, key=ref.key, source=ref.source, **ref.geometry.to_json())
+                for ref in self.parts
+            ]
+        return line
+
+
+def _with_trust(ref: _Ref, **facts: Any) -> dict[str, Any]:
+    return facts if ref.trust == "verified" else {**facts, "trust": ref.trust}
 
 
 class Strings:
@@ -97,36 +176,24 @@ class Strings:
         return str(self._values.data[start:end], _CODEC, _ERRORS)
 
     def __iter__(self) -> Iterator[str]:
-        return (text.decode(_CODEC, _ERRORS) for text in self.encoded())
-
-    def encoded(self) -> Iterator[bytes]:
-        """The bytes of each."""
-        offsets = self._offsets.tolist()
-        return map(self._values.tobytes().__getitem__, map(slice, offsets, offsets[1:]))
+        data, offsets = self._values.tobytes(), self._offsets.tolist()
+        return (data[start:end].decode(_CODEC, _ERRORS) for start, end in pairwise(offsets))
 
     def take(self, numbers: np.ndarray) -> list[str]:
-        """Those of these numbers."""
+        """The texts of these numbers."""
         starts, ends = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
         data = self._values.data
         return [str(data[start:end], _CODEC, _ERRORS) for start, end in zip(starts, ends, strict=True)]
-
-    def check(self) -> None:
-        """ValueError unless all are UTF-8."""
-        str(self._values.tobytes(), _CODEC, _ERRORS)
-        starts = self._values[self._offsets[:-1][self._offsets[:-1] < len(self._values)]]
-        if ((starts & 0xC0) == 0x80).any():
-            raise ValueError("a text begins in the middle of a character")
 
 
 class RowTable(Mapping[str, Row]):
     """The rows of a manifest by sample_id, in their order. A `Row` is made each time that one is requested.
 
     Rows also have numbers, from 0: who goes by these needs no id. Threads share a table, forks too; it can be pickled.
-    `columns` are those of `COLUMNS`. ValueError where they do not fit to each other.
+    `columns` are those of `COLUMNS`, not checked here: see `check`.
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray]):
-        _check_structure(columns)
         self.columns = columns
         self.sample_ids = self._strings("sample_id")
         self._folders, self.caption_texts = self._strings("folder"), self._strings("caption/text")
@@ -153,9 +220,11 @@ class RowTable(Mapping[str, Row]):
     def check(self) -> None:
         """ValueError for contents that no builder makes: for a table that comes from elsewhere."""
         columns = self.columns
+        _check_structure(columns)
         for name in ("sample_id", "folder", "caption/text", "refusal/text"):
-            self._strings(name).check()
-        for name in _GEOMETRIES:
+            for _ in self._strings(name):
+                pass  # UnicodeDecodeError for what is not UTF-8
+        for name in ("image/geometry", "part/geometry"):
             wrong = (columns[name] < _LEAST) | (columns[name] > _MOST)
             if wrong.any():
                 raise ValueError(f"{name} has {columns[name][wrong][0]}: a side has 1 to {MAX_SIDE}, flip is 0 or 1")
@@ -167,10 +236,8 @@ class RowTable(Mapping[str, Row]):
         if (columns["refusal/rows"][1:] <= columns["refusal/rows"][:-1]).any():
             raise ValueError("refusal/rows is not ascending")
         _ = self.refusals
-        alike = self._by_id.alike()
-        names = [self.sample_ids[number] for number in alike]
-        if len(set(names)) < len(names):
-            again = next(name for name in names if names.count(name) > 1)
+        if len(self._numbers) < len(self):
+            again = next(name for number, name in enumerate(self.sample_ids) if self._numbers[name] != number)
             raise ValueError(f"sample {again!r:.80} is listed twice")
 
     # As a mapping
@@ -182,24 +249,17 @@ class RowTable(Mapping[str, Row]):
         return iter(self.sample_ids)
 
     def __getitem__(self, sample_id: str) -> Row:
-        number = self.number(sample_id)
-        if number is None:
-            raise KeyError(sample_id)
-        return self.row(number)
+        return self.row(self._numbers[sample_id])
 
     def __contains__(self, sample_id: object) -> bool:
-        return isinstance(sample_id, str) and self.number(sample_id) is not None
+        return sample_id in self._numbers
 
     @override
     def __eq__(self, other: object) -> bool:
-        """Whether the samples are the same, in any order. All rows are never in memory at once."""
-        if not isinstance(other, Mapping):
-            return NotImplemented
-        if isinstance(other, RowTable) and all(
-            np.array_equal(self.columns[name], other.columns[name]) for name in COLUMNS
-        ):
-            return True
-        return len(self) == len(other) and all(other.get(row.sample_id) == row for row in self.values())
+        """Whether the samples are the same; those of two tables in the same order."""
+        if isinstance(other, RowTable):
+            return all(np.array_equal(self.columns[name], other.columns[name]) for name in COLUMNS)
+        return Mapping.__eq__(self, other)
 
     @override
     def values(self) -> ValuesView[Row]:
@@ -208,25 +268,17 @@ class RowTable(Mapping[str, Row]):
     # By number
 
     @cached_property
-    def _by_id(self) -> _Order:
-        """Made when somebody asks by id, which a loader does not."""
-        return _Order(np.fromiter(map(_hash_of, self.sample_ids.encoded()), np.uint64, len(self)))
+    def _numbers(self) -> dict[str, int]:
+        """sample_id -> number. Made when somebody asks by id, which a loader does not."""
+        return {sample_id: number for number, sample_id in enumerate(self.sample_ids)}
 
     def number(self, sample_id: str) -> int | None:
         """The number of a sample's row; None for an unknown one."""
-        [found] = self.numbers([sample_id]).tolist()
-        return None if found < 0 else found
+        return self._numbers.get(sample_id)
 
     def numbers(self, sample_ids: Sequence[str]) -> np.ndarray:
         """The numbers of these samples' rows: int64 [n], and -1 for one that is unknown."""
-        hashes = [_hash_of(sample_id.encode(_CODEC, _ERRORS)) for sample_id in sample_ids]
-        found = np.full(len(sample_ids), -1, np.int64)
-        for places, numbers in self._by_id.alternatives(np.array(hashes, np.uint64)):
-            names = self.sample_ids.take(numbers)
-            for place, number, name in zip(places.tolist(), numbers.tolist(), names, strict=True):
-                if name == sample_ids[place] and found[place] < 0:
-                    found[place] = number
-        return found
+        return np.array([self._numbers.get(sample_id, -1) for sample_id in sample_ids], np.int64)
 
     def row(self, number: int) -> Row:
         """One row: it takes some microseconds."""
@@ -242,7 +294,9 @@ class RowTable(Mapping[str, Row]):
             tuple(CaptionRef(self.caption_texts[at], key, trust)
                   for at, key, trust in self._entries("caption", number)),
             self.refusals.get(number),
-            tuple(self._part(at, key, trust) for at, key, trust in self._entries("part", number)),
+            tuple(PartRef(ROLES[columns["part/role"].item(at)], key, geometry_of(columns["part/geometry"][at]),
+                          columns["part/source"][at].tobytes().hex(), trust)
+                  for at, key, trust in self._entries("part", number)),
         )  # fmt: skip
 
     def _entries(self, name: str, number: int) -> Iterator[tuple[int, str, Trust]]:
@@ -251,11 +305,6 @@ class RowTable(Mapping[str, Row]):
         keys, unverified = columns[f"{name}/keys"], columns[f"{name}/unverified"]
         for at in range(offsets.item(number), offsets.item(number + 1)):
             yield at, keys[at].tobytes().hex(), _TRUSTS[unverified.item(at)]
-
-    def _part(self, at: int, key: str, trust: Trust) -> PartRef:
-        columns = self.columns
-        geometry, source = geometry_of(columns["part/geometry"][at]), columns["part/source"][at].tobytes().hex()
-        return PartRef(ROLES[columns["part/role"].item(at)], key, geometry, source, trust)
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
@@ -279,7 +328,7 @@ class RowTable(Mapping[str, Row]):
     # As columns
 
     def entry_keys(self, *, usable: bool = False) -> Iterator[str]:
-        """The keys of all images, then of all captions, then of further parts. Equal ones repeat.
+        """The keys of all images, then of all captions, then of all companions. Equal ones repeat.
 
         `usable`: only those of rows that are not refused.
         """
@@ -321,7 +370,7 @@ class RowTable(Mapping[str, Row]):
         return found
 
     def part_places(self, numbers: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places of these rows' further parts, those of a row together: int64 [m], and how many each row has: [n].
+        """The places of these rows' companions, those of a row together: int64 [m], and how many each row has: [n].
 
         `flips`, bool [n], says of which rows they are the mirrored ones.
         """
@@ -333,12 +382,12 @@ class RowTable(Mapping[str, Row]):
         return places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
 
     def part_shapes(self, places: np.ndarray) -> np.ndarray:
-        """Role (a number of ROLES), height and width of the further parts at these places: int32 [m, 3]."""
+        """Role (a number of ROLES), height and width of the companions at these places: int32 [m, 3]."""
         sizes = self.columns["part/geometry"][places, _SIZES["target_size"]]
         return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
 
     def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
-        """Heights and widths of the further parts of these rows, in their order, then zeros: int32 [n, 2 * most]."""
+        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most]."""
         starts, ends = self.ranges("part", numbers)
         found = np.zeros((len(numbers), int((ends - starts).max(initial=0)), 2), np.int32)
         for place in range(found.shape[1]):
@@ -353,58 +402,38 @@ class RowTable(Mapping[str, Row]):
 
     def unverified(self) -> np.ndarray:
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
-        return self._rows_of([np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES])
+        return self._rows_of({name: np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES})
 
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows with one of these keys, ascending."""
-        wanted = set(map(bytes.fromhex, keys))
-        heads, found = np.array([_head(key) for key in wanted], np.uint64), []
+        if not (wanted := set(keys)):
+            return []
+        found = {}
         for name in _ENTRIES:
-            column = self.columns[f"{name}/keys"]
-            likely = np.flatnonzero(np.isin(_heads_of(column), heads)).tolist()
-            found.append(np.array([at for at in likely if column[at].tobytes() in wanted], np.int64))
+            places = (at for at, key in enumerate(_hex_in_turn(self.columns[f"{name}/keys"])) if key in wanted)
+            found[name] = np.fromiter(places, np.int64)
         return [*map(int, self._rows_of(found))]
 
-    def _rows_of(self, entries: Sequence[np.ndarray]) -> np.ndarray:
+    def _rows_of(self, places: Mapping[str, np.ndarray]) -> np.ndarray:
         """The numbers of the rows that have these images, captions and parts, ascending."""
-        offsets = (self.columns[f"{name}/offsets"] for name in _ENTRIES)
-        rows = [of.searchsorted(at, side="right") - 1 for of, at in zip(offsets, entries, strict=True)]
+        rows = [self.columns[f"{name}/offsets"].searchsorted(at, side="right") - 1 for name, at in places.items()]
         return np.unique(np.concatenate(rows))
 
     def row_of_source(self, source: str) -> Row | None:
         """The last row whose image has this digest, or None."""
-        wanted, sources = bytes.fromhex(source), self.columns["source"]
-        alternatives = self._by_source.alternatives(np.array([_head(wanted)], np.uint64))
-        found = [numbers[0] for _, numbers in alternatives if sources[numbers[0]].tobytes() == wanted]
-        return self.row(int(found[-1])) if found and any(wanted) else None
+        order, heads = self._by_source
+        wanted = np.frombuffer(bytes.fromhex(source), np.uint8)
+        at = int(heads.searchsorted(_heads_of(wanted[None])[0], side="right")) - 1
+        if at < 0 or not wanted.any() or not np.array_equal(self.columns["source"][order[at]], wanted):
+            return None
+        return self.row(int(order[at]))
 
     @cached_property
-    def _by_source(self) -> _Order:
-        return _Order(_heads_of(self.columns["source"]))
-
-
-class _Order:
-    """Finds rows by a number of eight bytes that each has, in 12 bytes a row."""
-
-    def __init__(self, numbers: np.ndarray):
-        self._order = np.argsort(numbers, kind="stable").astype(np.uint32)
-        self._numbers = numbers[self._order]
-
-    def alternatives(self, numbers: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The rows that have these numbers (uint64 [n]): places among them, and a row for each of these, ascending.
-
-        Once, or more often where several rows have one number.
-        """
-        first, end = (self._numbers.searchsorted(numbers, side) for side in ("left", "right"))
-        for step in range(int((end - first).max(initial=0))):
-            places = np.flatnonzero(first + step < end)
-            yield places, self._order[first[places] + step]
-
-    def alike(self) -> list[int]:
-        """Rows whose number another one has too."""
-        same = np.flatnonzero(self._numbers[1:] == self._numbers[:-1])
-        found: list[int] = self._order[np.union1d(same, same + 1)].tolist()
-        return found
+    def _by_source(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the rows, sorted by the first eight bytes of their sources, and these."""
+        heads = _heads_of(self.columns["source"])
+        order = np.argsort(heads, kind="stable").astype(np.uint32)
+        return order, heads[order]
 
 
 class _Values(ValuesView[Row]):
@@ -414,80 +443,31 @@ class _Values(ValuesView[Row]):
         return map(self._mapping.row, range(len(self._mapping)))
 
 
-class PlainRow(NamedTuple):
-    """A row as a plan has it, whose entries are no objects: keys with geometries, or with texts.
-
-    A part also has its role and the digest of its file.
-    """
-
-    sample_id: str
-    path: str
-    source: str | None
-    images: Sequence[tuple[str, Geometry]] = ()
-    captions: Sequence[tuple[str, str]] = ()
-    parts: Sequence[tuple[str, Geometry, PartRole, str]] = ()
-    refusal: Refusal | None = None
-
-    def keys(self) -> list[str]:
-        """The keys of all its entries."""
-        return [key for key, _ in self.images] + [key for key, _ in self.captions] + [key for key, *_ in self.parts]
-
-
 class RowTableBuilder:
     """Collects rows, some at a time, and makes a table of them. After `finish` it is used up."""
 
     def __init__(self) -> None:
-        self._columns = {name: array(code, [0] * (name in _OFFSETS)) for name, (code, _) in COLUMNS.items()}
+        self._columns = {name: array(code, [0] * name.endswith("/offsets")) for name, (code, *_) in COLUMNS.items()}
         self._last_folder: tuple[str, bool] | None = None
         self._num_rows = 0
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows. ValueError, adding none, for a key or a source that is no digest."""
-        for row in rows:
-            sources = [] if row.source is None else [row.source]
-            _check_digests("key", row.keys())
-            _check_digests("source", [*sources, *(ref.source for ref in row.parts)])
-        self.add_plain(
-            [
-                PlainRow(
-                    row.sample_id,
-                    row.path,
-                    row.source,
-                    [(ref.key, ref.geometry) for ref in row.images],
-                    [(ref.key, ref.text) for ref in row.captions],
-                    [(ref.key, ref.geometry, ref.role, ref.source) for ref in row.parts],
-                    row.refusal,
-                )
-                for row in rows
-            ]
-        )
-        for name, plural in zip(_ENTRIES, ("images", "captions", "parts"), strict=True):
-            flags = array("B", [ref.trust != "verified" for row in rows for ref in getattr(row, plural)])
-            if any(flags):
-                self._columns[f"{name}/unverified"][-len(flags) :] = flags
-
-    def add_plain(self, rows: Sequence[PlainRow]) -> None:
-        """Add rows of entries that are verified. Their digests are not checked."""
+        refs = {name: [ref for row in rows for ref in getattr(row, plural)] for name, plural in _ENTRIES.items()}
+        digests = {f"{name}/keys": _bytes_of("key", [ref.key for ref in found]) for name, found in refs.items()}
+        digests["part/source"] = _bytes_of("source", [ref.source for ref in refs["part"]])
+        digests["source"] = _bytes_of("source", [_NO_SOURCE if row.source is None else row.source for row in rows])
         columns = self._columns
-        images = [ref for row in rows for ref in row.images]
-        captions = [ref for row in rows for ref in row.captions]
-        parts = [ref for row in rows for ref in row.parts]
-        keys = {"image": [key for key, _ in images], "caption": [key for key, _ in captions]}
-        for name, found in {**keys, "part": [key for key, *_ in parts]}.items():
-            columns[f"{name}/keys"].frombytes(bytes.fromhex("".join(found)))
-            columns[f"{name}/unverified"].frombytes(bytes(len(found)))
-        self._add_offsets("image/offsets", [len(row.images) for row in rows])
-        self._add_offsets("caption/offsets", [len(row.captions) for row in rows])
-        self._add_offsets("part/offsets", [len(row.parts) for row in rows])
-        columns["source"].frombytes(bytes.fromhex("".join([row.source or _NO_SOURCE for row in rows])))
-        columns["part/source"].frombytes(bytes.fromhex("".join([source for *_, source in parts])))
-        for name, refs in (("image", images), ("part", parts)):
-            column = columns[f"{name}/geometry"]
-            for _, geometry, *_ in refs:
-                original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
-                column.extend((*original, *resized, *crop, *target, num_frames or 0, flip))
-        columns["part/role"].extend([ROLES.index(role) for _, _, role, _ in parts])
-        self._add_texts("caption/text", [text for _, text in captions])
+        for name, data in digests.items():
+            columns[name].frombytes(data)
+        for name, plural in _ENTRIES.items():
+            columns[f"{name}/unverified"].extend([ref.trust != "verified" for ref in refs[name]])
+            self._add_offsets(f"{name}/offsets", [len(getattr(row, plural)) for row in rows])
+        for name in ("image", "part"):
+            for ref in refs[name]:
+                columns[f"{name}/geometry"].extend(_numbers_of(ref.geometry))
+        columns["part/role"].extend([ROLES.index(ref.role) for ref in refs["part"]])
+        self._add_texts("caption/text", [ref.text for ref in refs["caption"]])
         self._add_texts("sample_id", [row.sample_id for row in rows])
         for row in rows:
             self._add_path(row.path, row.sample_id)
@@ -522,36 +502,36 @@ class RowTableBuilder:
 
     def finish(self) -> RowTable:
         """The table."""
-        return RowTable(
-            {name: np.frombuffer(self._columns[name], code).reshape(-1, *shape)
-             for name, (code, shape) in COLUMNS.items()}
-        )  # fmt: skip
-
-
-def check_geometry(geometry: Geometry) -> None:
-    """ValueError for one that no row of a manifest may have: sizes and a crop have their bounds."""
-    original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
-    numbers = (*original, *resized, *crop, *target, num_frames or 0, flip)
-    wrong = [number for number, least, most in zip(numbers, _LEAST, _MOST, strict=True) if not least <= number <= most]
-    if wrong:
-        raise ValueError(f"a geometry has {wrong[0]}, where a side has 1 to {MAX_SIDE} pixels, and a crop 0 or more")
+        made = {name: np.frombuffer(self._columns[name], code) for name, (code, *_) in COLUMNS.items()}
+        return RowTable({name: made[name].reshape(-1, width) if width else made[name]
+                         for name, (_, width, _) in COLUMNS.items()})  # fmt: skip
 
 
 def _check_structure(columns: Mapping[str, np.ndarray]) -> None:
     """ValueError unless these are the columns of a table: offsets and lengths that fit to each other."""
     if columns.keys() != COLUMNS.keys():
         raise ValueError(f"its columns differ from those that are needed: {sorted(columns.keys() ^ COLUMNS.keys())}")
-    for name, (code, shape) in COLUMNS.items():
-        column = columns[name]
-        if column.dtype != np.dtype(code) or column.shape[1:] != shape or column.ndim != 1 + len(shape):
+    for name, (code, width, like) in COLUMNS.items():
+        column, shape = columns[name], (width,) if width else ()
+        if column.dtype != np.dtype(code) or column.ndim != 1 + len(shape) or column.shape[1:] != shape:
             raise ValueError(f"{name} is {column.dtype} {list(column.shape)}, not {np.dtype(code)} [n, {shape}]")
-    for name, of in _OFFSETS.items():
-        offsets, num = columns[name], len(columns[of])
-        if not len(offsets) or offsets[0] != 0 or offsets[-1] != num or (offsets[1:] < offsets[:-1]).any():
-            raise ValueError(f"{name} does not rise from 0 to the {num:,} of {of}")
-    for name, (other, difference) in _LENGTHS.items():
-        if len(columns[name]) != (expected := len(columns[other]) + difference):
-            raise ValueError(f"{name} has {len(columns[name]):,} rows, where {other} means {expected:,}")
+        is_offsets = name.endswith("/offsets")
+        if like is not None and len(column) != (expected := len(columns[like]) + is_offsets):
+            raise ValueError(f"{name} has {len(column):,} rows, where {like} means {expected:,}")
+        if is_offsets:
+            prefix = name.removesuffix("offsets")
+            counted = f"{prefix}{'values' if f'{prefix}values' in COLUMNS else 'keys'}"
+            if column[0] != 0 or column[-1] != len(columns[counted]) or (column[1:] < column[:-1]).any():
+                raise ValueError(f"{name} does not rise from 0 to the {len(columns[counted]):,} of {counted}")
+
+
+_GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "num_frames", "flip")
+
+
+def _numbers_of(geometry: Geometry) -> tuple[int, ...]:
+    """The row of a geometry in its column."""
+    original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
+    return (*original, *resized, *crop, *target, num_frames or 0, flip)
 
 
 def geometry_of(numbers: np.ndarray) -> Geometry:
@@ -561,8 +541,12 @@ def geometry_of(numbers: np.ndarray) -> Geometry:
     return Geometry(*sizes, Crop(top, left), Size(*target), bool(flip), num_frames or None)
 
 
-def _head(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], sys.byteorder)
+def check_geometry(geometry: Geometry) -> None:
+    """ValueError for one that no row of a manifest may have: sizes and a crop have their bounds."""
+    numbers = _numbers_of(geometry)
+    wrong = [number for number, least, most in zip(numbers, _LEAST, _MOST, strict=True) if not least <= number <= most]
+    if wrong:
+        raise ValueError(f"a geometry has {wrong[0]}, where a side has 1 to {MAX_SIDE} pixels, and a crop 0 or more")
 
 
 def _heads_of(digests: np.ndarray) -> np.ndarray:
@@ -581,8 +565,9 @@ def _hex_in_turn(digests: np.ndarray) -> Iterator[str]:
     return chain.from_iterable(hex_of(digests[first : first + _CHUNK]) for first in range(0, len(digests), _CHUNK))
 
 
-def _check_digests(what: str, digests: Iterable[str]) -> None:
-    """ValueError for the first that is no digest."""
+def _bytes_of(what: str, digests: Sequence[str]) -> bytes:
+    """The bytes of digests in hexadecimal digits, joined. ValueError for the first that is no digest."""
     wrong = next((digest for digest in digests if not is_key(digest)), None)
     if wrong is not None:
         raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
+    return bytes.fromhex("".join(digests))

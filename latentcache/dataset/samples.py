@@ -134,6 +134,15 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
         pending += [f"{folder}/{name}" if folder else name for name in folders]
 
 
+def refusal_of(sample_id: str, path: str, error: ImageRefused | CaptionError | OSError) -> Refusal:
+    """The Refusal for what was raised while the file at `path` was read."""
+    if isinstance(error, ImageRefused):
+        return Refusal(sample_id, path, error.reason, error.detail)
+    if isinstance(error, CaptionError):
+        return Refusal(sample_id, path, "bad-caption", str(error))
+    return Refusal(sample_id, path, "unreadable", error.strerror or str(error))
+
+
 def refuse_read(path: str, error: OSError) -> NoReturn:
     """The ImageRefused for an error of the operating system."""
     reason: RefusalReason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
@@ -238,31 +247,22 @@ class Sample:
 
     `sample_id` is the image's path relative to the dataset's root with `/`, `<tar>/<key>`, or `<file>#<row>`. `path`
     is for people: the real path, with `#member` or `#row`. `captions` are stripped and never empty: a missing caption
-    is `("",)`, and `has_caption` is False. `locator` belongs to the source that made it; with a signature it is the
+    is `("",)`. `locator` belongs to the source that made it; with a signature it is the
     file that has the bytes, or a tuple of it and a place in it. `parts` are its control images and its mask, in the
     order of the config, each a sample without captions that the same source reads.
     """
 
     sample_id: str
     path: str
-    captions: tuple[str, ...]
-    has_caption: bool
-    signature: Signature | None
-    locator: Any
+    captions: tuple[str, ...] = ("",)
+    signature: Signature | None = None
+    locator: Any = None
     parts: tuple[Sample, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        sample_id: str,
-        path: str,
-        captions: tuple[str, ...],
-        signature: Signature | None,
-        locator: Any,
-        parts: tuple[Sample, ...] = (),
-    ) -> Sample:
-        """The sample; without captions it gets the empty one."""
-        return cls(sample_id, path, captions or ("",), bool(captions), signature, locator, parts)
+    @property
+    def has_caption(self) -> bool:
+        """Whether there is a caption that is not empty."""
+        return self.captions != ("",)
 
     def is_unchanged(self) -> bool:
         """Whether its file, which has a signature, is still the one that was listed. ImageRefused where it is gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import posixpath
 from collections.abc import Sequence
 
 from latentcache.config import PartConfig, SourceConfig, part_names
@@ -44,12 +45,12 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
 def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
     """(name relative to the dataset, path) of the files with these suffixes: one file, a folder's, or a glob's."""
     if os.path.isdir(path):
-        files = [
-            (f"{folder}/{name}" if folder else name, os.path.join(path, folder, name))
-            for folder, names in (found for found in walk(path) if not isinstance(found, Refusal))
-            for name in names
-            if name.lower().endswith(suffixes)
-        ]
+        files = []
+        for found in walk(path):
+            if isinstance(found, Refusal):  # its files, and so their samples, would be left out without a word
+                raise DatasetError(found.path, found.detail)
+            names = (posixpath.join(found[0], name) for name in found[1] if name.lower().endswith(suffixes))
+            files += [(name, os.path.join(path, name)) for name in names]
     elif os.path.exists(path):
         files = [(os.path.basename(path), path)]
     elif glob.has_magic(path):
@@ -58,7 +59,7 @@ def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
         while glob.has_magic(base):
             base = os.path.dirname(base)
         # What is no file is refused by its name later.
-        matches = sorted(file for file in glob.glob(path) if not os.path.isdir(file))
+        matches = sorted(file for file in glob.glob(path, recursive=True) if not os.path.isdir(file))
         files = [(os.path.relpath(file, base).replace(os.sep, "/"), file) for file in matches]
     elif "{" in path:
         raise DatasetError(path, "does not exist; braces are not expanded: write a glob such as shard-*.tar")

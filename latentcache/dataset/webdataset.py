@@ -22,6 +22,7 @@ from latentcache.dataset.samples import (
     is_image,
     not_empty,
     read_range,
+    refusal_of,
     refuse_read,
     signature_of,
     too_large,
@@ -40,18 +41,10 @@ _Group = dict[str, list[_Member]]
 """The members of a key by their endings, in small letters and without the first dot: `jpg`, `depth.png`, `txt`."""
 
 
-class TarDamage(Exception):
-    """A tar ends early. `reason` is a RefusalReason."""
-
-    def __init__(self, reason: str, detail: str):
-        self.reason, self.detail = reason, detail
-        super().__init__(detail)
-
-
 def members(path: str) -> Iterator[tarfile.TarInfo]:
     """The members of a tar without compression, of any kind, one in memory at a time.
 
-    Raises OSError, and TarDamage where the tar ends early, if so then after the member that is cut.
+    Raises OSError, and ImageRefused where the tar ends early, if so then after the member that is cut.
     """
     end, size = -1, os.path.getsize(path)
     try:
@@ -63,42 +56,42 @@ def members(path: str) -> Iterator[tarfile.TarInfo]:
                 end = tar.offset
                 yield member
                 if member.offset_data + member.size > size:
-                    raise TarDamage("truncated", f"the tar ends inside its member {member.name}")
+                    raise ImageRefused(path, "truncated", f"the tar ends inside its member {member.name}")
             end = tar.offset
     except _TAR_ERRORS as error:
         detail = f"it cannot be read from byte {max(end, 0):,} on: {error}. A compressed tar has no random access"
-        raise TarDamage("truncated", f"{detail}: decompress it") from error
+        raise ImageRefused(path, "truncated", f"{detail}: decompress it") from error
     # After the last member come zeros that fill a record. tarfile stops silently at anything else, too.
     rest = read_range(path, end, _MAX_RECORD_BYTES)
     if len(rest) < tarfile.BLOCKSIZE:
-        raise TarDamage("truncated", f"the tar ends at byte {end + len(rest):,} without an end mark")
+        raise ImageRefused(path, "truncated", f"the tar ends at byte {end + len(rest):,} without an end mark")
     if any(rest) or size - end > _MAX_RECORD_BYTES:
         detail = f"no member begins at byte {end:,}, and the {size - end:,} bytes from there are not read"
-        raise TarDamage("corrupt", f"{detail}: is it damaged, or several tars?")
+        raise ImageRefused(path, "corrupt", f"{detail}: is it damaged, or several tars?")
 
 
 class WebDatasetSource(SampleSource):
     """Tar files. Members belong together if their paths are equal up to the first dot of the file name: the key.
 
     The image is the member whose name has an image's suffix after the key, and nothing between them: `cat.jpg`, but not
-    `cat.depth.png`, which is a further part where one has the column `depth`, and else is left out. Captions are the
-    lines of `.txt`, or columns of `.json`. If columns are configured, `.json` comes first, and a column that no sample
-    has is a DatasetError at the end. Unlike in WebDataset, the members of a key may be apart in the tar. Samples come
-    in the order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the samples
-    before the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
+    `cat.depth.png`, which is a companion where one has the column `depth`, and else is left out. Captions are the lines
+    of `.txt`, or columns of `.json`. If columns are configured, `.json` comes first, and a column that no sample has is
+    a DatasetError at the end. Unlike in WebDataset, the members of a key may be apart in the tar. Samples come in the
+    order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the samples before
+    the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
     """
 
     def __init__(
         self,
         shards: Sequence[tuple[str, str]],
         caption_columns: tuple[str, ...] | None,
-        parts: tuple[tuple[str, str], ...] = (),
+        companions: tuple[tuple[str, str], ...] = (),
     ):
-        """`shards`: (name, path) of each tar, sorted. `parts`: (name, column) of each further part.
+        """`shards`: (name, path) of each tar, sorted. `companions`: (name, column) of each.
 
         DatasetError for a compressed tar, which has no random access.
         """
-        self._shards, self._columns, self._parts = tuple(shards), caption_columns, parts
+        self._shards, self._columns, self._companions = tuple(shards), caption_columns, companions
         for _, path in self._shards:
             if path.lower().endswith(COMPRESSED_SUFFIXES):
                 raise DatasetError(path, "is compressed; decompress it: images do not get smaller by it")
@@ -112,10 +105,8 @@ class WebDatasetSource(SampleSource):
         for name, path in self._shards:
             try:
                 yield from self._samples_of(name, path, signature_of(path), columns)
-            except ImageRefused as refused:
-                yield Refusal(name, path, refused.reason, refused.detail)
-            except OSError as error:
-                yield Refusal(name, path, "unreadable", error.strerror or str(error))
+            except (ImageRefused, OSError) as error:
+                yield refusal_of(name, path, error)
         columns.check(self._shards[0][1])
 
     @override
@@ -155,11 +146,11 @@ class WebDatasetSource(SampleSource):
                     groups.setdefault(key, {}).setdefault(ending, []).append(place)
                     continue
                 refused.append(Refusal(f"{name}/{key}", f"{path}#{member.name}", "unreadable", problem))
-        except TarDamage as damage:
+        except ImageRefused as damage:
             if cut := _images(groups.pop(key, {})):
                 detail = "the tar is cut or damaged after this image, where its caption may have been"
                 refused.append(Refusal(f"{name}/{key}", f"{path}#{cut[0][0]}", "truncated", detail))
-            refused.append(Refusal(name, path, damage.reason, damage.detail))
+            refused.append(refusal_of(name, path, damage))
         for key, group in groups.items():
             yield from self._samples_in(f"{name}/{key}", path, signature, group, columns)
         yield from refused
@@ -169,45 +160,38 @@ class WebDatasetSource(SampleSource):
     ) -> Iterator[Sample | Refusal]:
         images = _images(group)
         if not images:
-            known = (None, *(column.lower() for _, column in self._parts))
+            known = (None, *(column.lower() for _, column in self._companions))
             if others := [ending for ending in group if _column(ending) not in known]:
                 detail = (
                     "its name has a dot before the suffix, so it is no image of its key: rename it, or name the column"
                 )
                 yield Refusal(sample_id, f"{path}#{group[others[0]][0][0]}", "missing", detail)
             return
-        yield self._sample(sample_id, path, signature, group, columns)
-        for member, _, _ in images[1:]:
-            detail = f"the key has an image already: {images[0][0]}"
-            yield Refusal(sample_id, f"{path}#{member}", "duplicate", detail)
-
-    def _sample(
-        self, sample_id: str, path: str, signature: Signature, group: _Group, columns: CaptionColumns
-    ) -> Sample | Refusal:
-        member, offset, num_bytes = _images(group)[0]
+        (member, offset, num_bytes), *again = images
         place = f"{path}#{member}"
         try:
-            captions = self._captions(path, group, columns)
-            parts = self._parts_of(sample_id, path, signature, group)
-        except CaptionError as error:
-            return Refusal(sample_id, place, "bad-caption", str(error))
-        except ImageRefused as refused:
-            return Refusal(sample_id, place, refused.reason, refused.detail)
-        return Sample.of(sample_id, place, captions, signature, (path, offset, num_bytes), parts)
+            captions, companions = self._captions(path, group, columns), self._companions_of(path, group)
+            parts = tuple(
+                Sample(sample_id, f"{path}#{at[0]}", signature=signature, locator=(path, *at[1:])) for at in companions
+            )
+            yield Sample(sample_id, place, captions or ("",), signature, (path, offset, num_bytes), parts)
+        except (CaptionError, ImageRefused) as error:
+            yield refusal_of(sample_id, place, error)
+        for file, _, _ in again:
+            yield Refusal(sample_id, f"{path}#{file}", "duplicate", f"the key has an image already: {member}")
 
-    def _parts_of(self, sample_id: str, path: str, signature: Signature, group: _Group) -> tuple[Sample, ...]:
-        """Raises ImageRefused, naming the part, for one that is not there or there twice."""
+    def _companions_of(self, path: str, group: _Group) -> list[_Member]:
+        """Raises ImageRefused, naming the companion, for one that is not there or there twice."""
         found = []
-        for name, column in self._parts:
+        for name, column in self._companions:
             places = _images(group, column.lower())
             if not places:
                 raise ImageRefused(path, "missing", f"{name}: its key has no member .{column} of an image")
             if len(places) > 1:
                 names = ", ".join(member for member, _, _ in places)
                 raise ImageRefused(path, "duplicate", f"{name}: its key has several: {names}")
-            [(member, offset, num_bytes)] = places
-            found.append(Sample.of(sample_id, f"{path}#{member}", (), signature, (path, offset, num_bytes)))
-        return tuple(found)
+            found += places
+        return found
 
     def _captions(self, path: str, group: _Group, columns: CaptionColumns) -> tuple[str, ...]:
         """Raises CaptionError."""
@@ -226,7 +210,7 @@ class WebDatasetSource(SampleSource):
 
 
 def _column(ending: str) -> str | None:
-    """The part of an image's ending before its suffix: "" of `jpg`, `depth` of `depth.jpg`; None of no image."""
+    """What an image's ending has before its suffix: "" of `jpg`, `depth` of `depth.jpg`; None of no image."""
     column, _, suffix = ending.rpartition(".")
     return column if is_image(f"a.{suffix}") else None
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypedDict
 import torch
 
 from latentcache.dataset.images import IMAGE_SUFFIXES
-from latentcache.dataset.manifest_row import ImageRef, PartRef, PartRole, Row
+from latentcache.dataset.row_table import ImageRef, PartRef, PartRole, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import latents_from_moments

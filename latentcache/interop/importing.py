@@ -14,8 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
-from latentcache.dataset.row_table import check_geometry
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, check_geometry
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of

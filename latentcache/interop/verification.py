@@ -16,7 +16,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import filter_of_trainer
 from latentcache.dataset.folder import CaptionFileSource
 from latentcache.dataset.images import probe
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.scaling import latents_from_moments, posterior_std
@@ -184,7 +184,7 @@ class Verifier:
             if row.source is None:
                 self._refuse(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
                 continue
-            sample, geometry = Sample.of(row.sample_id, row.path, (), None, row.path), ref.geometry
+            sample, geometry = Sample(row.sample_id, row.path, locator=row.path), ref.geometry
             try:
                 size = probe(_FILES.read(sample), row.path, self._dataset.images)
             except ImageRefused as refused:
@@ -212,7 +212,7 @@ class Verifier:
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
             if self._expect(key, row, ref):
-                sample = Sample.of(row.sample_id, row.path, (), None, None)
+                sample = Sample(row.sample_id, row.path)
                 batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, sample, ref.text))
         return batches.finish()
 

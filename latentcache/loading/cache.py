@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from latentcache.config import PROMPTS_PREFIX, CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families.base import MASK

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latentcache.config import Config
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models

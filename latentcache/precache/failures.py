@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.precache.memo import Memo
 from latentcache.precache.report import Failure
 from latentcache.precache.tasks import Shard

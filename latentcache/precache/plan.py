@@ -21,7 +21,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import PlainRow, RowTableBuilder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
@@ -75,7 +75,7 @@ _Entry = tuple[str, Shape, str]
 """The key of an entry of an image, its shape, and the digest of the file that it is made of."""
 
 
-_Planned = tuple[Sample | Refusal, PlainRow, Sequence[_Entry]]
+_Planned = tuple[Sample | Refusal, Row, Sequence[_Entry]]
 """A sample, its row, and the entries of its images; a refused one has none."""
 
 
@@ -173,7 +173,7 @@ class _DatasetPlanner:
                 if stop.is_set():
                     raise Stopped
                 planned += self._planned(sample, facts)
-            rows.add_plain([row for _, row, _ in planned])
+            rows.add([row for _, row, _ in planned])
             present = self._entries.find(key for _, row, _ in planned for key in row.keys())
             for each in planned:
                 self._sort(*each, present)
@@ -262,7 +262,7 @@ class _DatasetPlanner:
                 entries = [(shape.key(source), shape, source) for shape, source in numbered]
         if refusal is not None:
             report.refused.append(refusal)
-            return [(sample, PlainRow(sample_id, path, image, refusal=refusal), ())]
+            return [(sample, Row(sample_id, path, image, (), (), refusal), ())]
         assert isinstance(sample, Sample)  # a refused one has no facts
         if not sample.has_caption:
             report.num_missing_captions += 1
@@ -271,10 +271,10 @@ class _DatasetPlanner:
             report.num_mostly_cut += 1
             report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
         controls = self._controls(self._read_with_texts(entries))
-        texts = [(self._texts.key(text, controls), text) for text in dict.fromkeys(sample.captions)]
-        images = [(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
-        parts = [(key, shape.geometry, part, of) for key, shape, of in entries if (part := shape.role.part)]
-        return [(sample, PlainRow(sample_id, path, image, images, texts, parts), entries)]
+        texts = [CaptionRef(text, self._texts.key(text, controls)) for text in dict.fromkeys(sample.captions)]
+        images = [ImageRef(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
+        parts = [PartRef(part, key, shape.geometry, of) for key, shape, of in entries if (part := shape.role.part)]
+        return [(sample, Row(sample_id, path, image, tuple(images), tuple(texts), None, tuple(parts)), entries)]
 
     def _read_with_texts(self, entries: Iterable[_Entry]) -> list[_Entry]:
         """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
@@ -287,7 +287,7 @@ class _DatasetPlanner:
         identity = self._preparations.identity
         return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
 
-    def _sort(self, sample: Sample | Refusal, row: PlainRow, entries: Sequence[_Entry], present: set[str]) -> None:
+    def _sort(self, sample: Sample | Refusal, row: Row, entries: Sequence[_Entry], present: set[str]) -> None:
         """Count a sample's entries, and make tasks of the misses."""
         if isinstance(sample, Refusal):
             return
@@ -299,7 +299,8 @@ class _DatasetPlanner:
                 task = self._image_task(sample, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
-        for key, text in row.captions:
+        for ref in row.captions:
+            key, text = ref.key, ref.text
             if self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 read = self._read_with_texts(entries)
                 facts = text_facts(text, [(of, shape.geometry) for _, shape, of in read] or None)

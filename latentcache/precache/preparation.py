@@ -21,8 +21,8 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit_like, is_alike
 from latentcache.dataset.clips import num_frames_of_clip
 from latentcache.dataset.images import preparation_policy, with_filter
-from latentcache.dataset.manifest_row import PartRole
 from latentcache.dataset.masks import mask_policy
+from latentcache.dataset.row_table import PartRole
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.base import Family
 from latentcache.identity import (

@@ -11,7 +11,7 @@ from typing import Any
 from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests, update_manifest
-from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.row_table import CaptionRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
@@ -170,7 +170,7 @@ def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> TextTask:
     """
     check_prompts(keys[negative].family, [text])
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
-    return TextTask(key_of(identity.to_json()), identity, Sample.of(sample_id, sample_id, (), None, None), text)
+    return TextTask(key_of(identity.to_json()), identity, Sample(sample_id, sample_id), text)
 
 
 def prompt_row(task: TextTask) -> Row:

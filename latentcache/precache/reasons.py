@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
-from latentcache.dataset.row_table import RowTable
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTable
 from latentcache.identity import PartIdentity
 from latentcache.types import Geometry
 

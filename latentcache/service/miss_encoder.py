@@ -17,7 +17,7 @@ from typing_extensions import override
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.manifest_row import ImageRef, Row
+from latentcache.dataset.row_table import ImageRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,
@@ -158,7 +158,7 @@ class MissEncoder:
         source = digest(data)
         name = name or f"uploaded image {short(source)}"
         size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
-        sample, preparations = Sample.of(name, name, (), None, data), self._preparations[chosen.name]
+        sample, preparations = Sample(name, name, locator=data), self._preparations[chosen.name]
         found = []
         for shape in preparations.shapes([size], num_frames, name):
             key, identity = shape.key(source), preparations.identity(shape.role, source, shape.geometry)

@@ -70,15 +70,6 @@ def simpletuner(settings: dict[str, Any]) -> BucketsConfig:
     )
 
 
-def ai_toolkit(settings: dict[str, Any]) -> BucketsConfig:
-    return BucketsConfig(
-        rule="ai-toolkit",
-        resolution=settings["resolution"],
-        step=settings["divisibility"],
-        square=settings["square_crop"],
-    )
-
-
 def onetrainer(settings: dict[str, Any]) -> BucketsConfig:
     return BucketsConfig(
         rule="onetrainer",
@@ -95,7 +86,7 @@ def diffusers(settings: dict[str, Any]) -> BucketsConfig:
     return BucketsConfig(rule="diffusers", sizes=sizes)
 
 
-CONFIGS = [kohya, simpletuner, ai_toolkit, onetrainer, diffusers]
+CONFIGS = [kohya, simpletuner, onetrainer, diffusers]
 
 
 def cases() -> Iterator[Any]:
@@ -133,7 +124,6 @@ CHOICES = [
     BucketsConfig(rule="kohya", square=True),
     BucketsConfig(rule="simpletuner"),
     BucketsConfig(rule="simpletuner", resolution_type="pixel", resolution=512),
-    BucketsConfig(rule="ai-toolkit"),
     BucketsConfig(rule="onetrainer", resolution=512),
     BucketsConfig(rule="diffusers", resolution=512),
     BucketsConfig(rule="diffusers", sizes=((672, 1568), (1024, 1024))),
@@ -167,7 +157,6 @@ def test_the_default_rule_is_the_nearest_log_aspect_as_before(size: Size) -> Non
         (BucketsConfig(rule="kohya"), Size(200, 300), "lanczos"),
         (BucketsConfig(rule="kohya"), Size(1024, 1024), "lanczos"),  # nothing is resized
         (BucketsConfig(rule="simpletuner"), Size(2000, 3000), "opencv-linear"),
-        (BucketsConfig(rule="ai-toolkit"), Size(2000, 3000), "bicubic"),
         (BucketsConfig(rule="onetrainer"), Size(2000, 3000), "bilinear"),
         (BucketsConfig(rule="diffusers"), Size(2000, 3000), "lanczos"),
         (BucketsConfig(rule="diffusers", resample="bilinear"), Size(2000, 3000), "bilinear"),
@@ -178,20 +167,6 @@ def test_each_rule_resizes_with_its_trainers_filter(config: BucketsConfig, size:
     rule = BucketRule(config)
     geometry = rule.geometry(size)
     assert geometry is not None and rule.resample(geometry) == filter_name
-
-
-def test_a_flip_before_the_crop_moves_the_odd_pixel() -> None:
-    """ai-toolkit crops the mirrored image: one pixel more is cut on its right, which is the left of the image."""
-    rule = BucketRule(BucketsConfig(rule="ai-toolkit", resolution=512))
-    odd = next(size for size in recorded_sizes() if (line(size, rule.geometry(size)).split()[4]) == "2")
-    upright, mirrored = rule.geometry(odd), rule.geometry(odd, flip=True)
-    assert upright is not None and mirrored is not None
-    spare = upright.resized_size.width - upright.target_size.width
-    assert mirrored.crop_top_left == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
-    kohya_rule = BucketRule(BucketsConfig(rule="kohya"))
-    for size in recorded_sizes()[:200]:
-        upright, mirrored = kohya_rule.geometry(size), kohya_rule.geometry(size, flip=True)
-        assert upright is not None and mirrored is not None and upright.crop_top_left == mirrored.crop_top_left
 
 
 def test_the_crop_of_a_mirrored_image_is_the_one_that_its_trainer_records() -> None:
@@ -220,7 +195,7 @@ def test_an_image_of_which_kohya_makes_no_bucket_has_none() -> None:
         ({"rule": "kohya", "resolution": 1536}, "resolution is 1536; kohya needs one from min_side 256 to max_side 10"),
         ({"rule": "kohya", "resolution": 128}, "resolution is 128; kohya needs one from min_side 256"),
         ({"rule": "kohya", "min_side": 32}, "min_side is 32; it must be at least step, 64"),
-        ({"rule": "ai-toolkit", "resample": "bilinear"}, "resample is no setting of rule ai-toolkit"),
+        ({"rule": "onetrainer", "resample": "bilinear"}, "resample is no setting of rule onetrainer"),
         ({"rule": "diffusers", "resolution": 1001}, "resolution is 1001; the side of the square must be a multiple"),
         ({"rule": "diffusers", "sizes": [[1000, 1001]]}, r"sizes has \[1000, 1001\]; heights and widths"),
         ({"rule": "onetrainer", "resolution": 64, "step": 128}, "resolution is 64; it must be at least step, 128"),

@@ -101,19 +101,6 @@ def test_a_square_is_as_near_to_portrait_as_to_landscape(side: int, bucket: Size
     assert assign(Size(side, side), both) == both[1]
 
 
-@pytest.mark.parametrize(
-    ("size", "bucket"),
-    [
-        (Size(3000, 2000), Size(1216, 832)),
-        (Size(2000, 3000), Size(832, 1216)),
-        (Size(512, 512), Size(1024, 1024)),
-        (Size(10, 10_000), Size(704, 1408)),
-    ],
-)
-def test_familiar_sizes(size: Size, bucket: Bucket) -> None:
-    assert assign(size, SDXL) == bucket
-
-
 @given(sizes, st.sampled_from(SDXL), st.booleans())
 def test_the_resize_covers_the_bucket_and_no_more(size: Size, bucket: Bucket, flip: bool) -> None:
     geometry = fit(size, bucket, flip=flip)

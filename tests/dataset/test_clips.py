@@ -1,4 +1,4 @@
-"""Animated files become clips: which frames are taken, what is cached of them, and what is refused."""
+"""Animated files and videos become clips: which frames are taken, what is cached of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import struct
 import time
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from latentcache.config_file import parse_config
 from latentcache.dataset import clips
 from latentcache.dataset.clips import decode_clip, num_frames_of_clip, probe_clip
 from latentcache.dataset.images import decode_frames, preparation_policy
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused, StoreError
 from latentcache.families import family_named
 from latentcache.identity import Preparation
@@ -32,6 +34,7 @@ from latentcache.precache.run import run_precache
 from latentcache.types import ClipSize, Crop, Geometry, Size
 
 HEIGHT, WIDTH = 48, 64
+WHOLE = Size(HEIGHT, WIDTH)
 IMAGES = ImagesConfig(min_side=8)
 GREYS = [0, 17, 34, 51, 68, 85, 102, 119, 136, 153, 170, 187]
 
@@ -49,10 +52,9 @@ def clip_file(durations: Sequence[int], suffix: str = ".gif", size: tuple[int, i
 
 
 def preparation(num_frames: int, fps: float | None, start: str = "first", **sizes: Any) -> Preparation:
-    whole = Size(HEIGHT, WIDTH)
     geometry = Geometry(
-        **{"original_size": whole, "resized_size": whole, "crop_top_left": Crop(0, 0), **sizes},
-        target_size=sizes.get("resized_size", whole),
+        **{"original_size": WHOLE, "resized_size": WHOLE, "crop_top_left": Crop(0, 0), **sizes},
+        target_size=sizes.get("resized_size", WHOLE),
         num_frames=num_frames,
     )
     return Preparation.of({**preparation_policy(IMAGES), "fps": fps, "start": start}, geometry)
@@ -151,6 +153,8 @@ def test_a_clip_whose_frames_take_days_to_decode_is_refused(monkeypatch: pytest.
     with pytest.raises(ImageRefused, match="its 8 frames of 48x64 are too many") as caught:
         probe_clip(clip_file([100] * 8), "a.gif", IMAGES, FramesConfig())
     assert caught.value.reason == "too-many-pixels"
+    with pytest.raises(ImageRefused, match="its 9 frames of 48x64 are too many"):
+        probe_clip(video([100] * 9, "matroska"), "a.mkv", IMAGES, FramesConfig())
 
 
 def test_a_clip_whose_frames_have_several_sizes_is_refused() -> None:
@@ -219,42 +223,29 @@ def changed(config: Config, **changes: Any) -> Config:
 
 
 def test_clips_are_cached_as_the_vae_encodes_their_frames(cached: Config) -> None:
+    """The manifest says how many frames each has, and nothing of an image."""
     vae = tiny_encoders("wan")["vae"]
     with LatentCache(cached.cache.path) as cache:
         for name, num_frames in (("a.gif", 9), ("b.webp", 9), ("short.png", 1), ("still.png", None)):
             ref = cache.row(name)[1].images[0]
+            assert ("num_frames" in ref.geometry.to_json()) == (num_frames is not None)
             assert ref.geometry.num_frames == num_frames and ref.geometry.target_size == (HEIGHT, WIDTH)
             entry = cache.get(ref.key)
             preparation = entry.record.identity["preparation"]
             assert ("fps" in preparation, "num_frames" in preparation) == (num_frames is not None,) * 2
             latents = entry.tensors["latents"]
             assert latents.shape == (16, ((num_frames or 1) - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)
+        assert cache.manifest("clips").common["frames"] == {"fps": 10.0, "start": "first"}
         greys = np.array([GREYS[k % 12] for k in range(0, 18, 2)], np.uint8)  # every second one is shown at 10 fps
         pixels = np.broadcast_to(greys[None, :, None, None, None], (1, 9, HEIGHT, WIDTH, 3))
         live = encode_images(vae, pixels.copy(), family_named("wan"))[0, :16]
         assert torch.equal(cache.get(cache.row("b.webp")[1].images[0].key).tensors["latents"], live)
 
 
-def test_the_manifest_says_how_many_frames_a_clip_has_and_of_images_nothing(cached: Config) -> None:
-    with LatentCache(cached.cache.path) as cache:
-        manifest = cache.manifest("clips")
-    rows = {row.sample_id: row.to_json()["images"] for row in manifest.rows.values()}
-    found = {name: images[0].get("num_frames") for name, images in rows.items() if images}
-    assert {name: found[name] for name in ("a.gif", "b.webp", "short.png", "still.png")} == {
-        "a.gif": 9,
-        "b.webp": 9,
-        "short.png": 1,
-        "still.png": None,
-    }
-    assert "num_frames" not in rows["still.png"][0]
-    assert manifest.common["frames"] == {"fps": 10.0, "start": "first"}
-
-
 def test_batches_never_mix_numbers_of_frames(cached: Config) -> None:
     dataset = LatentDataset(cached.cache.path)
     extents = [dataset.bucket(index) for index in range(len(dataset))]
-    whole = Size(HEIGHT, WIDTH)
-    assert extents == [ClipSize(*whole, 9), ClipSize(*whole, 9), ClipSize(*whole, 1), whole]
+    assert extents == [ClipSize(*WHOLE, 9), ClipSize(*WHOLE, 9), ClipSize(*WHOLE, 1), WHOLE]
     assert str(extents[0]) == "9 frames of 48x64"
     dealt = list(BucketBatchSampler(dataset, 4, shuffle=False))
     assert sorted(map(sorted, dealt)) == [[0, 1], [2], [3]]
@@ -330,3 +321,146 @@ def test_a_batch_of_clips_goes_from_the_cache_into_the_denoiser(cached: Config) 
         tiny_model(family.name)["transformer"], batch["latents"], torch.tensor([200.0, 700.0]), batch
     )
     assert found.shape == batch["latents"].shape and found.isfinite().all()
+
+
+# Videos: they are made with PyAV, the extra `video`
+
+SHADES = [20 * number for number in range(12)]
+KINDS = [("mp4", "mpeg4"), ("mov", "libx264"), ("matroska", "mpeg4"), ("webm", "libvpx")]
+
+
+def video(durations: Sequence[int], kind: str = "mp4", codec: str = "mpeg4", **options: Any) -> bytes:
+    """Frame k has the grey SHADES[k], and is shown for durations[k] ms."""
+    av = pytest.importorskip("av")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind) as file:
+        stream = file.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = WHOLE.width, WHOLE.height, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
+        for name, value in options.items():
+            setattr(stream.codec_context, name, value)
+        for number, start in enumerate(np.cumsum([0, *durations[:-1]]).tolist()):
+            pixels = np.full((*WHOLE, 3), SHADES[number], np.uint8)
+            pixels[:16, :16] = 255  # at the top left, so that a turn shows
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = start, Fraction(1, 1000)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def clip(data: bytes, num_frames: int, fps: float | None, start: str = "first") -> np.ndarray:
+    return decode_clip(data, "a.mp4", IMAGES, preparation(num_frames, fps, start))
+
+
+@pytest.mark.parametrize(("kind", "codec"), KINDS)
+def test_frames_of_a_video_are_those_shown_at_the_times_of_the_rate(kind: str, codec: str) -> None:
+    data = video([100, 300, 40, 60, 100, 100, 100, 100, 100], kind, codec)
+    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=10)) == (WHOLE, 10)
+    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=None)) == (WHOLE, 9)
+    for fps, start, numbers in (
+        (10, "first", [0, 1, 1, 1, 2]),
+        (10, "middle", [1, 1, 2, 4, 5]),
+        (None, "middle", [2, 3, 4, 5, 6]),
+    ):
+        found = clip(data, 5, fps, start)
+        assert found.shape == (5, *WHOLE, 3) and (found[:, 4:10, 4:10] > 230).all()
+        assert np.abs(found[:, 40, 40, 0].astype(int) - [SHADES[number] for number in numbers]).max() <= 6
+
+
+def test_a_video_is_turned_as_its_matrix_says() -> None:
+    data = video([100] * 5)
+    upright, turned = ((65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30), (0, 65536, 0, -65536, 0, 0, 48 << 16, 0, 1 << 30))
+    at = data.index(struct.pack(">9i", *upright), data.index(b"tkhd"))
+    data = data[:at] + struct.pack(">9i", *turned) + data[at + 36 :]  # by 90 degrees, clockwise
+    assert probe_clip(data, "a.mp4", IMAGES, FramesConfig()) == (Size(64, 48), 8)
+    sizes = {"original_size": Size(64, 48), "resized_size": Size(64, 48)}
+    (pixels,) = decode_clip(data, "a.mp4", IMAGES, preparation(1, None, **sizes))
+    assert pixels.shape == (64, 48, 3) and (pixels[4:10, -10:-4] > 230).all() and (pixels[4:10, 4:10] < 30).all()
+
+
+def test_what_cannot_be_read_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = video([100] * 9)
+    cases = {
+        "truncated": data[: len(data) // 2],
+        "corrupt": data[:40] + bytes(len(data) - 40),
+        "unsupported-format": video([100] * 9, "mov", "libx264", color_trc=16),
+        "too-many-pixels": data,
+    }
+    for reason, damaged in cases.items():
+        images = IMAGES.model_copy(update={"max_pixels": 100}) if reason == "too-many-pixels" else IMAGES
+        with pytest.raises(ImageRefused) as caught:
+            probe_clip(damaged, "a.mp4", images, FramesConfig())
+        assert caught.value.reason == reason
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImageRefused, match=r"pip install 'latentcache\[video\]'"):
+        probe_clip(data, "a.mp4", IMAGES, FramesConfig())
+
+
+def test_a_codec_that_is_not_known_is_refused_by_name() -> None:
+    data = video([100] * 9, "matroska").replace(b"V_MPEG4/ISO/ASP", b"V_MPEG9/ISO/ASP")
+    with pytest.raises(ImageRefused, match="a codec that FFmpeg cannot decode") as caught:
+        probe_clip(data, "a.mkv", IMAGES, FramesConfig())
+    assert caught.value.reason == "unsupported-format"
+
+
+@pytest.mark.parametrize(
+    ("whole", "damaged"),
+    [(b"\x2a\xd7\xb1\x83\x0f\x42\x40", b"\x2a\xd7\xb1\x83\x00\x00\x01"), (b"\xb0\x81\x40", b"\xec\x81\x40")],
+    ids=["a millisecond that is a nanosecond", "no width"],
+)
+@pytest.mark.parametrize("fps", [10, None])
+def test_a_video_without_time_or_width_stops_no_run(whole: bytes, damaged: bytes, fps: float | None) -> None:
+    data = video([100] * 5, "webm", "libvpx")
+    assert data.count(whole) == 1
+    with pytest.raises(ImageRefused) as caught:
+        probe_clip(data.replace(whole, damaged), "a.webm", IMAGES, FramesConfig(fps=fps))
+    assert caught.value.reason == "corrupt"
+
+
+def test_sound_beside_the_pictures_changes_nothing() -> None:
+    av = pytest.importorskip("av")
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(video([100] * 9))) as source, av.open(buffer, "w", format="mov") as file:
+        pictures = file.add_stream_from_template(source.streams.video[0])
+        sound = file.add_stream("pcm_s16le", rate=48_000, layout="mono")
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = pictures
+                file.mux(packet)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 43_200), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 48_000
+        file.mux(sound.encode(frame))
+        file.mux(sound.encode())
+    assert probe_clip(buffer.getvalue(), "a.mov", IMAGES, FramesConfig(fps=10)) == (WHOLE, 9)
+    assert np.array_equal(clip(buffer.getvalue(), 9, 10), clip(video([100] * 9), 9, 10))
+
+
+def test_a_folder_has_videos_where_they_become_clips(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(video([100] * 9))
+    (tmp_path / "b.MKV").write_bytes(video([100] * 5, "matroska"))
+    (tmp_path / "a.txt").write_text("a grey wall")
+    source = open_source(SourceConfig(path=tmp_path), videos=True)
+    assert [sample.sample_id for sample in source.samples()] == ["a.mp4", "b.MKV"]
+    dataset = {
+        "name": "clips",
+        "source": {"path": tmp_path},
+        "buckets": {"area": 48 * 64, "step": 16},
+        "images": {"min_side": 8},
+        "frames": {"count": 9, "fps": 10},
+    }
+    config = parse_config(
+        {
+            "cache": {"path": tmp_path / "cache"},
+            "datasets": [dataset],
+            "model": {"path": tiny_folder("wan"), "family": "wan"},
+            "encode": {"device": "cpu", "num_workers": 2},
+        }
+    )
+    report = run_precache(config)
+    assert report.num_refused == 0 and report.num_encoded > 0
+    with LatentCache(config.cache.path) as cache:
+        images = [cache.row(name)[1].images[0] for name in ("a.mp4", "b.MKV")]
+        assert [ref.geometry.num_frames for ref in images] == [9, 5]
+        assert cache.get(images[0].key).tensors["latents"].shape == (16, 3, 6, 8)
+        assert cache.get(images[0].key).record.identity["preparation"]["decoder"] == "pillow-or-pyav"

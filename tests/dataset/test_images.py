@@ -25,14 +25,14 @@ from skimage.transform import resize as reference_resize
 from latentcache.config import ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, preparation_policy, prepare, probe
-from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import Preparation
 from latentcache.types import Crop, Geometry, Size
 
 # Pillow itself reads the EXIF block of a JPEG, for its DPI, and warns about a broken one.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
-POLICY = ImagesConfig()
+POLICY = ImagesConfig(min_side=16)
 CORPUS = odd_images.CORPUS | RASTERS
 BOMBS = [name for name in CORPUS if name.startswith("bomb-")]
 
@@ -57,29 +57,24 @@ def verdict(data: bytes, path: str, policy: ImagesConfig = POLICY) -> str | None
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_each_odd_image_meets_its_verdict(name: str) -> None:
+    """The header alone gives every verdict but damage."""
     odd = made(name)
     if odd.reason is not None:
         with pytest.raises(ImageRefused) as caught:
             decode(odd.data, odd.path, POLICY)
-        assert caught.value.reason == odd.reason
-        assert odd.path in str(caught.value) and odd.reason in str(caught.value)
+        assert (caught.value.reason, caught.value.path) == (odd.reason, odd.path) and odd.path in str(caught.value)
+        try:
+            probe(odd.data, odd.path, POLICY)
+        except ImageRefused as refused:
+            assert refused.reason == odd.reason
+        else:
+            assert odd.reason in ("corrupt", "truncated")
         return
     size = probe(odd.data, odd.path, POLICY)
     pixels = decode(odd.data, odd.path, POLICY)
     assert pixels.dtype == np.uint8 and pixels.flags.c_contiguous and pixels.flags.writeable
     assert size == pixels.shape[:2]
     assert difference(pixels, odd.pixels) <= odd.tolerance
-
-
-@pytest.mark.parametrize("name", CORPUS)
-def test_the_header_alone_gives_every_verdict_but_damage(name: str) -> None:
-    odd = made(name)
-    try:
-        probe(odd.data, odd.path, POLICY)
-        reason = None
-    except ImageRefused as refused:
-        reason = refused.reason
-    assert reason == odd.reason or (reason is None and odd.reason in ("corrupt", "truncated"))
 
 
 def test_probing_decodes_no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,44 +120,22 @@ def test_the_pixel_limit_needs_no_global_setting() -> None:
     bomb = made("bomb-12000")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        size = probe(bomb.data, bomb.path, ImagesConfig(max_pixels=200_000_000))
+        size = probe(bomb.data, bomb.path, ImagesConfig(min_side=16, max_pixels=200_000_000))
     assert size == Size(12_000, 12_000)
     assert before == Image.MAX_IMAGE_PIXELS
 
 
-@pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif", "animated-tiff"])
+@pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif", "animated-gif", "animated-tiff"])
 def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
     odd = made(name)
-    pixels = decode(odd.data, odd.path, ImagesConfig(animated="first-frame"))
-    # WebP and AVIF are lossy; the second frame is mirrored, and differs by up to 200.
-    assert difference(pixels, photo()) <= 30
-
-
-def test_a_gif_gives_its_first_frame_if_asked() -> None:
-    images = [Image.fromarray(np.full((HEIGHT, WIDTH, 3), level, np.uint8)) for level in (40, 200)]
-    data = odd_images.save(images[0], "GIF", save_all=True, append_images=images[1:], duration=40)
-    with pytest.raises(ImageRefused, match="several frames"):
-        decode(data, "a.gif", POLICY)
-    assert difference(decode(data, "a.gif", ImagesConfig(animated="first-frame")), np.full((HEIGHT, WIDTH, 3), 40)) == 0
-
-
-def test_formats_that_are_refused_say_what_to_do_instead() -> None:
-    expected = {
-        "ico": "convert it to one of JPEG, PNG",
-        "tiff-float": "TIFF of Pillow's mode F",
-        "tiff-seven-bits": "unknown pixel mode; convert it to PNG",
-        "bmp-of-png": "Unsupported BMP pixel depth (0); convert it to PNG",
-        "bmp-run-lengths": "save it without, or as PNG",
-    }
-    for name, text in expected.items():
-        with pytest.raises(ImageRefused) as caught:
-            probe(made(name).data, made(name).path, POLICY)
-        assert caught.value.reason == "unsupported-format" and text in caught.value.detail
+    pixels = decode(odd.data, odd.path, ImagesConfig(min_side=16, animated="first-frame"))
+    # WebP and AVIF are lossy, GIF has few colours; the second frame is mirrored, and differs by up to 200.
+    assert difference(pixels, photo()) <= 40
 
 
 def test_alpha_is_composited_on_the_declared_colour() -> None:
     odd = made("rgba")
-    pixels = decode(odd.data, odd.path, ImagesConfig(alpha_colour="#10C0f0"))
+    pixels = decode(odd.data, odd.path, ImagesConfig(min_side=16, alpha_colour="#10C0f0"))
     assert difference(pixels, over(photo(), odd_images.alpha(), (0x10, 0xC0, 0xF0))) <= 1
 
 
@@ -256,15 +229,10 @@ VALID += ("animated-gif", "animated-tiff", "tiff-cmyk-icc", "bomb-tiff-tile")
 VALID += ("webp-alpha", "avif", "exif-png-late", "animated-png", "animated-webp", "truncated-webp", "bomb-icc")
 
 
-@given(st.binary(max_size=400))
-def test_random_bytes_are_refused(data: bytes) -> None:
-    assert verdict(data, "x") is not None
-
-
 @pytest.mark.parametrize(
     "magic",
     [
-        *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x40\0\0\0WEBPVP8X", b"\0\0\0\x1cftypavif", b"GIF89a"),
+        *(b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x40\0\0\0WEBPVP8X", b"\0\0\0\x1cftypavif", b"GIF89a"),
         *(b"II*\0\x08\0\0\0", b"MM\0+\0\x08\0\0", b"BM\0\0\0\0\0\0\0\0", b"\xff\x0a"),
     ],
 )
@@ -308,9 +276,3 @@ def test_every_prefix_is_refused(name: str) -> None:
     odd = made(name)
     for end in range(0, len(odd.data) - 12, 7):
         assert verdict(odd.data[:end], odd.path) is not None, f"{end} of {len(odd.data)} bytes were accepted"
-
-
-def test_a_refusal_is_a_dataset_error_with_fields() -> None:
-    with pytest.raises(DatasetError) as caught:
-        decode(b"", "photos/a.jpg", POLICY)
-    assert (caught.value.path, caught.value.reason) == ("photos/a.jpg", "empty")

@@ -16,7 +16,7 @@ from latentcache.dataset.images import decode, probe
 from latentcache.errors import ImageRefused
 from latentcache.types import Size
 
-POLICY = ImagesConfig()
+POLICY = ImagesConfig(min_side=16)
 BARE = bytes.fromhex("ff0acb4024080001008c004b188b15001c1037c68dbfbb17080100500009870028f9008af5800331ee8d6bbcfc14")
 """48 x 64 without loss, as cjxl makes it: the upper half is (10, 220, 60), the lower (200, 30, 90)."""
 BOXED = bytes.fromhex("0000000c4a584c200d0a870a00000014667479706a786c20000000006a786c20") + (
@@ -119,11 +119,11 @@ def test_what_the_header_refuses_is_never_decoded(data: bytes, reason: str, plug
 @pytest.mark.usefixtures("plug_in")
 def test_sizes_in_each_form_of_the_header_are_read() -> None:
     """A small size in eighths with a ratio, as cjxl writes it, and sides of 9 and 14 bits."""
-    wide = ImagesConfig(max_pixels=48 * 64)
+    wide = ImagesConfig(min_side=16, max_pixels=48 * 64)
     for data in (BARE, BOXED, header(HEIGHT, WIDTH)):
         assert probe(data, "a.jxl", wide) == Size(HEIGHT, WIDTH)
         with pytest.raises(ImageRefused, match="48x64 is 3,072 pixels"):
-            probe(data, "a.jxl", ImagesConfig(max_pixels=48 * 64 - 1))
+            probe(data, "a.jxl", ImagesConfig(min_side=16, max_pixels=48 * 64 - 1))
     with pytest.raises(ImageRefused, match="600x9000 is"):
         probe(header(600, 9000), "a.jxl", wide)
 
@@ -132,7 +132,7 @@ def test_sizes_in_each_form_of_the_header_are_read() -> None:
 def test_animations_and_damage_are_refused() -> None:
     with pytest.raises(ImageRefused, match="first-frame"):
         probe(header(HEIGHT, WIDTH, animated=True), "a.jxl", POLICY)
-    probe(header(HEIGHT, WIDTH, animated=True), "a.jxl", ImagesConfig(animated="first-frame"))
+    probe(header(HEIGHT, WIDTH, animated=True), "a.jxl", ImagesConfig(min_side=16, animated="first-frame"))
     with pytest.raises(ImageRefused, match="Generic Error") as caught:
         probe(BARE + b"cut", "a.jxl", POLICY)
     assert caught.value.reason == "corrupt"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -83,7 +82,9 @@ def test_a_folder_inside_the_images_own_and_numbered_names_hold_no_samples(tmp_p
         for seed, name in enumerate(("control/cat.png", "cat_1.png", "cat_2.jpg", "cat-masklabel.png"), 2)
     )
     parts = [{"path": tmp_path / "control"}, {"suffix": "_1"}, {"suffix": "_2"}]
-    found, refused = read(opened({"path": tmp_path}, control=parts, mask={"suffix": "-masklabel"}))
+    source = opened({"path": tmp_path}, control=parts, mask={"suffix": "-masklabel"})
+    found, refused = read(source)
+    assert read(pickle.loads(pickle.dumps(source))) == (found, refused), "other processes read them too"
     assert found == {"cat.png": [inner, first, second, mask]} and refused == {}
 
 
@@ -193,21 +194,6 @@ def test_a_folder_of_parts_above_the_images_holds_samples_too(tmp_path: Path) ->
         opened({"path": tmp_path / "data/images"}, control={"path": tmp_path / "data", "suffix": "_c"})
     )
     assert found == {"cat.png": [control]} and refused == {}
-
-
-def test_a_folder_of_parts_is_listed_once_for_metadata_that_goes_to_and_fro(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"{folder}/{number}.png" for number in range(3) for folder in ("a", "b")]
-    for name in names:
-        put(tmp_path / "images" / name, 1), put(tmp_path / "masks" / name, 2)
-    (tmp_path / "images/metadata.jsonl").write_text("\n".join(json.dumps({"file_name": name}) for name in names))
-    source = opened({"kind": "imagefolder", "path": tmp_path / "images"}, mask={"path": tmp_path / "masks"})
-    listed, listdir = [], os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: (listed.append(path), listdir(path))[1])
-    assert read(source)[0].keys() == set(names)
-    assert len(listed) <= 2
-    assert read(pickle.loads(pickle.dumps(source)))[0].keys() == set(names)
 
 
 def test_images_that_lines_name_as_parts_or_of_refused_samples_are_in_the_metadata(

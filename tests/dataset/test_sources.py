@@ -452,6 +452,29 @@ class TestWebDataset:
         with pytest.raises(DatasetError, match="holds no"):
             open_source("webdataset", tmp_path / "other-*.tar")
 
+    def test_two_stars_find_files_at_any_depth(self, tmp_path: Path) -> None:
+        """They found one level alone: tars that lay deeper were left out without a word."""
+        for name in ("a/1.tar", "a/b/2.tar", "3.tar"):
+            write_tar(tmp_path / name, {"x.png": IMAGE})
+        assert ids(open_source("webdataset", tmp_path / "**/*.tar")) == ["3.tar/x", "a/1.tar/x", "a/b/2.tar/x"]
+
+    def test_a_folder_of_tars_that_cannot_be_read_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its tars were left out without a word."""
+        for name in ("a/1.tar", "b/2.tar"):
+            write_tar(tmp_path / name, {"x.png": IMAGE})
+        scandir = os.scandir
+
+        def refusing(path: str) -> Any:
+            if path.endswith("b"):
+                raise PermissionError(13, "Permission denied", path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refusing)
+        with pytest.raises(DatasetError, match=r"/b: the folder cannot be read: Permission denied"):
+            open_source("webdataset", tmp_path)
+
     def test_bad_members_are_refused_and_the_rest_goes_on(self, tmp_path: Path) -> None:
         path = tmp_path / "s.tar"
         with tarfile.open(path, "w") as tar:
@@ -642,25 +665,6 @@ class TestParquet:
         with pytest.raises(ImageRefused) as caught:
             source.read(found[2])
         assert caught.value.reason == "corrupt"
-
-    def test_row_groups_are_kept_up_to_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Columns of the last one in any case: a row's images are read one after the other."""
-        monkeypatch.setattr("latentcache.dataset.parquet.CACHE_BYTES", 4500)
-        columns = {name: [bytes([i + j]) * 1000 for i in range(6)] for j, name in enumerate(("image", "edit"))}
-        source = open_source("parquet", write_parquet(tmp_path / "p.parquet", columns, 1), control={"column": "edit"})
-        found = samples(source)
-        opened: list[tuple[int, str]] = []
-        read = pq.ParquetFile.read_row_group
-
-        def noted(self: Any, number: int, columns: list[str]) -> Any:
-            opened.append((number, columns[0]))
-            return read(self, number, columns=columns)
-
-        monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-        for row in (0, 1, 0, 1, 2, 1, 0):
-            for each, name in ((found[row], "image"), (found[row].parts[0], "edit")):
-                assert source.read(each) == columns[name][row]
-        assert opened == [(row, name) for row in (0, 1, 2, 0) for name in ("image", "edit")]
 
     def test_without_pyarrow_the_error_says_what_to_install(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

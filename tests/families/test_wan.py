@@ -241,10 +241,7 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
     texts = TextKeys(WAN, models.tokenizers, planned.text, "")
     clean = pipeline_wan.basic_clean
     monkeypatch.setattr(pipeline_wan, "basic_clean", lambda text: clean(text.replace("cafÃ©", "café")))
-    tasks = [
-        TextTask(texts.key(text), texts.identity(text), Sample(text, text, (), True, None, None), text)
-        for text in ("cafÃ©", "a cat")
-    ]
+    tasks = [TextTask(texts.key(text), texts.identity(text), Sample(text, text), text) for text in ("cafÃ©", "a cat")]
     monkeypatch.setattr(pipeline_wan, "basic_clean", clean)
     encoder = RayEncoder(config, planned, [])
     problems, report = encoder.encode([[(task, 0) for task in tasks]])

@@ -14,7 +14,7 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, prepare, with_filter
 from latentcache.dataset.manifest import Manifest, Role
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families import sdxl
 from latentcache.identity import (
     SCHEMA,

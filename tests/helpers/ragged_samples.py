@@ -10,7 +10,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families import DEFAULT, FamilyName, family_named
 from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of

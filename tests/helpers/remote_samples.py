@@ -8,7 +8,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.identity import key_of
 from latentcache.remote.transport import ANY_VERSION, REMOVALS, Transport, packs_in, read_pack, removals_in
 from latentcache.store import DiskStore

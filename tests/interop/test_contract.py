@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from latentcache.config import Config
-from latentcache.dataset.manifest_row import PartRef
+from latentcache.dataset.row_table import PartRef
 from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
 from latentcache.interop.formats import kohya, musubi, webdataset
 from latentcache.interop.formats.kohya import KohyaCache

@@ -16,7 +16,7 @@ from helpers.photo_files import write_photo
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
 from latentcache.identity import caption_digest, digest, key_of
 from latentcache.interop.importing import import_cache

@@ -15,7 +15,7 @@ from helpers.pack_damage import damage
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import PROMPTS_PREFIX, Config
-from latentcache.dataset.manifest_row import CaptionRef
+from latentcache.dataset.row_table import CaptionRef
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.status import status, verify

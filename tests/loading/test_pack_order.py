@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.pack_order import Places

@@ -15,7 +15,7 @@ import torch
 from loading import make_cache, plain
 
 from latentcache import LatentCache, LatentDataset
-from latentcache.dataset.manifest_row import CaptionRef
+from latentcache.dataset.row_table import CaptionRef
 from latentcache.errors import SampleError
 from latentcache.identity import key_of
 from latentcache.loading import sample

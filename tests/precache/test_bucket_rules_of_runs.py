@@ -49,7 +49,7 @@ def test_a_rule_and_its_settings_count_only_where_they_change_the_pixels(
     more = {**KOHYA, "max_side": 512}
     assert run_precache(make_config(**{"datasets.0.buckets": more})).num_encoded == 0
     assert run_precache(make_config()).num_encoded == 0
-    own = {"rule": "ai-toolkit", "resolution": 96, "step": 32}
+    own = {"rule": "simpletuner", "resolution": 96, "step": 32}
     report = run_precache(make_config(**{"datasets.0.buckets": own}))
     assert sum(report.misses_by_reason.values()) == 5 and all(
         reason.startswith("resample policy changed") for reason in report.misses_by_reason
@@ -70,7 +70,7 @@ def test_an_image_without_a_bucket_is_refused_by_name(
     assert [refusal.reason for refusal in run_precache(config).refused] == ["no-bucket"]
 
 
-@pytest.mark.parametrize("rule", ["simpletuner", "ai-toolkit", "onetrainer", "diffusers"])
+@pytest.mark.parametrize("rule", ["simpletuner", "onetrainer", "diffusers"])
 def test_every_rule_runs(make_config: Callable[..., Config], rule: str) -> None:
     buckets = {"rule": rule, "resolution": 96} | ({} if rule == "diffusers" else {"step": 32})
     report = run_precache(make_config(**{"datasets.0.buckets": buckets}))

@@ -45,7 +45,7 @@ def test_one_new_photo_takes_no_memory_for_each_known_sample(make_config: Callab
     known = peak_of_a_plan(config)
     write_photo(photos / "new.png", 77, (80, 144))
     new = peak_of_a_plan(config)
-    assert new - known < 100 * NUM_ROWS
+    assert new - known < 200 * NUM_ROWS, "the ids of the samples, and nothing else of them"
 
 
 def test_a_renamed_photo_is_found_by_its_contents(make_config: Callable[..., Config], photos: Path) -> None:

@@ -18,8 +18,8 @@ from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode
-from latentcache.dataset.manifest_row import Row
 from latentcache.dataset.masks import luma, prepare_mask
+from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.loading.status import status, verify

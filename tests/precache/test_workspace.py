@@ -168,7 +168,8 @@ def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch:
     memo: dict[str, str] = {}
     for column, data in (("before", before), ("after", after), ("before", before)):
         source = {"kind": "parquet", "path": tmp_path / "a.parquet", "image_column": column}
-        dataset = {"name": "table", "source": source, "buckets": {"area": 96 * 96, "step": 32}}
+        buckets = {"area": 96 * 96, "step": 32}
+        dataset = {"name": "table", "source": source, "buckets": buckets, "images": {"min_side": 8}}
         settings = {"datasets": [dataset], "model": {"path": "tiny"}, "encode": {"device": "cpu"}}
         workspace = Workspace(memo=memo)
         run_precache(parse_config(settings), workspace=workspace)
@@ -198,7 +199,8 @@ def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
     memo: dict[str, str] = {}
 
     def planned() -> Refusal | str | None:
-        dataset = {"name": "photos", "source": {"kind": kind, "path": tmp_path / "current"}}
+        source = {"kind": kind, "path": tmp_path / "current"}
+        dataset = {"name": "photos", "source": source, "images": {"min_side": 8}}
         settings = {"datasets": [dataset | {"buckets": {"area": 96 * 96, "step": 32}}], "model": {"path": "tiny"}}
         workspace = Workspace(memo=memo)
         run_precache(parse_config(settings | {"encode": {"device": "cpu"}}), workspace=workspace)

@@ -105,7 +105,7 @@ def png(size: tuple[int, int] = (80, 144), seed: int = 0) -> bytes:
     [
         {"encode.clip_skip": 1, "datasets.0.flip": True},
         {"encode.image_output": "sample", "encode.seed": 7, "encode.store_dtype": "float16", "cache.salt": "s"},
-        {"datasets.0.buckets": {"rule": "ai-toolkit", "resolution": 96}, "encode.vae_dtype": "bfloat16"},
+        {"datasets.0.buckets": {"rule": "simpletuner", "resolution": 96, "step": 32}, "encode.vae_dtype": "bfloat16"},
     ],
     ids=["clip skip and flip", "a seeded draw", "the buckets of a trainer"],
 )

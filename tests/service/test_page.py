@@ -21,7 +21,7 @@ from PIL import Image
 from latentcache.config_file import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.row_table import CaptionRef, Row
 from latentcache.identity import digest
 from latentcache.precache.run import run_precache
 from latentcache.service.auth import Access
@@ -245,6 +245,7 @@ def test_a_sample_shows_its_control_image_and_its_mask(tmp_path: Path) -> None:
     dataset = {
         "name": "pairs",
         "source": {"path": tmp_path / "after"},
+        "images": {"min_side": 8},
         "buckets": {"area": 64 * 64, "step": 32},
         "control": {"path": tmp_path / "before"},
         "mask": "alpha",

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.dataset.row_table import CaptionRef, Row
 from latentcache.service.auth import Access
 from latentcache.service.page.text import url
 

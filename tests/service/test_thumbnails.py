@@ -37,7 +37,7 @@ def opened(data: bytes) -> Image.Image:
 
 def test_the_thumbnail_of_cached_latents_is_the_photo(tmp_path: Path) -> None:
     path = write_photo(tmp_path / "a.png", 1, (256, 384))
-    pixels = decode(path.read_bytes(), str(path), ImagesConfig())
+    pixels = decode(path.read_bytes(), str(path), ImagesConfig(min_side=16))
     geometry = fit(Size(256, 384), Bucket(256, 384))
     entry = image_entry("a.png", path, pixels, digest(path.read_bytes()), geometry)
     store = MemoryStore()

@@ -20,7 +20,7 @@ def cold_config(make_config: Callable[..., Config], tmp_path: Path, encode_devic
     held_out = {"name": "held-out", "role": "validation", "source": {"path": tmp_path / "held-out"}}
     validation = {"path": tmp_path / "validation", "prompts": ["a tree"], "num_inference_steps": 2, "num_timesteps": 2}
     config = make_config(**{"validation": validation | {"height": 64, "width": 64}, "encode.device": encode_device})
-    held_out["buckets"] = config.datasets[0].buckets.model_dump()
+    held_out |= config.datasets[0].model_dump(include={"buckets", "images"})
     whole = Config.model_validate(config.model_dump() | {"datasets": [*config.model_dump()["datasets"], held_out]})
     run_precache(config)
     return whole

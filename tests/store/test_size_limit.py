@@ -22,7 +22,7 @@ from store_samples import same
 from latentcache import LatentCache
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore

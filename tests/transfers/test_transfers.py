@@ -14,7 +14,7 @@ from helpers.remote_samples import entries_of, make_manifest
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef
+from latentcache.dataset.row_table import CaptionRef
 from latentcache.errors import DatasetError, StoreError
 from latentcache.remote.transfer import End, Move, merged, transfer
 from latentcache.store import DiskStore

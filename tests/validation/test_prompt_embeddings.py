@@ -13,7 +13,7 @@ from helpers.encoding import encode_captions
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.errors import EncodeError, ModelError, SampleError, TrainableEncoderError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts

@@ -52,7 +52,14 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], 
             write_photo(folder / "photos" / "a.png", 1, (80, 144))
             settings = {
                 "cache": {"path": folder / "cache"},
-                "datasets": [{"name": "photos", "source": {"path": folder / "photos"}, "buckets": {"area": 4096}}],
+                "datasets": [
+                    {
+                        "name": "photos",
+                        "source": {"path": folder / "photos"},
+                        "buckets": {"area": 4096},
+                        "images": {"min_side": 8},
+                    }
+                ],
                 "model": {"path": "tiny"},
                 "encode": {"device": "cpu", "text_dtype": str(dtype).removeprefix("torch."), "num_workers": 1},
                 "validation": {"prompts": PROMPTS, "negative_prompt": "ugly"},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.images import decode
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
 from latentcache.service.page.thumbnails import webp_of

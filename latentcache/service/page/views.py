@@ -16,7 +16,7 @@ import numpy as np
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
-from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, PackError, RequestRefused, SampleError, StoreError
 from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.service.manifests import served_names

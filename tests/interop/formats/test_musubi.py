@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.manifest_row import PartRef
+from latentcache.dataset.row_table import PartRef
 from latentcache.families import family_named
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import musubi
