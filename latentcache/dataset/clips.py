@@ -96,10 +96,10 @@ def _size_and_times(data: bytes, path: str, images: ImagesConfig) -> tuple[Size,
     if len(starts) * math.prod(size) > MAX_DECODED_PIXELS:
         raise ImageRefused(path, "too-many-pixels", f"its {len(starts):,} frames of {size} are too many; cut it")
     shown = np.diff(starts)
-    times = np.append(shown, np.median(shown) if len(shown) else 100.0)
-    if not len(starts) or times.sum() < 1:
-        raise ImageRefused(path, "corrupt", f"its {len(starts):,} frames are shown for {times.sum():g} ms")
-    return size, times
+    all_shown = np.append(shown, np.median(shown) if len(shown) else 100.0)
+    if not len(starts) or all_shown.sum() < 1:
+        raise ImageRefused(path, "corrupt", f"its {len(starts):,} frames are shown for {all_shown.sum():g} ms")
+    return size, all_shown
 
 
 def _num_frames(times: np.ndarray, fps: float | None) -> int:
