@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from latentcache.types import Refusal
 
 _LOOKED_AT = 64
 """Samples of a dataset that are asked where the models came from."""
-_CHUNK = 256
 _KEYS = 4096
 """Keys that are in memory as text at once: those of a million samples take 100 MB."""
 LISTED = 200
@@ -85,11 +85,21 @@ def _num_uncaptioned(table: RowTable) -> int:
 
 def _num_cut(table: RowTable, cut_captions: CutCaptions) -> int:
     """How many usable rows have a caption that was cut off."""
-    keys = table.columns["caption/keys"]
-    flags = [cut_captions.flags(hex_of(keys[at : at + _KEYS])) for at in range(0, len(keys), _KEYS)]
-    ends = np.concatenate([[0], np.concatenate([np.zeros(0, np.bool_), *flags]).cumsum()])
-    ends = ends[table.columns["caption/offsets"]]
-    return int((ends[1:] > ends[:-1])[table.usable()].sum())
+    flags = np.concatenate([cut_captions.flags(keys) for keys in _keys_of(table, "caption")] or [np.zeros(0, np.bool_)])
+    return int(_rows_with(table, "caption", flags)[table.usable()].sum())
+
+
+def _keys_of(table: RowTable, kind: str) -> Iterator[list[str]]:
+    """The keys of a kind of entries (`image`, `caption`, `part`), some at a time."""
+    digests = table.columns[f"{kind}/keys"]
+    return (hex_of(digests[start : start + _KEYS]) for start in range(0, len(digests), _KEYS))
+
+
+def _rows_with(table: RowTable, kind: str, flags: np.ndarray) -> np.ndarray:
+    """Which rows have an entry of this kind whose flag is set: bool [num_rows] of bool [num_entries]."""
+    ends = np.concatenate([[0], flags.cumsum()])[table.columns[f"{kind}/offsets"]]
+    found: np.ndarray = ends[1:] > ends[:-1]
+    return found
 
 
 def models_of(store: DiskStore, datasets: Iterable[DatasetSummary]) -> list[Model]:
@@ -174,24 +184,25 @@ def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
         except LatentCacheError as error:
             problems.append(str(error))
             continue
-        for start in range(0, len(table), _CHUNK):
-            rows = table.rows(start, start + _CHUNK)
-            keys = [key for row in rows for key in row.keys()]
-            present = _present(store, keys, used)
-            used_damage.update(damaged.keys() & keys)
-            for row in rows:
-                if row.refusal is not None:
-                    num_refused += 1
-                    if len(refused) < LISTED:
-                        refused.append(FaultySample(name, row.sample_id, row.refusal.reason, refusal=row.refusal))
-                    continue
-                num_unverified += not row.is_verified
-                missing = next((key for key in row.keys() if key not in present), None)
-                if missing is not None:
-                    num_lacking += 1
-                    if len(lacking) < LISTED:
-                        reason = damaged.get(missing, "the entry is not there")
-                        lacking.append(FaultySample(name, row.sample_id, reason, missing))
+        is_lacking = np.zeros(len(table), np.bool_)
+        for kind in ("image", "caption", "part"):
+            absent = [np.zeros(0, np.bool_)]
+            for keys in _keys_of(table, kind):
+                absent.append(~_are_present(store, keys, used))
+                used_damage.update(damaged.keys() & keys)
+            is_lacking |= _rows_with(table, kind, np.concatenate(absent))
+        is_lacking[table.columns["refusal/rows"]] = False
+        num_lacking += int(is_lacking.sum())
+        num_unverified += len(np.intersect1d(table.unverified(), table.usable()))
+        num_refused += len(table.refusals)
+        for number in np.flatnonzero(is_lacking)[: LISTED - len(lacking)].tolist():
+            row = table.row(number)
+            there = _are_present(store, keys := [*row.keys()], used).tolist()
+            for missing in [key for key, is_there in zip(keys, there, strict=True) if not is_there][:1]:
+                reason = damaged.get(missing, "the entry is not there")
+                lacking.append(FaultySample(name, row.sample_id, reason, missing))
+        for number, refusal in islice(table.refusals.items(), LISTED - len(refused)):
+            refused.append(FaultySample(name, table.sample_ids[number], refusal.reason, refusal=refusal))
     unused_damage = [(key, reason) for key, reason in damaged.items() if key not in used_damage]
     num_entries = sum(store.stats().num_entries.values())
     return CacheHealth(
@@ -207,13 +218,13 @@ def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
     )
 
 
-def _present(store: DiskStore, keys: Sequence[str], used: dict[str, np.ndarray]) -> set[str]:
-    """Choose the keys that are there. Their rows are set in `used`: by pack, bool [num_entries]."""
+def _are_present(store: DiskStore, keys: Sequence[str], used: dict[str, np.ndarray]) -> np.ndarray:
+    """Which of the keys are there: bool [num_keys]. Their rows are set in `used`: by pack, bool [num_entries]."""
     packs, places = store.places(keys)
-    is_there = places[:, 0] >= 0
+    is_there: np.ndarray = places[:, 0] >= 0
     sizes = store.table.packs
     for number in np.unique(places[is_there, 0]).tolist():
         if (layout := sizes.get(packs[number])) is not None:
             flags = used.setdefault(packs[number], np.zeros(layout.num_entries, np.bool_))
             flags[places[places[:, 0] == number, 1]] = True
-    return {key for key, there in zip(keys, is_there.tolist(), strict=True) if there}
+    return is_there
