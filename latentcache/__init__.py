@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from latentcache.doctor.environment import diagnose as diagnose
     from latentcache.errors import LatentCacheError as LatentCacheError
     from latentcache.loading.cache import LatentCache as LatentCache
+    from latentcache.loading.cached_batches import CachedBatches as CachedBatches
+    from latentcache.loading.cached_batches import unpadded as unpadded
     from latentcache.loading.dataset import LatentDataset as LatentDataset
     from latentcache.loading.loader import LatentLoader as LatentLoader
     from latentcache.loading.sampler import BucketBatchSampler as BucketBatchSampler
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BucketBatchSampler": "loading.sampler",
+    "CachedBatches": "loading.cached_batches",
     "Config": "config",
     "DiskStore": "store.disk",
     "LatentCache": "loading.cache",
@@ -71,6 +74,7 @@ _HOMES = {
     "repair_optimizer": "devices.optimizer",
     "run_precache": "precache.run",
     "save_checkpoint": "checkpoints.checkpoint",
+    "unpadded": "loading.cached_batches",
     "validate": "validation.checkpoint_validation",
 }
 
@@ -82,8 +86,11 @@ if not TYPE_CHECKING:  # a type checker that saw this function would accept ever
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'latentcache' has no attribute {name!r}; it has {', '.join(__all__)}")
+        from latentcache.utils.extras import naming_extras
+
         try:
-            module = importlib.import_module(f"latentcache.{_HOMES[name]}")
+            with naming_extras():
+                module = importlib.import_module(f"latentcache.{_HOMES[name]}")
             return module if name == "errors" else getattr(module, name)
         except AttributeError as error:  # which `from latentcache import ...` would take for a name that is not there
             raise ImportError(f"latentcache.{name} cannot be loaded: {error}") from error

@@ -16,6 +16,7 @@
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
+    ├── ExtraMissingError       a package of an optional extra is not installed
     ├── EncoderBusyError        too much waits to be encoded: request it again a little later
     ├── ClusterError            a cluster does not give what a run needs, or its processes die again and again
     ├── RequestRefused          a service does not do what a request asks for: who asks, how much, or in which form
@@ -199,6 +200,16 @@ class EncodeError(ModelError):
     def __init__(self, message: str, *, part: str, problem: str):
         self.problem = problem
         super().__init__(message, part=part)
+
+
+class ExtraMissingError(LatentCacheError, ModuleNotFoundError):
+    """The package that provides `module` is not installed; `extra` of latentcache has it."""
+
+    def __init__(self, module: str, extra: str):
+        self.module, self.extra = module, extra
+        super().__init__(
+            f"the package of {module} is not installed. Run: pip install 'latentcache[{extra}]'", name=module
+        )
 
 
 class EncoderBusyError(LatentCacheError):

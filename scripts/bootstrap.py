@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Environment:
     """A virtual environment in the project's root: its folder, the file of its releases, and the extras in it.
 
-    Without extras it has all releases of that file, and not the project. The packages `alone` come without what they
+    One of packages `alone` has all releases of that file, and not the project; these packages come without what they
     require.
     """
 
@@ -42,7 +42,7 @@ class Environment:
         return digest.hexdigest()
 
 
-DEFAULT = Environment(".venv", "constraints.txt", "test,docs,remote,ray,peers")
+DEFAULT = Environment(".venv", "constraints.txt", "encode,test,docs,remote,ray,peers")
 PEERS = Environment(".venv-peers", "constraints-peers.txt", alone=("mosaicml-streaming==0.13.0", "litdata==0.2.76"))
 
 
@@ -62,7 +62,8 @@ def install(made: Environment = DEFAULT) -> None:
     ours.touch()
     pip = [str(made.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # pip's own output is kept off stdout, which belongs to the job (--json).
-    options = ["-c", made.constraints, "-e", f".[{made.extras}]"] if made.extras else ["-r", made.constraints]
+    project = f".[{made.extras}]" if made.extras else "."
+    options = ["-r", made.constraints] if made.alone else ["-c", made.constraints, "-e", project]
     subprocess.run([*pip, *options], cwd=ROOT, check=True, stdout=sys.stderr)
     if made.alone:
         subprocess.run([*pip, "--no-deps", *made.alone], cwd=ROOT, check=True, stdout=sys.stderr)

@@ -3,7 +3,9 @@
 Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
 size; `soak`, the soak programs at a short size; `families`, every model family on a tiny model; `service`, the service
 and its client; `remote`, object stores, Ray and other people's readers; `page`, the service's page in Chromium, which
-is installed if it is missing (Debian, as root); `cuda`, the tests of `sim` on a CUDA device where there is one.
+is installed if it is missing (Debian, as root); `core`, a cache that is read in an environment which has nothing but
+what `pip install latentcache` brings, at its lowest releases; `cuda`, the tests of `sim` on a CUDA device where there
+is one.
 `--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
 which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
 releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
@@ -40,13 +42,15 @@ LANES = (
     "service",
     "remote",
     "page",
+    "core",
     "cuda",
     "deepspeed",
     "onetrainer-pins",
 )
 OPT_IN = ("deepspeed", "onetrainer-pins")
 IN_MEMORY = ("default", "sim", "families", "service", "remote", "page", "onetrainer-pins")
-PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "test")
+PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test")
+CORE = bootstrap.Environment(".venv-core", "constraints-core.txt")
 PINS_TESTS = (
     *("tests/integrations", "tests/models", "tests/families"),
     *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
@@ -60,11 +64,11 @@ def run(*command: str) -> int:
     return subprocess.run(command, cwd=bootstrap.ROOT, check=False).returncode
 
 
-def lane(name: str, *arguments: str, python: str = sys.executable) -> bool:
+def lane(name: str, *arguments: str, python: str = sys.executable, program: Sequence[str] = ("-m", "pytest")) -> bool:
     """Whether the lane's tests pass. A lane that finds no test fails too."""
     print(f"lane {name}", flush=True)
     start = time.monotonic()
-    passed = run(python, "-m", "pytest", *arguments) == 0
+    passed = run(python, *program, *arguments) == 0
     print(f"lane {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
     return passed
 
@@ -109,9 +113,11 @@ def installed(environment: bootstrap.Environment) -> bool:
     return True
 
 
-def lane_with_pins(*arguments: str) -> bool:
-    """Whether what a trainer's own releases touch works with those that OneTrainer pins."""
-    return installed(PINS) and lane("onetrainer-pins", *arguments, *PINS_TESTS, python=str(PINS.python))
+def lane_elsewhere(name: str, *arguments: str) -> bool:
+    """Whether a lane passes that runs in an environment of its own."""
+    if name == "core":  # pytest is not there
+        return installed(CORE) and lane(name, python=str(CORE.python), program=["tests/golden/read_with_core.py"])
+    return installed(PINS) and lane(name, *arguments, *PINS_TESTS, python=str(PINS.python))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,7 +171,7 @@ def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
         case "deepspeed":
             return install_deepspeed() and lane(name, "-m", "deepspeed", "tests/zero3", *for_pytest)
         case _:
-            return lane_with_pins(*shared, *for_pytest)
+            return lane_elsewhere(name, *shared, *for_pytest)
 
 
 if __name__ == "__main__":

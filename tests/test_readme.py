@@ -164,7 +164,10 @@ def test_the_onetrainer_example_runs(
 
 def test_every_example_is_run() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == {"own_trainer", "diffusers_sdxl", "validate_in_loop", "onetrainer_install", "remote_trainer"}
+    assert names == {
+        *("own_trainer", "diffusers_sdxl", "validate_in_loop", "onetrainer_install", "remote_trainer"),
+        *("kohya_sdxl", "musubi_batches"),  # run by tests/integrations/test_trainers.py
+    }
 
 
 def test_a_trainer_of_ones_own_takes_ten_lines() -> None:

@@ -21,6 +21,7 @@ from latentcache.cli.output import DONE, fail
 from latentcache.cli.remote_commands import REMOTE_COMMANDS
 from latentcache.cli.service_commands import SERVICE_COMMANDS
 from latentcache.errors import LatentCacheError
+from latentcache.utils.extras import naming_extras
 
 logger = logging.getLogger("latentcache")
 
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     as_json = "--json" in arguments
     try:
-        result = app(arguments, exit_on_error=False, print_error=False)
+        with naming_extras():
+            result = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else DONE
     except (LatentCacheError, CycloptsError) as error:

@@ -14,7 +14,6 @@ from latentcache.cli.options import AsJson, Switch
 from latentcache.cli.output import finish
 from latentcache.config import CacheConfig, Config, location_of
 from latentcache.config_file import load_config, number_of_bytes, parse_buckets
-from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -270,6 +269,8 @@ def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
 
 def _lines(path: Path) -> tuple[str, ...]:
     """The captions in a file, one a line."""
+    from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
+
     try:
         return captions_in_text(read_range(str(path), 0, MAX_CAPTION_BYTES + 1))
     except (OSError, CaptionError) as error:

@@ -8,8 +8,6 @@ import secrets
 import tempfile
 import threading
 import webbrowser
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, LocalTarget, OfCache, Switch
@@ -51,11 +49,11 @@ def serve(  # noqa: PLR0913 - each is a flag
         idle_s: After so many seconds without a miss these models leave the device.
         photos: Show the photos on the page too, where their files are on this machine.
     """
-    with _extra_named():
-        from latentcache.service.auth import token_from
-        from latentcache.service.server import Address, access_for
-        from latentcache.service.server import serve as run_server
-        from latentcache.service.state import ServiceSettings
+    from latentcache.service.auth import token_from
+    from latentcache.service.server import Address, access_for
+    from latentcache.service.server import serve as run_server
+    from latentcache.service.state import ServiceSettings
+
     address = Address(host=host, port=port, certfile=ssl_certfile, keyfile=ssl_keyfile)
     reading = token_from(token_file, TOKEN_VARIABLE)
     writing = token_from(write_token_file, WRITE_TOKEN_VARIABLE)
@@ -98,10 +96,9 @@ def browse(
         port: The port to listen on; 0 takes a free one.
         no_open: Open no browser: only say where the page is.
     """
-    with _extra_named():
-        from latentcache.service.server import Address, access_for
-        from latentcache.service.server import serve as run_server
-        from latentcache.service.state import ServiceSettings
+    from latentcache.service.server import Address, access_for
+    from latentcache.service.server import serve as run_server
+    from latentcache.service.state import ServiceSettings
 
     # Every account of this machine reaches the port.
     address, path, token = Address(port=port), options.path(target), secrets.token_urlsafe(32)
@@ -122,17 +119,6 @@ def browse(
     settings = ServiceSettings(cache=path, access=access, config=config, show_photos=True)
     with tempfile.TemporaryDirectory(prefix="latentcache-") as folder:
         return 128 + run_server(settings, address, announce)
-
-
-@contextmanager
-def _extra_named() -> Iterator[None]:
-    """Turn the lack of a server's packages into ConfigError, which says how to install them."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("latentcache"):
-            raise
-        raise ConfigError(f"a server needs the package {error.name}: pip install 'latentcache[service]'") from error
 
 
 def _named_config(target: str | None, options: CacheOptions) -> Config | None:

@@ -19,6 +19,7 @@ from latentcache.devices.transfer import Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sample import PRECACHE, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing
@@ -106,15 +107,38 @@ class _BatchMaker:
 
     def _place(self, planned: PlannedBatch, batch: Batch) -> Batch:
         loader = self.loader
-        draws = loader.output == "latents" and "moments" in batch and loader.dataset.facts.family.latent.draws
-        return to_device(
-            batch,
-            self.transfer.device,
-            dtype=self.dtype,
-            output="moments" if loader.output == "moments" else "latents",
-            scaling=loader.dataset.scaling if loader.scaled else None,
-            generator=noise_generator(planned.seed, planned.epoch, planned.position) if draws else None,
-        )
+        device, output, scaled = self.transfer.device, loader.output, loader.scaled
+        return placed(loader.dataset, planned, batch, device, dtype=self.dtype, output=output, scaled=scaled)
+
+
+def check_output(output: Output, *, scaled: bool) -> None:
+    """StoreError for an output that there is not, or that cannot be scaled."""
+    if output not in get_args(Output):
+        raise StoreError(f"output is {output!r}; it must be one of {', '.join(get_args(Output))}")
+    if scaled and output == "moments":
+        raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
+
+
+def placed(
+    dataset: LatentDataset,
+    planned: PlannedBatch,
+    batch: Batch,
+    device: DeviceLike,
+    *,
+    dtype: torch.dtype | None,
+    output: Output,
+    scaled: bool,
+) -> Batch:
+    """A planned batch that was gathered, on the device; what is drawn follows from the seed, epoch and position."""
+    draws = output == "latents" and "moments" in batch and dataset.facts.family.latent.draws
+    return to_device(
+        batch,
+        device,
+        dtype=dtype,
+        output="moments" if output == "moments" else "latents",
+        scaling=dataset.scaling if scaled else None,
+        generator=noise_generator(planned.seed, planned.epoch, planned.position) if draws else None,
+    )
 
 
 class LatentLoader(Closing):
@@ -150,12 +174,9 @@ class LatentLoader(Closing):
     ):
         if prefetch < 0:
             raise StoreError(f"prefetch is {prefetch}; it must be at least 0 (0: no thread)")
-        if output not in get_args(Output):
-            raise StoreError(f"output is {output!r}; it must be one of {', '.join(get_args(Output))}")
+        check_output(output, scaled=scaled)
         if damaged not in ("raise", "skip"):
             raise StoreError(f"damaged is {damaged!r}; it must be one of raise, skip")
-        if scaled and output == "moments":
-            raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
         self.sampler = sampler
         self.dataset = sampler.dataset
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled

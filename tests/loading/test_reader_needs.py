@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from latentcache.config import Config
 from latentcache.precache.run import run_precache
+from latentcache.utils.extras import EXTRAS
+
+ROOT = Path(__file__).parents[2]
 
 READ = """
 import sys
 from typing import get_args
 
-ENCODERS = {"diffusers", "transformers", "accelerate", "safetensors", "PIL"}
+BLOCKED = set(sys.argv[3].split(","))
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ENCODERS:
-            raise ModuleNotFoundError(f"{name} was imported")
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
 
@@ -55,8 +62,48 @@ assert sum(len(batch["sample_id"]) for batch in LatentLoader(sampler, device="cp
 for batch in DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate):
     draw = torch.Generator().manual_seed(0) if holds_moments else None
     assert dataset.place(batch, device="cpu", generator=draw)["latents"].shape[1] == 4
-assert not ENCODERS & {name.partition(".")[0] for name in sys.modules}
+try:
+    from latentcache import run_precache
+except ImportError as error:
+    assert str(error).endswith("Run: pip install 'latentcache[encode]'"), error
+else:
+    raise AssertionError("nothing was blocked")
 """
+COMMANDS = """
+import sys
+from latentcache.__main__ import main
+
+blocked = sys.argv.pop(1)
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+sys.exit(main())
+"""
+
+
+def modules_beyond_core() -> set[str]:
+    """The modules of all installed packages but those that `pip install latentcache` alone brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted, names = [*project["dependencies"]], set[str]()
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        name = canonicalize_name(requirement.name)
+        if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            names.add(name)
+            wanted += metadata.requires(name) or []
+    homes = metadata.packages_distributions()
+    return {module for module in homes if not names & {*map(canonicalize_name, homes[module])}} - {"latentcache"}
+
+
+def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("output", ["moments", "mean", "sample"])
@@ -65,8 +112,34 @@ def test_batches_and_prompts_need_none_of_the_encoders_packages(
 ) -> None:
     config = make_config(**{"encode.image_output": output, "datasets.0.flip": True})
     run_precache(config)
-    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, "-c", READ, str(config.cache.path), output]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_python(READ, str(config.cache.path), output, ",".join(modules_beyond_core()))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("cyclopts", ["status", "cache"], "cli"),
+        ("diffusers", ["precache", "configs/quickstart.yaml", "--model.path", "tiny"], "encode"),
+        ("fastapi", ["serve", "cache"], "service"),
+        ("urllib3", ["status", "http://127.0.0.1:9"], "remote"),
+        ("obstore", ["status", "s3://bucket/cache"], "remote"),
+    ],
+)
+def test_a_command_without_its_packages_says_what_to_install(
+    tmp_path: Path, module: str, arguments: list[str], extra: str
+) -> None:
+    (tmp_path / "cache").mkdir()
+    arguments = [str(tmp_path / each) if each == "cache" else each for each in arguments]
+    done = run_python(COMMANDS, module, *arguments)
+    assert done.returncode == 2 and f"pip install 'latentcache[{extra}]'" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_each_extra_is_one_of_the_project_and_has_the_packages() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    homes = metadata.packages_distributions() | {"peft": ["peft"], "ray": ["ray"], "av": ["av"]}
+    for extra, modules in EXTRAS.items():
+        declared = {canonicalize_name(Requirement(line).name) for line in extras[extra]}
+        for module in modules:
+            assert declared & {*map(canonicalize_name, homes[module])}, f"{module} is not in the extra {extra}"

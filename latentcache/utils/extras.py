@@ -1,0 +1,45 @@
+"""Which of the project's extras installs a package that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from latentcache.errors import ExtraMissingError
+
+EXTRAS: Final = {
+    "encode": (
+        "diffusers",
+        "transformers",
+        "accelerate",
+        "huggingface_hub",
+        "safetensors",
+        "PIL",
+        "matplotlib",
+    ),
+    "cli": ("cyclopts",),
+    "service": ("fastapi", "uvicorn", "starlette", "anyio", "jinja2", "prometheus_client"),
+    "remote": ("obstore", "urllib3"),
+    "parquet": ("pyarrow",),
+    "video": ("av",),
+    "lora": ("peft",),
+    "ray": ("ray",),
+}
+"""By extra of pyproject.toml, the modules of its packages that the code imports."""
+
+
+@contextmanager
+def naming_extras() -> Iterator[None]:
+    """Raise ExtraMissingError, with the `pip install` to run, where an import inside lacks a package of an extra.
+
+    Any other ModuleNotFoundError passes.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        for extra, modules in EXTRAS.items():
+            if module in modules:
+                raise ExtraMissingError(module, extra) from error
+        raise

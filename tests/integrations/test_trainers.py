@@ -1,0 +1,148 @@
+"""The examples for kohya's sd-scripts and musubi-tuner, against what their code calls and reads, as it was recorded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from multiprocessing import Value
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.ragged_samples import on_disk
+from torch.utils.data import DataLoader, Dataset
+
+from latentcache import BucketBatchSampler, CachedBatches, LatentDataset, LatentLoader
+from latentcache.config import Config
+
+RECORDED = json.loads(Path(__file__).with_name("trainer_signatures.json").read_text(encoding="utf-8"))
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+
+
+class Collator:
+    """How both trainers unwrap a batch, and tell the dataset the epoch."""
+
+    def __init__(self, epoch: Any, dataset: Any):
+        self.epoch, self.dataset = epoch, dataset
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        worker = torch.utils.data.get_worker_info()
+        dataset = self.dataset if worker is None else worker.dataset
+        dataset.set_current_epoch(self.epoch.value)
+        return examples[0]
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
+    made = ModuleType(name)
+    vars(made).update(attributes)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+def check_calls(dataset: Any, called: dict[str, list[str]]) -> None:
+    """Every method that the trainer calls is there, and takes what it is called with."""
+    for name, parameters in called.items():
+        inspect.signature(getattr(dataset, name)).bind(*parameters)
+
+
+def epochs_of(dataset: Any, epoch: Any, num_workers: int) -> list[list[dict[str, Any]]]:
+    """Two epochs as the trainers run them, the epoch counted from 1."""
+    collator = Collator(epoch, None if num_workers else dataset)
+    loader = DataLoader(
+        dataset, shuffle=True, num_workers=num_workers, collate_fn=collator, persistent_workers=bool(num_workers)
+    )
+    epochs = []
+    for number in (1, 2):
+        epoch.value = number
+        epochs.append(list(loader))
+    return epochs
+
+
+@pytest.fixture
+def kohya(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example, imported beside a base class that is constructed as sd-scripts' own is."""
+    recorded = RECORDED["sd-scripts"]
+
+    class MinimalDataset(Dataset[Any]):
+        def __init__(self, *given: Any):
+            assert len(given) == len(recorded["base_constructed_with"])
+            vars(self).update(dict.fromkeys(recorded["base_attributes"], 0), datasets=[self], subsets=[self])
+
+        def set_current_epoch(self, epoch: int) -> None:
+            self.current_epoch = epoch
+
+    module(monkeypatch, "library")
+    module(monkeypatch, "library.train_util", MinimalDataset=MinimalDataset)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import kohya_sdxl
+
+    yield kohya_sdxl
+    sys.modules.pop("kohya_sdxl")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sd_scripts_gets_the_batches_of_the_loader(
+    kohya: ModuleType, config: Config, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    recorded = RECORDED["sd-scripts"]
+
+    def sampler() -> BucketBatchSampler:
+        return BucketBatchSampler(LatentDataset(config.cache.path, "photos", caption="random"), batch_size=2, seed=3)
+
+    monkeypatch.setattr(kohya, "make_batches", lambda: CachedBatches(sampler(), dtype=torch.float32))
+    dataset = kohya.CachedSdxl(*dict.fromkeys(recorded["constructed_with"]))
+    check_calls(dataset, recorded["called"])
+    assert dataset.is_latent_cacheable() and dataset.is_text_encoder_output_cacheable()
+    assert dataset.num_train_images == dataset.img_count == 5 and dataset.batch_size == 2
+    [_, epoch] = epochs_of(dataset, Value("i", 0), num_workers)
+    loader = LatentLoader(sampler(), device="cpu", dtype=torch.float32)
+    loader.set_epoch(2)
+    expected = {tuple(batch["caption"]): batch for batch in loader}
+    seen = 0
+    for batch in epoch[1:]:  # a worker hears of the epoch with its first batch
+        assert {*recorded["batch"]["process_batch"], *recorded["batch"]["call_unet"]} <= batch.keys()
+        live = expected[tuple(batch["captions"])]
+        clip_l, clip_g, pooled = batch["text_encoder_outputs_list"]
+        assert torch.equal(batch["latents"], live["latents"]) and torch.equal(pooled, live["pooled_prompt_embeds"])
+        assert torch.equal(torch.cat([clip_l, clip_g], dim=2), live["prompt_embeds"])
+        assert clip_g.shape[2] == pooled.shape[1]
+        sizes = torch.cat([batch[name] for name in recorded["batch"]["call_unet"]], dim=1)
+        assert torch.equal(sizes, live["add_time_ids"])
+        assert batch["loss_weights"].tolist() == [1.0] * len(pooled) and batch["alpha_masks"] is None
+        seen += len(pooled)
+    assert seen >= 3
+
+
+@pytest.mark.parametrize(("family", "text"), [("qwen-image", "vl_embed"), ("wan", "t5")])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_musubi_tuner_gets_batches_in_its_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Any, text: str, num_workers: int
+) -> None:
+    recorded = RECORDED["musubi-tuner"]
+    for name in ("musubi_tuner", "musubi_tuner.training"):
+        module(monkeypatch, name)
+    module(monkeypatch, "musubi_tuner.training.accelerator_setup", collator_class=Collator)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from musubi_batches import build_dataset
+
+    lengths = [4, 2, 3, 7]
+    path = str(on_disk(tmp_path / "cache", family, lengths))
+    trainer = SimpleNamespace()
+    args = SimpleNamespace(seed=0, num_timestep_buckets=None, max_data_loader_n_workers=num_workers)
+    dataset, collator, epoch = build_dataset(path, "ragged", text, batch_size=2)(trainer, args)
+    assert isinstance(collator, Collator) and trainer.num_timestep_buckets is None
+    check_calls(dataset, recorded["called"])
+    assert all(hasattr(dataset, name) for name in recorded["attributes"]) and dataset.num_train_items == 4
+    json.dumps(dataset.get_metadata())
+    found: list[int] = []
+    for batch in epochs_of(dataset, epoch, num_workers)[0]:
+        assert set(recorded["batch"]["qwen" if text == "vl_embed" else "wan"]) == batch.keys()
+        assert batch["latents"].ndim == 5 and batch["latents"].shape[2] == 1
+        assert len(batch["latents"]) == len(batch[text]) and batch["timesteps"] is None
+        found += map(len, batch[text])
+    assert sorted(found) == sorted(lengths)
+    args.num_timestep_buckets = 10
+    with pytest.raises(ValueError, match="num_timestep_buckets"):
+        build_dataset(path, "ragged", text)(trainer, args)
