@@ -4,8 +4,9 @@ Lanes: `default`; `sim`, the tests that need a second device, on a simulated one
 size; `soak`, the soak programs at a short size; `families`, every model family on a tiny model; `service`, the service
 and its client; `remote`, object stores, Ray and other people's readers; `page`, the service's page in Chromium, which
 is installed if it is missing (Debian, as root); `core`, a cache that is read in an environment which has nothing but
-what `pip install latentcache` brings, at its lowest releases; `cuda`, the tests of `sim` on a CUDA device where there
-is one.
+what `pip install latentcache` brings, at its lowest releases; `windows`, tests of the store, precaching, loading and
+the service under the rules of Windows (tests/helpers/windows_rules.py); `cuda`, the tests of `sim` on a CUDA device
+where there is one.
 `--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
 which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
 releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
@@ -43,12 +44,21 @@ LANES = (
     "remote",
     "page",
     "core",
+    "windows",
     "cuda",
     "deepspeed",
     "onetrainer-pins",
 )
+WINDOWS_TESTS = (
+    *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
+    *("tests/loading/test_cache.py", "tests/loading/test_loader.py", "tests/loading/test_dataset.py"),
+    *("tests/loading/test_cached_batches.py", "tests/checkpoints", "tests/transfers"),
+    *("tests/service/test_routes.py", "tests/service/test_uploads.py", "tests/service/test_page.py"),
+)
+NOT_ON_WINDOWS = "not takes_the_place_of_a_damaged_file"
+"""A damaged pack that the index does not know may be mapped: there the file stays until the server starts again."""
 OPT_IN = ("deepspeed", "onetrainer-pins")
-IN_MEMORY = ("default", "sim", "families", "service", "remote", "page", "onetrainer-pins")
+IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test")
 CORE = bootstrap.Environment(".venv-core", "constraints-core.txt")
 PINS_TESTS = (
@@ -114,9 +124,13 @@ def installed(environment: bootstrap.Environment) -> bool:
 
 
 def lane_elsewhere(name: str, *arguments: str) -> bool:
-    """Whether a lane passes that runs in an environment of its own."""
+    """Whether a lane passes that runs in an environment of its own, or under the rules of another system."""
     if name == "core":  # pytest is not there
         return installed(CORE) and lane(name, python=str(CORE.python), program=["tests/golden/read_with_core.py"])
+    if name == "windows":
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])):
+            options = ("-p", "helpers.windows_rules", "-m", "not (bench or soak or remote)", "-k", NOT_ON_WINDOWS)
+            return lane(name, *options, *arguments, *WINDOWS_TESTS)
     return installed(PINS) and lane(name, *arguments, *PINS_TESTS, python=str(PINS.python))
 
 

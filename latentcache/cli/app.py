@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of the output has gone. Python flushes once more at exit: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + 13  # SIGPIPE, which Windows has no name for
     except Exception as error:
         # A fault of latentcache: logged. A script must not take Python's exit code 1 for "done, with damage".
         logger.exception("this should not happen; please report it")

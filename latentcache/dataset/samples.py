@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal, RefusalReason
+from latentcache.utils.file_locks import READ_FLAGS
 
 MAX_CAPTION_BYTES = 1 << 20
 """Largest caption file. A longer one is not taken for captions."""
@@ -27,7 +28,6 @@ MAX_IMAGE_BYTES = 1 << 30
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
 _MAX_SHOWN = 20
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 class CaptionError(ValueError):
@@ -170,7 +170,7 @@ def read_range(path: str, offset: int, num_bytes: int) -> bytes:
     A pipe would have to be waited for, and a device may have no end. In few calls, since a plan reads millions of
     captions, and with a handle of its own, so that threads do not meet.
     """
-    fd = os.open(path, _READ)
+    fd = os.open(path, READ_FLAGS)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -96,7 +96,8 @@ def sealed_file(path: Path, num_bytes: int, *, is_new: bool = False) -> Iterator
                 if not is_there:
                     os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with suppress(PermissionError):  # Windows removes no file that is mapped: the next sweep does
+                temporary.unlink(missing_ok=True)
             raise
         if is_there:
             temporary.unlink()

@@ -19,6 +19,7 @@ from latentcache.service.page.views import Gallery, num_cut_tokens
 from latentcache.store.base import Store
 from latentcache.store.entry import Description
 from latentcache.types import Geometry, Record
+from latentcache.utils.file_locks import READ_FLAGS
 
 if TYPE_CHECKING:
     from latentcache.config import Config
@@ -152,7 +153,7 @@ def _read(path: str) -> bytes:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PHOTO_BYTES:
             raise StoreError(f"{path}: is no regular file of at most {MAX_PHOTO_BYTES:,} bytes")
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
             return file.read(MAX_PHOTO_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
