@@ -48,7 +48,7 @@ OWNERS = {
     "diskcache": ("store/index.py",),
     "sqlite3": ("store/index.py", "precache/memo.py"),
     # musubi-tuner's cache is safetensors files.
-    "safetensors": ("checkpoints/folder.py", "interop/formats/musubi.py", "models/lora.py"),
+    "safetensors": ("interop/formats/musubi.py", "models/lora.py"),
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",
