@@ -62,7 +62,7 @@ OWNERS = {
     "pyarrow": ("dataset/parquet.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
-    "matplotlib": ("validation/",),
+    "matplotlib": ("validation/pictures.py",),
     "cyclopts": ("cli/",),
     "fastapi": ("service/",),
     "jinja2": ("service/",),

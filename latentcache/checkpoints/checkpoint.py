@@ -239,7 +239,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     try:
         if not path.is_file():
-            raise CheckpointError(path, "there is no such file")
+            detail = (
+                "is a folder, as an earlier version wrote; begin anew" if path.is_dir() else "there is no such file"
+            )
+            raise CheckpointError(path, detail)
         if not is_training_checkpoint(path):
             raise CheckpointError(path, "was not written by save_checkpoint; import_checkpoint reads other programs'")
         with zipfile.ZipFile(path) as archive:

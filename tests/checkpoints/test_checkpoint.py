@@ -420,8 +420,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "foreign.pt")
     with pytest.raises(CheckpointError, match="was not written by save_checkpoint; import_checkpoint reads"):
         load_checkpoint(tmp_path / "foreign.pt", model=model)
-    for name in ("nothing", "folder"):
-        with pytest.raises(CheckpointError, match="there is no such file"):
+    for name, detail in {"nothing": "there is no such file", "folder": "is a folder"}.items():
+        with pytest.raises(CheckpointError, match=detail):
             load_checkpoint(tmp_path / name, model=model)
 
 
