@@ -58,7 +58,6 @@ OWNERS = {
         "service/page/thumbnails.py",
     ),
     "av": ("dataset/clips.py",),
-    "psutil": ("doctor/environment.py",),
     "pyarrow": ("dataset/parquet.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
