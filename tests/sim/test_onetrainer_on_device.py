@@ -169,16 +169,6 @@ def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) ->
     assert model.placement() == before
 
 
-def test_gradients_come_back_with_their_weights(model: Any, tmp_path: Path) -> None:
-    weight = next(model.unet.parameters())
-    weight.grad = torch.ones_like(weight)
-    kept = restoring(model)
-    kept.before()
-    model.prepare("image")
-    kept.after()
-    assert weight.device == weight.grad.device == model.device and next(model.unet.parameters()) is weight
-
-
 def test_parts_that_the_model_does_not_move_are_moved_directly(device: torch.device) -> None:
     class Bare:
         def __init__(self) -> None:
@@ -230,11 +220,3 @@ def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.dev
     kept.after()
     assert model.unet_offload_conductor.is_active and model.unet.training
     assert [layer.weight.device for layer in model.unet] == [device, CPU]
-
-
-def test_a_part_that_was_away_whole_goes_away_again(model: Any) -> None:
-    kept = restoring(model)
-    kept.before()
-    model.move("vae", model.device)
-    kept.after()
-    assert model.placement()["vae"] == (CPU, False)

@@ -66,15 +66,6 @@ def test_what_other_software_places_is_left_where_it_is(
     assert places() == {place}
 
 
-def test_a_part_that_its_software_moves_in_a_phase_stays_there(device: torch.device) -> None:
-    training = Training(device)
-    encoder = training.parts["text_encoder"]
-    phases = Phases(training.parts, device=device, immovable=("text_encoder",))
-    with phases.enter("validate"):
-        torch.nn.Module.to(encoder, device)
-    assert encoder.final_layer_norm.weight.device == device
-
-
 def test_weights_that_were_parked_in_inference_mode_can_be_trained(device: torch.device) -> None:
     training = Training(device)
     training.step()
