@@ -212,7 +212,7 @@ def load_checkpoint(
     if ema is not None:
         _load_ema(ema, saved["ema"])
     if optimizer is not None:
-        load_named_optimizer_state(optimizer, _copied(saved["optimizer"]), model)
+        load_named_optimizer_state(optimizer, saved["optimizer"], model)
     # After the optimizer: a scheduler's constructor has changed its lr.
     if scheduler is not None:
         scheduler.load_state_dict(to_devices(_copied(saved["scheduler"]), devices_of(scheduler.state_dict())))
