@@ -196,8 +196,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
         owners |= {number: (group, param) for number, param in zip(saved["params"], group["params"], strict=True)}
     for number, values in saved_state.items():
         if number in owners:
-            group, param = owners[number]
-            state[param] = _placed(optimizer, group, param, values, copy=True)
+            owner, param = owners[number]
+            state[param] = _placed(optimizer, owner, param, values, copy=True)
         else:
             state[number] = deepcopy(values)
     optimizer.__setstate__({"state": state, "param_groups": groups})
