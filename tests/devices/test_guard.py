@@ -5,53 +5,17 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from latentcache.devices.guard import check_same_device, guard
+from latentcache.devices.guard import guard
 from latentcache.errors import DeviceMismatchError
-
-Pair = namedtuple("Pair", ["left", "right"])
-
-
-@dataclass
-class Batch:
-    latents: torch.Tensor
-    cond: dict[str, Any]
 
 
 def hooks_of(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
     return [(dict(m._forward_pre_hooks), dict(m._forward_pre_hooks_with_kwargs)) for m in module.modules()]
-
-
-def test_tensors_on_one_device_are_accepted() -> None:
-    batch = Batch(torch.zeros(2), {"embeds": [torch.zeros(1)], "captions": ["a"], "none": None})
-    assert check_same_device(batch=batch, step=torch.tensor(1), lr=0.1) == torch.device("cpu")
-    assert check_same_device(name="text") is None
-
-
-def test_every_offender_is_named_with_its_place_in_the_batch() -> None:
-    batch = {
-        "a": [torch.zeros(2), torch.zeros(3, device="meta")],
-        "b": Pair(torch.zeros(1), torch.zeros(1, 4, device="meta")),
-    }
-    with pytest.raises(DeviceMismatchError) as caught:
-        check_same_device(batch=batch, weight=torch.zeros(1))
-    assert caught.value.argument == "batch.a.1"
-    assert (caught.value.found, caught.value.expected) == ("meta", "cpu")
-    assert "batch.a.1 [3] float32 is on meta" in str(caught.value)
-    assert "batch.b.right [1, 4] float32 is on meta" in str(caught.value)
-    assert "batch.a.0" not in str(caught.value)
-
-
-def test_a_container_that_holds_itself_ends() -> None:
-    batch: dict[str, Any] = {"x": torch.zeros(1)}
-    batch["self"] = batch
-    assert check_same_device(batch=batch) == torch.device("cpu")
 
 
 class Block(torch.nn.Module):

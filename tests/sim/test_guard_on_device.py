@@ -7,7 +7,7 @@ import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 
-from latentcache.devices.guard import check_same_device, guard
+from latentcache.devices.guard import guard
 from latentcache.errors import DeviceMismatchError
 from latentcache.models.tiny import tiny_pipeline
 
@@ -67,29 +67,3 @@ def test_inputs_that_an_offload_hook_moves_pass(device: torch.device) -> None:
             offloaded(x)
         hook.offload()
         assert offloaded(x).device == device
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_scalars_are_legal_one_way_only(device: torch.device, order: int) -> None:
-    """torch is the judge: what it adds, check_same_device accepts, in both orders."""
-    there, here = torch.zeros(2, device=device), torch.zeros(2)
-    for legal in ((there, torch.tensor(1.0)), (here, torch.tensor(1.0)), (torch.tensor(1.0), torch.tensor(2.0))):
-        first, second = legal[::order]
-        torch.add(first, second)
-        check_same_device(first=first, second=second)
-    for illegal in ((there, here), (here, torch.tensor(1.0, device=device))):
-        first, second = illegal[::order]
-        with pytest.raises(RuntimeError):
-            torch.add(first, second)
-        with pytest.raises(DeviceMismatchError):
-            check_same_device(first=first, second=second)
-
-
-def test_check_same_device_names_the_odd_ones_of_a_batch(device: torch.device) -> None:
-    batch = {"latents": torch.zeros(2, 4, device=device), "cond": {"pooled": torch.zeros(2, 3), "time_ids": [6.0]}}
-    with pytest.raises(DeviceMismatchError, match=r"1 of 4 tensors are not on") as caught:
-        check_same_device(
-            batch=batch, weight=torch.zeros(1, device=device), scale=torch.tensor(2.0, device="cpu").mean()
-        )
-    assert caught.value.argument == "batch.cond.pooled"
-    assert (caught.value.found, caught.value.expected) == ("cpu", str(device))

@@ -245,7 +245,7 @@ def test_embeddings_elsewhere_are_named_before_diffusers_runs(embeddings: list[P
     pipeline = tiny_pipeline()
     one = embeddings[1]
     moved = PromptEmbeddings(one.prompt, "", {n: t.to("meta") for n, t in one.embeds.items()}, one.negative)
-    with pytest.raises(DeviceMismatchError, match=r"embeddings of 'a blue car in the rain'\.prompt_embeds.* on meta"):
+    with pytest.raises(DeviceMismatchError, match=r"embeddings of 'a blue car in the rain'\.prompt_embeds.* is meta"):
         denoise(pipeline.unet, pipeline.scheduler, [embeddings[0], moved], SETTINGS)
 
 
