@@ -172,12 +172,3 @@ def test_offloaded_modules_are_at_home_where_their_hooks_put_them(device: torch.
     assert len(parked.errors) == len([*cpu_offloaded.parameters(), *cpu_offloaded.buffers()]), "it is loaded still"
     hook.offload()
     assert not audit({"net": cpu_offloaded}, device={"net": "cpu"}).findings
-
-
-def test_a_hook_that_runs_a_part_elsewhere_is_named(device: torch.device) -> None:
-    net = cpu_offload(small(torch.device("cpu")), execution_device=device)
-    other = torch.device(device.type, 1)
-    if torch.get_device_module(device).device_count() < 2:
-        pytest.skip("one device of this type only")
-    report = audit({"net": net}, device=other)
-    assert next((finding.kind, finding.found) for finding in report.errors) == ("hook", str(device))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.phase_training import Training
 
-from latentcache.errors import DeviceMismatchError, PhaseError
+from latentcache.errors import PhaseError
 from latentcache.phases.phases import Phase, Phases
 
 CPU = torch.device("cpu")
@@ -92,22 +92,6 @@ def test_averages_that_are_parked_come_back(device: torch.device) -> None:
             assert torch.equal(trained, average), "the averages are no longer in"
         assert torch.equal(trained, values)
     training.step()
-
-
-def test_parts_that_share_a_tensor_cannot_be_apart(device: torch.device) -> None:
-    training = Training(device)
-    one, other = training.parts["text_encoder"], training.parts["text_encoder_2"]
-    other.borrowed = one.embeddings
-    phases = Phases(training.parts, device=device)
-    with (
-        pytest.raises(DeviceMismatchError, match="text_encoder"),
-        phases.enter(Phase(on_device=("text_encoder",))),
-    ):
-        pass
-    assert one.embeddings.token_embedding.weight.device == CPU
-    with phases.enter("validate"), phases.lend("text_encoder", "text_encoder_2"):
-        assert one.embeddings.token_embedding.weight.device == device
-    assert one.embeddings.token_embedding.weight.device == CPU
 
 
 def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.device) -> None:

@@ -230,14 +230,6 @@ def test_the_batch_size_does_not_matter(cache: LatentCache, dtype: torch.dtype) 
         assert losses_of(report) == pytest.approx(expected, rel=BATCH_SIZE_TOLERANCE[dtype]), size
 
 
-def test_batches_hold_one_bucket_and_are_full(cache: LatentCache, unet: torch.nn.Module) -> None:
-    recorder = Recorder(unet)
-    settings = ValidationConfig(num_timesteps=3, batch_size=4)
-    validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
-    shapes = [shape for shape, _ in recorder.calls]
-    assert shapes == [(4, 4, 8, 12)] * 2 + [(1, 4, 8, 12)] + [(4, 4, 12, 8)] + [(2, 4, 12, 8)]
-
-
 def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.nn.Module) -> None:
     with LatentCache(own_cache) as cache:
         one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
@@ -406,14 +398,6 @@ def test_a_unet_that_does_not_fit_is_named(cache: LatentCache) -> None:
         validation_loss(recorder, cache, scheduler=SCHEDULER, settings=FEW)
 
 
-def test_settings_that_do_not_fit_the_schedule_or_torch(cache: LatentCache, unet: torch.nn.Module) -> None:
-    scheduler = {**SCHEDULER.config, "num_train_timesteps": 500}
-    with pytest.raises(ConfigError, match="num_timesteps is 900; the schedule has 500 timesteps"):
-        validation_loss(unet, cache, scheduler=scheduler, settings=ValidationConfig(num_timesteps=900))
-    with pytest.raises(ConfigError, match=r"autocast is torch\.float32"):
-        validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW, autocast=torch.float32)
-
-
 # Two models
 
 
@@ -428,20 +412,6 @@ def test_the_paired_difference_sees_what_two_means_do_not(cache: LatentCache, un
     assert difference.standard_error == pytest.approx(np.std(values, ddof=1) / np.sqrt(7), rel=1e-9)
     assert difference.standard_error < 0.5 * one.loss.standard_error
     assert paired_difference(one, one) == Estimate(mean=0.0, standard_error=0.0, num=7)
-
-
-def test_losses_of_a_dataset_that_changed_are_not_compared(
-    own_cache: Path, cache: LatentCache, unet: torch.nn.Module
-) -> None:
-    one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
-    with LatentCache(own_cache) as changed:
-        manifest = changed.manifests.read("photos")
-        rows = dict(manifest.rows)
-        rows["a.png"] = replace(rows["a.png"], images=rows["c.png"].images)
-        changed.manifests.write(replace(manifest, rows=rows))
-        other = validation_loss(unet, changed, scheduler=SCHEDULER, settings=FEW)
-    with pytest.raises(ConfigError, match="compared: dataset photos has other samples, captions or encoders"):
-        paired_difference(one, other)
 
 
 # Numbers that are not finite

@@ -199,12 +199,6 @@ def test_a_cache_that_is_open_for_reading_only_is_never_filled(cold: LatentCache
     assert files() == before
 
 
-def test_without_a_vae_there_are_no_images_and_a_note_says_so(warm: LatentCache, config: Config) -> None:
-    parts = without_encoders(Training(CPU)) | {"vae": None}
-    report = ValidationRunner(parts, warm, config).run(1)
-    assert report is not None and report.images == () and report.notes == ("no images: the vae is not among the parts",)
-
-
 def test_without_a_validation_set_there_are_only_images(warm: LatentCache, config: Config) -> None:
     config = config.model_copy(update={"datasets": config.datasets[:1]})
     training = Training(CPU)
