@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import diskcache
 import numpy as np
+import psutil
 import safetensors.torch
 import torch
-
-from latentcache.doctor.environment import filesystem_of
 
 MIN_REPETITIONS = 7
 
@@ -39,7 +38,7 @@ def environment(
         "num_cores": os.cpu_count(),
         "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "filesystem": filesystem_of(Path(folder or ".")).filesystem,
+        "filesystem": filesystem_type(Path(folder or ".")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -48,6 +47,13 @@ def environment(
         "num_threads": torch.get_num_threads(),
         "device": device_name(torch.device("cpu" if device is None else device)),
     }
+
+
+def filesystem_type(path: Path) -> str | None:
+    """The type of the file system that holds a path; None where the system does not list its mounts."""
+    path = path.resolve()
+    holding = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    return max(holding, key=lambda mount: len(mount.mountpoint)).fstype if holding else None
 
 
 def cpu_model() -> str:

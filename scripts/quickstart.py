@@ -118,7 +118,7 @@ def to_text(document: dict[str, Any]) -> str:
     for found in document["validations"]:
         figures = f"loss {found['loss']:.4f}, {found['num_filled']} entries were not cached and encoded first"
         lines.append(f"validation at step {found['step']}: {figures}")
-    return "\n".join((*lines, *(f"{name}: {path}" for name, path in document["files"].items())))
+    return "\n".join((*lines, *(f"{name}: {path}" for name, path in document["files"].items() if path)))
 
 
 def main() -> int:

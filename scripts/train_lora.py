@@ -136,7 +136,7 @@ class Training:
     """The denoiser (a UNet or a transformer) with its LoRA, what trains it, and the data."""
 
     def __init__(self, config: Config, options: Options):
-        self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint"
+        self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint.pt"
         if min(options.steps, options.rank, options.batch_size) < 1:
             raise errors.ConfigError("steps, rank and batch_size are at least 1")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -48,7 +48,7 @@ OWNERS = {
     "diskcache": ("store/index.py",),
     "sqlite3": ("store/index.py", "precache/memo.py"),
     # musubi-tuner's cache is safetensors files.
-    "safetensors": ("checkpoints/folder.py", "interop/formats/musubi.py", "models/lora.py"),
+    "safetensors": ("interop/formats/musubi.py", "models/lora.py"),
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",
@@ -58,11 +58,10 @@ OWNERS = {
         "service/page/thumbnails.py",
     ),
     "av": ("dataset/clips.py",),
-    "psutil": ("doctor/environment.py",),
     "pyarrow": ("dataset/parquet.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
-    "matplotlib": ("validation/",),
+    "matplotlib": ("validation/pictures.py",),
     "cyclopts": ("cli/",),
     "fastapi": ("service/",),
     "jinja2": ("service/",),

@@ -29,7 +29,8 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]
 
 def test_the_document(quickstart: Any, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml")
-    (tmp_path / "cache" / "quickstart-lora" / "checkpoint").mkdir(parents=True)  # an earlier run is in nobody's way
+    (earlier := tmp_path / "cache" / "quickstart-lora").mkdir(parents=True)
+    (earlier / "checkpoint.pt").touch()  # an earlier run is in nobody's way
     document = json.loads(json.dumps(quickstart.run(config), allow_nan=False))
     assert [done["num_encoded"] > 0 for done in document["passes"]] == [True, False]
     seen = {sample_id for batch in document["batches"] for sample_id in batch["sample_id"]}

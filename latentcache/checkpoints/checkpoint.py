@@ -1,40 +1,53 @@
-"""Checkpoints of a training run: model, optimizer, GradScaler, scheduler, EMA, random state, epoch and step, no pickle.
+"""Checkpoints of a training run in one file: model, optimizer, GradScaler, scheduler, EMA, random state, epoch, step.
 
 What the caller built decides where and how things run: each part is loaded onto the device that it is on now, and the
 optimizer keeps its flags (fused, foreach, capturable, maximize, differentiable). The file decides the values: weights,
 moments, lr, betas, weight decay, counters. A resumed run is bit-identical to one that was not interrupted.
 
-Everything is compared before anything is loaded: a checkpoint that does not fit changes nothing.
+The file is one of `torch.save` with tensors and plain data alone, read by torch's restricted reader. It is written as a
+sibling, synced and renamed; the CRCs of its archive are compared before anything is loaded. Everything is compared
+before anything is loaded: a checkpoint that does not fit changes nothing.
 Checkpoints of other programs are imported without running what they contain.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from latentcache.checkpoints.folder import read_document, read_tensors, write_checkpoint
 from latentcache.checkpoints.parts import (
     Modules,
+    PlainData,
+    devices_of,
+    differences,
     load_module_state,
     load_named_optimizer_state,
     module_differences,
     module_state,
+    move_items,
     optimizer_differences,
     optimizer_state,
     partitions,
+    to_devices,
 )
-from latentcache.checkpoints.state_codec import TreeWriter, devices_of, differences, move_items, to_devices, unpack
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.rng import rng_state, set_rng_state
 from latentcache.devices.tensor_location import is_swapped_in
-from latentcache.errors import CheckpointError
+from latentcache.errors import CheckpointError, StoreError
 from latentcache.provenance import now, software_versions
+from latentcache.utils.durable_files import make_folder, sealed_file, sweep_temporaries
+
+CHECKPOINT_FORMAT = 2
+_MARK = "latentcache checkpoint"
+"""The first key of the file. It holds the format."""
 
 _USUAL_NAMES = {
     "model": ("model", "state_dict", "model_state_dict", "module", "unet", "net"),
@@ -61,7 +74,7 @@ class CheckpointState:
 
 
 def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, and most calls name two or three
-    folder: str | Path,
+    path: str | Path,
     *,
     model: Modules,
     optimizer: torch.optim.Optimizer | None = None,
@@ -73,15 +86,30 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
     step: int = 0,
     extra: Any = None,
 ) -> Path:
-    """Write the run's state into `folder`, and return the folder's path.
+    """Write the run's state into one file.
 
-    `model` is one module or several by name; `ema` a module, or an object with `state_dict`. `extra` is plain data and
-    tensors. A checkpoint in `folder` is replaced, without a moment in which there is none. One process writes a folder:
-    random state is that process's. Raises CheckpointError, with every offender, for what cannot be written:
-    sharded and quantised tensors, objects that are not plain data, optimizer parameters that `model` does not have, an
-    EMA that is swapped in. The folder is then as it was.
+    Args:
+        path: The file, e.g. `run/last.pt`. One that exists is replaced, without a moment in which there is none. Each
+            process writes a file of its own: random state is that process's.
+        model: One module, or several by name.
+        optimizer: Its parameters go by the names that `model` has for them.
+        scaler: A GradScaler.
+        scheduler: An object with `state_dict`.
+        ema: A module, or an object with `state_dict`.
+        rng: Whether to save the state of the global random generators.
+        epoch: What `load_checkpoint` returns as the epoch.
+        step: What `load_checkpoint` returns as the step.
+        extra: Plain data and tensors of the caller's own.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        CheckpointError: With every offender, for what cannot be written: sharded tensors, objects that are not plain
+            data, optimizer parameters that `model` does not have, an EMA that is swapped in; and for a disk that is
+            full. The file is then as it was.
     """
-    folder = Path(folder)
+    path = Path(path)
     parts: dict[str, Any] = {"model": module_state(model), "extra": extra}
     orphans: list[str] = []
     if optimizer is not None:
@@ -89,7 +117,7 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
     if ema is not None:
         if is_swapped_in(ema):
             detail = "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
-            raise CheckpointError(folder, detail)
+            raise CheckpointError(path, detail)
         parts["ema"] = module_state(ema) if isinstance(ema, torch.nn.Module) else ema.state_dict()
     if scaler is not None:
         parts["scaler"] = scaler.state_dict()
@@ -99,26 +127,44 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
         parts["rng"] = rng_state()
     if orphans:
         detail = "the optimizer has parameters that no module of `model` has; name all trained modules: "
-        raise CheckpointError(folder, detail + "model={'unet': unet, ...}", offenders=tuple(orphans))
-    writers = {part: TreeWriter(part) for part in parts}
-    trees = {part: writers[part].pack(value) for part, value in parts.items()}
-    offenders = (*partitions(model), *(line for writer in writers.values() for line in writer.offenders))
-    if offenders:
-        raise CheckpointError(folder, "these cannot be written:", offenders=offenders)
-    document = {
+        raise CheckpointError(path, detail + "model={'unet': unet, ...}", offenders=tuple(orphans))
+    plain = PlainData()
+    content = {
+        _MARK: CHECKPOINT_FORMAT,
         "saved_at": now(),
         "software": dict(software_versions()),
         "epoch": epoch,
         "step": step,
         "classes": _classes(optimizer=optimizer, scaler=scaler, scheduler=scheduler, ema=ema),
-        "parts": trees,
+        "parts": {part: plain.of(value, part) for part, value in parts.items()},
     }
-    write_checkpoint(folder, document, {part: writer.tensors for part, writer in writers.items()})
-    return folder
+    offenders = (*partitions(model), *plain.offenders)
+    if offenders:
+        raise CheckpointError(path, "these cannot be written:", offenders=offenders)
+    _write(path, content)
+    return path
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    num_bytes = sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor))
+    # Without CRCs, which a program can switch off for all of torch.save, damage would not be seen.
+    had_crc = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        make_folder(path.parent)
+        sweep_temporaries(path.parent, of=path.name)
+        with sealed_file(path, num_bytes) as fd, os.fdopen(os.dup(fd), "wb") as file:
+            torch.save(content, file)
+    except (OSError, StoreError, RuntimeError) as error:
+        # torch's writer fails with a RuntimeError of its own after the system's error, which says what the matter is.
+        cause = error.__context__ if type(error) is RuntimeError and error.__context__ is not None else error
+        raise CheckpointError(path, f"{num_bytes:,} bytes cannot be written: {cause}. It is as it was.") from error
+    finally:
+        torch.serialization.set_crc32_options(had_crc)
 
 
 def load_checkpoint(
-    folder: str | Path,
+    path: str | Path,
     *,
     model: Modules,
     optimizer: torch.optim.Optimizer | None = None,
@@ -129,25 +175,39 @@ def load_checkpoint(
 ) -> CheckpointState:
     """Load what `save_checkpoint` wrote into the parts given, each on the device that it is on now.
 
-    Parts of the file that are not requested are not read. Random streams of accelerators that are not here are not
-    loaded, with a logged warning. Raises CheckpointError if the files are damaged, if a requested part is not in the
-    file, or if names, shapes, dtypes, tied weights, parameter groups or classes differ; it names each. Nothing has
-    changed then.
+    Parts of the file that are not requested are not loaded. Random streams of accelerators that are not here are not
+    loaded, with a logged warning.
+
+    Args:
+        path: The file.
+        model: One module, or several by name, as when it was saved.
+        optimizer: An optimizer over the model's parameters, in any order within their groups.
+        scaler: A GradScaler.
+        scheduler: An object with `state_dict` and `load_state_dict`.
+        ema: A module, or an object with `state_dict` and `load_state_dict`.
+        rng: Whether to set the global random generators.
+
+    Returns:
+        Epoch, step and `extra`, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: The file is damaged, lacks a requested part, or names, shapes, dtypes, tied weights, parameter
+            groups or classes differ; each is named. Nothing has changed then.
     """
-    folder = Path(folder)
-    document = read_document(folder)
+    path = Path(path)
+    content = read_checkpoint(path)
+    saved = content["parts"]
     given = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "ema": ema}
     requested = ["model", "extra", *(part for part, value in given.items() if value is not None), *(["rng"] * rng)]
-    missing = [part for part in requested if part not in document["parts"]]
+    missing = [part for part in requested if part not in saved]
     if missing:
-        have = ", ".join(sorted(document["parts"]))
+        have = ", ".join(sorted(saved))
         detail = f"has no {', '.join(missing)}, it has {have}; leave out what it lacks ({missing[0]}=...)"
-        raise CheckpointError(folder, detail)
-    saved = {part: _read_part(folder, document, part) for part in requested}
-    offenders = _mismatches(document, saved, model, given)
+        raise CheckpointError(path, detail)
+    offenders = _mismatches(content["classes"], saved, model, given)
     if offenders:
         detail = "does not fit what it is loaded into; build it as it was when saved:"
-        raise CheckpointError(folder, detail, offenders=tuple(offenders))
+        raise CheckpointError(path, detail, offenders=tuple(offenders))
     load_module_state(model, saved["model"])
     if ema is not None:
         _load_ema(ema, saved["ema"])
@@ -155,28 +215,63 @@ def load_checkpoint(
         load_named_optimizer_state(optimizer, saved["optimizer"], model)
     # After the optimizer: a scheduler's constructor has changed its lr.
     if scheduler is not None:
-        scheduler.load_state_dict(to_devices(saved["scheduler"], devices_of(scheduler.state_dict())))
+        scheduler.load_state_dict(to_devices(_copied(saved["scheduler"]), devices_of(scheduler.state_dict())))
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
     if rng:
         set_rng_state(saved["rng"])
-    return CheckpointState(document["epoch"], document["step"], saved["extra"])
+    return CheckpointState(content["epoch"], content["step"], _copied(saved["extra"]))
 
 
-def _read_part(folder: Path, document: Mapping[str, Any], part: str) -> Any:
+def is_training_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is a file that `save_checkpoint` wrote, whole or damaged."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        head = file.read(256)
+    return head.startswith(b"PK") and _MARK.encode() in head
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a file of `save_checkpoint`: `parts`, `classes`, `epoch`, `step`. Raises CheckpointError.
+
+    Its tensors are views of the file: they cost no memory until they are copied.
+    """
     try:
-        return unpack(document["parts"][part], read_tensors(folder, document, part))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(folder, f"{part} is not what latentcache writes: {error!r}") from error
+        if not path.is_file():
+            detail = (
+                "is a folder, as an earlier version wrote; begin anew" if path.is_dir() else "there is no such file"
+            )
+            raise CheckpointError(path, detail)
+        if not is_training_checkpoint(path):
+            raise CheckpointError(path, "was not written by save_checkpoint; import_checkpoint reads other programs'")
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error}; use an earlier checkpoint") from error
+    # zipfile raises errors of many classes for bad bytes. With each of them the file cannot be used.
+    except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, NotImplementedError) as error:
+        raise CheckpointError(path, f"is damaged: {error}; use an earlier checkpoint") from error
+    if damaged is not None:
+        raise CheckpointError(path, f"is damaged: {damaged} has another CRC; use an earlier checkpoint")
+    content: dict[str, Any] = _read(path, mmap=True)
+    if content[_MARK] != CHECKPOINT_FORMAT:
+        raise CheckpointError(path, f"has format {content[_MARK]!r}, this latentcache reads {CHECKPOINT_FORMAT}")
+    return content
+
+
+def _copied(tree: Any) -> Any:
+    """The tree with tensors in memory of their own: views of the file would keep it open."""
+    return tree_map_only(torch.Tensor, torch.clone, tree)
 
 
 def _mismatches(
-    document: Mapping[str, Any], saved: Mapping[str, Any], model: Modules, given: Mapping[str, Any]
+    classes: Mapping[str, str], saved: Mapping[str, Any], model: Modules, given: Mapping[str, Any]
 ) -> list[str]:
     found = module_differences(saved["model"], model, "model")
     for part, name in _classes(**given).items():
-        if document["classes"].get(part) != name:
-            found.append(f"{part}: saved from {document['classes'].get(part)}, here is {name}")
+        if classes.get(part) != name:
+            found.append(f"{part}: saved from {classes.get(part)}, here is {name}")
     if found:
         return found
     if given["optimizer"] is not None:
@@ -264,11 +359,13 @@ def import_checkpoint(path: str | Path, *, names: Mapping[str, str] | None = Non
     return ImportedCheckpoint(path, content, **parts)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, *, mmap: bool = False) -> Any:
     if path.suffix == ".safetensors":
         raise CheckpointError(path, "is no torch.save file; read it with safetensors.torch.load_file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # An empty `bytes` is pickled as a call of its class, which is the only plain data that torch refuses.
+        with torch.serialization.safe_globals([bytes]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}") from error
     # torch's reader raises errors of many classes for bad bytes. With each of them the file cannot be used.

@@ -1,5 +1,6 @@
 """The parts of a training run as names and values: modules, and an optimizer whose parameters go by the modules' names.
 
+They are saved as plain data, compared with what is here, and moved to the devices that are here.
 Names do not depend on wrappers: DistributedDataParallel and torch.compile add prefixes, which are taken off.
 """
 
@@ -7,11 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
+from torch.utils._pytree import KeyPath, MappingKey, tree_flatten_with_path, tree_map_with_path
 
-from latentcache.checkpoints.state_codec import differences
 from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
 from latentcache.devices.tensor_location import is_partitioned
 
@@ -147,3 +151,106 @@ def _tied(state: Mapping[str, Any]) -> list[list[str]]:
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+# Plain data
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(slots=True)
+class PlainData:
+    """Makes a part's state into what torch's restricted reader reads, on the CPU, and names what cannot be written."""
+
+    offenders: list[str] = field(default_factory=list)
+    _copies: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+    def of(self, value: Any, name: str) -> Any:
+        """A copy of `value`, whose dotted path in the checkpoint is `name`. What cannot be written is an offender."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, np.generic):
+            return self.of(value.item(), name)
+        if kind in (list, tuple, set):
+            return kind(self.of(item, f"{name}.{index}") for index, item in enumerate(value))
+        if kind is Counter or (isinstance(value, dict) and kind.__module__ in ("builtins", "collections")):
+            pairs = {self.of(key, f"{name} key"): self.of(item, f"{name}.{key}") for key, item in value.items()}
+            return Counter(pairs) if kind is Counter else pairs
+        self.offenders.append(
+            f"{name}: a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data"
+        )
+        return None
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        problem = None
+        if hasattr(tensor, "full_tensor"):
+            problem = "a sharded DTensor; save with torch.distributed.checkpoint"
+        elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            kind = type(tensor).__name__
+            problem = f"a {kind}, whose values are not a plain tensor; leave that part out of the checkpoint"
+        elif tensor.device.type == "meta":
+            problem = "on meta and holds no values; remove the offload hooks, or load the part first"
+        if problem is not None:
+            self.offenders.append(f"{name}: {problem}")
+            return tensor
+        if tensor.layout != torch.strided or not tensor.numel():
+            return tensor.detach().cpu()
+        place = (*_place(tensor), tensor.dtype)
+        if place not in self._copies:
+            # Tied weights stay one tensor. torch writes a view's whole storage, so a view is copied.
+            cpu = tensor.detach().cpu()
+            self._copies[place] = cpu.clone() if cpu.untyped_storage().nbytes() != cpu.nbytes else cpu
+        return self._copies[place]
+
+
+def differences(saved: Any, live: Any, name: str) -> list[str]:
+    """Where tensors and the lengths of lists differ in kind, shape or dtype, each with its dotted path."""
+    if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
+        return [] if _spec(saved) == _spec(live) else [f"{name}: {_spec(saved)} in the file, {_spec(live)} here"]
+    if isinstance(saved, Mapping) and isinstance(live, Mapping):
+        found = [f"{name}.{key}: only in the file" for key in saved.keys() - live.keys()]
+        found += [f"{name}.{key}: missing in the file" for key in live.keys() - saved.keys()]
+        for key in saved.keys() & live.keys():
+            found += differences(saved[key], live[key], f"{name}.{key}")
+        return sorted(found)
+    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        if len(saved) != len(live):
+            return [f"{name}: {len(saved)} items in the file, {len(live)} here"]
+        return [
+            line for i, (a, b) in enumerate(zip(saved, live, strict=True)) for line in differences(a, b, f"{name}.{i}")
+        ]
+    if isinstance(saved, torch.Tensor) or isinstance(live, torch.Tensor):
+        return [f"{name}: {type(saved).__name__} in the file, {type(live).__name__} here"]
+    return []
+
+
+def devices_of(tree: Any) -> dict[KeyPath, torch.device]:
+    """The device of each tensor in nested dicts, lists and tuples, by its path."""
+    return {path: leaf.device for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, torch.Tensor)}
+
+
+def to_devices(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
+    """A copy of the tree with each tensor on the device of its path; where there is none, it stays."""
+
+    def place(path: KeyPath, leaf: Any) -> Any:
+        return leaf.to(devices[path]) if isinstance(leaf, torch.Tensor) and path in devices else leaf
+
+    return tree_map_with_path(place, tree)
+
+
+def move_items(tree: Any, devices: Mapping[KeyPath, torch.device]) -> None:
+    """As `to_devices`, in the lists and dicts of the tree itself, one tensor after another."""
+    for path in devices_of(tree).keys() & devices.keys():
+        parent = reduce(lambda node, key: key.get(node), path[:-1], tree)
+        last: Any = path[-1]
+        if isinstance(parent, (dict, list)):
+            key = last.key if isinstance(last, MappingKey) else last.idx
+            parent[key] = parent[key].to(devices[path])
+
+
+def _spec(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape)) or 'scalar'}"

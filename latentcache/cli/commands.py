@@ -98,8 +98,8 @@ def validate(
 
     Args:
         config: The config that the cache was made with; its datasets with the role validation are measured.
-        denoiser: The UNet or transformer: a diffusers folder, its own folder, a .safetensors checkpoint, a checkpoint
-            folder of train_lora.py, or a hub id. Default: the model's own.
+        denoiser: The UNet or transformer: a diffusers folder, its own folder, a .safetensors checkpoint, a
+            checkpoint file of train_lora.py, or a hub id. Default: the model's own.
         lora: LoRA weights on top of it: the file or folder that diffusers or kohya wrote.
         lora_scale: The strength of the LoRA.
         dtype: Of the denoiser: float32, float16, bfloat16, or auto: the family's on an accelerator, float32 on a

@@ -1,9 +1,8 @@
-"""Checks before a kernel runs: tensors that are used together lie on one device, or the error names them."""
+"""A check before each forward: its inputs lie where the module is, or the error names them."""
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 
 from latentcache.devices.tensor_location import (
     CPU,
-    device_of_most,
     device_of_values,
     mover_inside,
     movers,
@@ -22,36 +20,6 @@ from latentcache.devices.tensor_location import (
 )
 from latentcache.errors import DeviceError, DeviceMismatchError, listed
 from latentcache.utils.nested import named_tensors
-
-
-def check_same_device(**tensors: Any) -> torch.device | None:
-    """The one device of all named tensors, or None if there are none; nested batches are looked into.
-
-    0-dim CPU tensors may be used with any device, as in torch; 0-dim tensors of another device may not. Raises
-    DeviceMismatchError that names every tensor that is not on the device of most, and each on `meta`.
-    """
-    named = [pair for name, value in tensors.items() for pair in named_tensors(value, name)]
-    if not named:
-        return None
-    counts = Counter(device_of_values(tensor) for _, tensor in named if not _fits_any_device(tensor))
-    counts.pop(torch.device("meta"), None)
-    expected = device_of_most(counts) or CPU
-    offenders = [
-        (name, tensor)
-        for name, tensor in named
-        if not _fits_any_device(tensor) and device_of_values(tensor) != expected
-    ]
-    if not offenders:
-        return expected
-    headline = f"{len(offenders)} of {len(named)} tensors are not on {expected}, where the others are; move them there"
-    name, first = offenders[0]
-    raise DeviceMismatchError(
-        f"{headline}:{listed(_described(*offender) for offender in offenders)}",
-        module="",
-        argument=name,
-        found=str(device_of_values(first)),
-        expected=str(expected),
-    )
 
 
 @contextmanager

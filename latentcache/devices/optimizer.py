@@ -10,21 +10,23 @@ The rules are those of torch's own optimizers (`torch/optim` of 2.13, "special d
 
 The flags are those that the group has now: `load_state_dict` replaces them, so they must be final first.
 
-State is moved by `torch.optim.Optimizer.load_state_dict`, which knows these rules, and which optimizers with 8-bit
-state override. Moving every tensor instead costs a host sync per use of `step`. Three of its habits are undone here: it
-takes flags from the state (a plain checkpoint makes a fused optimizer plain), it casts state to the parameter's dtype
-(float32 moments of bfloat16 parameters are rounded), and it keeps references to the tensors that it is given.
+State is moved by this table, in its own dtype: torch's `load_state_dict` takes flags from the state (a plain checkpoint
+makes a fused optimizer plain), and casts state to the parameter's dtype (float32 moments of bfloat16 parameters are
+rounded). Optimizers that load in a way of their own, such as those with 8-bit state, are asked to. Moving every tensor
+to the device costs a host sync per use of `step`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
 from latentcache.devices.tensor_location import CPU, device_of_values, why_immovable
 from latentcache.errors import CheckpointError, DeviceError
@@ -43,10 +45,7 @@ class StateRule(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """One tensor of `optimizer.state`. `key` is the state's own name; `name` adds the position in nested state.
-
-    `owner` is the plain object that has the tensor as an attribute, e.g. the class of an optimizer with 8-bit state.
-    """
+    """One tensor of `optimizer.state`. `key` is the state's own name; `name` adds the position in nested state."""
 
     optimizer: Any
     group: Mapping[str, Any]
@@ -55,7 +54,6 @@ class StateTensor(NamedTuple):
     key: str
     name: str
     value: torch.Tensor
-    owner: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
                     for attribute, held in getattr(leaf, "__dict__", {}).items():
                         if isinstance(held, torch.Tensor):
                             inner = f"{name}.{attribute}"
-                            yield StateTensor(optimizer, group, param, param_name, str(key), inner, held, leaf)
+                            yield StateTensor(optimizer, group, param, param_name, str(key), inner, held)
 
 
 def state_rule(state: StateTensor) -> StateRule:
@@ -142,17 +140,18 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
-    """Put the optimizer's state where its parameters are now, by its own policy, and report what moved.
+    """Put the optimizer's state where its parameters are now, by the table above, and report what moved.
 
-    Where that policy is torch's, a `step` that was moved to the device goes back to the CPU by the table above, and so
-    does NAdam's `mu_product`.
     Call it after `model.to(device)` and after the flags of the groups (fused, capturable, foreach) are final. No dtype
     changes, except that `step` of fused and capturable groups is float32. Tensors that are in place stay the same
     objects. Raises DeviceError for what is not a torch optimizer and for parameters on `meta`.
     """
-    optimizer = inner_optimizer(optimizer)
+    optimizer = _movable(optimizer)
     before = {(state.param_name, state.name): state.value.device for state in state_tensors(optimizer)}
-    _load(optimizer, optimizer.state_dict(), copy=False)
+    by_itself = _loads_by_itself(optimizer)
+    if by_itself:
+        optimizer.load_state_dict(optimizer.state_dict())
+    _place_all(optimizer, plain=not by_itself)
     return RepairReport(
         tuple(
             MovedState(f"{state.param_name}: {state.name}", found, state.value.device)
@@ -176,8 +175,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
         CheckpointError: The groups do not match. The optimizer is then as it was.
         DeviceError: `optimizer` is no torch optimizer, or a parameter is on `meta`.
     """
-    optimizer = inner_optimizer(optimizer)
-    saved_groups = state_dict["param_groups"]
+    optimizer = _movable(optimizer)
+    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     found = [len(group["params"]) for group in saved_groups]
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if found != expected:
@@ -186,88 +185,90 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
             f"has groups of {found} parameters, the optimizer has {expected}; build it over the same parameters",
         )
     groups = [_group_as_built(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
-    _load(optimizer, {**state_dict, "param_groups": groups}, copy=True)
+    if _loads_by_itself(optimizer):
+        numbered = [{**group, "params": saved["params"]} for group, saved in zip(groups, saved_groups, strict=True)]
+        optimizer.load_state_dict({**state_dict, "param_groups": numbered})
+        _place_all(optimizer, plain=False)
+        return
+    state: dict[Any, Any] = defaultdict(dict)
+    owners: dict[Any, tuple[Mapping[str, Any], torch.Tensor]] = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        owners |= {number: (group, param) for number, param in zip(saved["params"], group["params"], strict=True)}
+    for number, values in saved_state.items():
+        if number in owners:
+            owner, param = owners[number]
+            state[param] = _placed(optimizer, owner, param, values, copy=True)
+        else:
+            state[number] = deepcopy(values)
+    optimizer.__setstate__({"state": state, "param_groups": groups})
 
 
-def _group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved group with the live one's flags, and its choice between tensors and numbers."""
-    given = {key: value for key, value in saved.items() if key not in (*FLAGS, "params")}
-    settings = {key: _as_built(live.get(key), value) for key, value in given.items()}
-    flags = {flag: live[flag] for flag in FLAGS if flag in live}
-    # In the order of the live group: it is part of the next state_dict.
-    order = {key: None for key in live if key in settings or key in flags}
-    return {**order, **settings, **flags, "params": saved["params"]}
-
-
-def _as_built(live: Any, saved: Any) -> Any:
-    if isinstance(saved, torch.Tensor) and isinstance(live, (int, float)) and saved.numel() == 1:
-        return saved.item()
-    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)) and len(saved) == len(live):
-        return type(live)(_as_built(a, b) for a, b in zip(live, saved, strict=True))
-    if isinstance(live, torch.Tensor):
-        return torch.as_tensor(saved, dtype=live.dtype, device=live.device)
-    return saved
-
-
-@torch.no_grad()
-def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, copy: bool) -> None:
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+def _movable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer inside wrappers. DeviceError for parameters on `meta`."""
+    optimizer = inner_optimizer(optimizer)
+    params = [param for _, param, _ in named_params(optimizer)]
     num_meta = sum(param.device.type == "meta" for param in params)
     if num_meta:
         raise DeviceError(f"{num_meta} of {len(params)} optimizer parameters are on meta: load the model first")
-    # A tensor lr keeps its address, from which a captured graph reads it.
-    tensors = [{k: v for k, v in group.items() if isinstance(v, torch.Tensor)} for group in optimizer.param_groups]
-    ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    sources = [(param, state_dict["state"].get(i)) for i, param in zip(ids, params, strict=True)]
-    groups = [
-        {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in state_dict["param_groups"]
-    ]
-    optimizer.load_state_dict({**state_dict, "param_groups": groups})
-    for param, source in sources:
-        if source is not None:
-            optimizer.state[param] = _settled(optimizer.state[param], source, copy=copy)
-    # No policy moves what an object of state has inside.
-    for state in list(state_tensors(optimizer)):
-        home = state_rule(state).device
-        if state.owner is not None and home not in (None, state.value.device):
-            setattr(state.owner, state.name.rpartition(".")[2], state.value.to(home))
-    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        products = {} if copy else {p: source.get("mu_product") for p, source in sources if isinstance(source, Mapping)}
-        on_cpu = {p: t for p, t in products.items() if isinstance(t, torch.Tensor) and t.device == CPU}
-        _move_scalars(optimizer, on_cpu)
-    for group, own in zip(optimizer.param_groups, tensors, strict=True):
-        for key, tensor in own.items():
-            group[key] = tensor.copy_(torch.as_tensor(group[key], dtype=tensor.dtype))
+    return optimizer
 
 
-def _move_scalars(optimizer: torch.optim.Optimizer, on_cpu: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Put 0-dim state where the table has it; `on_cpu` holds NAdam's products that were on the CPU before.
+def _loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
-    torch's own policy leaves a `step` on the device when neither fused nor capturable requires it there. It also moves
-    NAdam's `mu_product` there, which NAdam makes on the CPU: two host syncs per parameter and step.
+
+def _place_all(optimizer: torch.optim.Optimizer, *, plain: bool) -> None:
+    for group, param, _ in named_params(optimizer):
+        values = optimizer.state.get(param, {})
+        values.update(_placed(optimizer, group, param, values, plain=plain))
+
+
+def _group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved group with the live one's parameters, flags, and choice between tensors and numbers."""
+    kept = (*FLAGS, "params", "param_names")
+    return {**live, **{key: _as_built(live.get(key), value) for key, value in saved.items() if key not in kept}}
+
+
+def _as_built(live: Any, saved: Any) -> Any:
+    if isinstance(live, torch.Tensor):
+        return live.copy_(torch.as_tensor(saved))  # a captured graph reads a tensor lr from its address
+    if isinstance(saved, torch.Tensor):
+        return saved.item() if isinstance(live, (int, float)) and saved.numel() == 1 else saved.clone()
+    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)) and len(saved) == len(live):
+        return type(live)(_as_built(a, b) for a, b in zip(live, saved, strict=True))
+    return saved
+
+
+def _placed(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    param: torch.Tensor,
+    values: Mapping[str, Any],
+    *,
+    copy: bool = False,
+    plain: bool = True,
+) -> dict[str, Any]:
+    """The state of a parameter by the table above, in memory of its own if `copy`.
+
+    Not `plain`: only what objects have inside, which no `load_state_dict` moves.
     """
-    for state in list(state_tensors(optimizer)):
-        moved = state.value
-        if state.name == "step" and state.value.ndim == 0:
-            moved = state.value.to(state_rule(state).device or state.value.device)
-        elif state.name == "mu_product" and isinstance(optimizer, torch.optim.NAdam) and not state.group["capturable"]:
-            moved = on_cpu[state.param] if state.param in on_cpu else state.value.to("cpu")
-        if moved is not state.value:
-            optimizer.state[state.param][state.name] = moved
+    is_fused = bool(group.get("fused") or group.get("capturable"))
 
+    def move(key: str, value: torch.Tensor) -> torch.Tensor:
+        home = state_rule(StateTensor(optimizer, group, param, "", key, key, value)).device
+        device = value.device if home in (None, device_of_values(value)) else home
+        # Fused kernels take no other dtype.
+        return value.to(device, torch.float32 if key == "step" and is_fused else value.dtype, copy=copy)
 
-def _settled(loaded: Any, source: Any, key: str | None = None, *, copy: bool) -> Any:
-    """`loaded` on the device that the policy chose, with the dtype of `source`; its own memory if `copy`."""
-    if isinstance(loaded, torch.Tensor) and isinstance(source, torch.Tensor):
-        # The policy's float32 for `step` is right: fused kernels take no other dtype.
-        if key != "step" and loaded.dtype != source.dtype and loaded.shape == source.shape:
-            return source.to(loaded.device, copy=copy)
-        return loaded.clone() if copy and loaded is source else loaded
-    if isinstance(loaded, dict) and isinstance(source, Mapping):
-        for name in loaded.keys() & source.keys():
-            loaded[name] = _settled(loaded[name], source[name], name, copy=copy)
-        return loaded
-    if type(loaded) in (list, tuple) and isinstance(source, (list, tuple)) and len(loaded) == len(source):
-        return type(loaded)(_settled(a, b, key, copy=copy) for a, b in zip(loaded, source, strict=True))
-    return deepcopy(loaded) if copy and loaded is source else loaded
+    def place(key: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return move(key, leaf) if plain else leaf
+        leaf = deepcopy(leaf) if copy else leaf
+        if not isinstance(leaf, type) and not why_immovable(leaf):
+            for attribute, held in getattr(leaf, "__dict__", {}).items():
+                if isinstance(held, torch.Tensor):
+                    setattr(leaf, attribute, move(key, held))
+        return leaf
+
+    with torch.no_grad():
+        return {key: tree_map(partial(place, str(key)), value) for key, value in values.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from latentcache.utils.accelerator import current_accelerator
 
@@ -15,11 +16,14 @@ logger = logging.getLogger("latentcache")
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators' states. `accelerator` holds one state per visible device, or is None without any."""
+    """The global generators' states, as plain data and tensors.
+
+    `accelerator` holds one state per visible device, or is None without any.
+    """
     accelerator = current_accelerator()
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
+        "numpy": tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         "accelerator": None if accelerator is None else {"type": accelerator.type, "states": _states(accelerator)},
     }

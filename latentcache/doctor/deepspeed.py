@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,51 +23,23 @@ OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _Rule: TypeAlias = "tuple[Level, str, Callable[[Mapping[str, Any]], bool], str, str]"
 """Level, setting, when the finding is made of the facts, and formats of the finding and its remedy."""
 
-_OFFLOAD_RULES: tuple[_Rule, ...] = (
-    ("error", "{ZERO}.{name}.device", lambda f: f["device"] not in OFFLOAD_DEVICES,
-     "is {device}; DeepSpeed knows none, cpu, nvme", "name one of them; which GPU it is, the launcher decides"),
-    ("error", "{ZERO}.{name}.nvme_path", lambda f: f["device"] == "nvme" and f["nvme_path"] in (None, "auto", ""),
-     "is missing, and device is nvme: DeepSpeed stops with a TypeError that does not say so",
-     "name a folder on the NVMe disk, or use device cpu"),
-    ("warning", "{ZERO}.{name}.pin_memory", lambda f: f["device"] == "none" and f["pin_memory"] is True,
-     "is true, but device is none: nothing is offloaded, so nothing is pinned",
-     "remove the section, or set device to cpu"),
-    ("warning", "{ZERO}.{name}.nvme_path", lambda f: f["device"] == "none" and f["nvme_path"] not in (None, "auto"),
-     "is {nvme_path}, but device is none: nothing is offloaded", "remove it, or set device to nvme"),
-)  # fmt: skip
-"""About one offload section by itself: its facts are its settings."""
-
-_ZERO_RULES: tuple[_Rule, ...] = (
-    ("warning", "{ZERO}.cpu_offload", lambda f: f["cpu_offload"], "is outdated",
-     'write "offload_optimizer": {{"device": "cpu"}} if it is true, and remove it'),
-    ("warning", "{ZERO}.cpu_offload_param", lambda f: f["cpu_offload_param"], "is outdated",
-     'write "offload_param": {{"device": "cpu"}} if it is true, and remove it'),
-    ("warning", "{ZERO}.offload_param", lambda f: f["stage"] in (0, 1, 2) and f["param"] != "none",
+_RULES: tuple[_Rule, ...] = (
+    ("warning", "offload_param", lambda f: f["stage"] in (0, 1, 2) and f["param"] != "none",
      "device is {param}, but stage is {stage}: only stage 3 partitions parameters, so this is ignored and they stay on "
      "the accelerator", "set stage to 3, or remove offload_param"),
-    ("warning", "{ZERO}.offload_optimizer", lambda f: f["stage"] == 0 and f["optimizer"] != "none",
+    ("warning", "offload_optimizer", lambda f: f["stage"] == 0 and f["optimizer"] != "none",
      "device is {optimizer}, but stage is 0: ZeRO is off, so this is ignored and the optimizer's state stays on the "
      "accelerator", "set stage to 1, 2 or 3, or remove offload_optimizer"),
-    ("error", "{ZERO}.offload_optimizer.ratio",
+    ("error", "offload_optimizer.ratio",
      lambda f: f["stage"] in (0, 1, 2) and isinstance(f["ratio"], int | float) and f["ratio"] < 1,
      "is {ratio}, but stage is {stage}: DeepSpeed refuses a part of the state below stage 3",
      "set stage to 3, or ratio to 1.0"),
-    # Both offloads together: legal, but seldom meant.
-    ("note", "{ZERO}.offload_optimizer", lambda f: f["param"] in ("cpu", "nvme") and f["optimizer"] == "none",
+    ("note", "offload_optimizer",
+     lambda f: f["stage"] not in (0, 1, 2) and f["param"] in ("cpu", "nvme") and f["optimizer"] == "none",
      "device is none, but offload_param is on {param}: legal, and the larger share (an Adam optimizer's state) stays "
      "on the accelerator", "offload the optimizer first: set its device to {param}"),
-    ("note", "{ZERO}.offload_param.pin_memory",
-     lambda f: f["param"] in ("cpu", "nvme") and f["optimizer"] in ("cpu", "nvme")
-     and f["param_pinned"] != f["optimizer_pinned"],
-     "differs from that of offload_optimizer (offload_param: {param_pinned} and offload_optimizer: "
-     "{optimizer_pinned}): legal; where it is not given, it is true in DeepSpeed 0.19.8 and false in older versions",
-     "give both the same value: true is faster, false needs less page-locked memory"),
-    ("note", "zero_force_ds_cpu_optimizer",
-     lambda f: f["optimizer"] != "none" and not f["names_optimizer"] and f["zero_force_ds_cpu_optimizer"] is not False,
-     "is not false, the optimizer is offloaded, and the config names none: DeepSpeed refuses a torch optimizer that it "
-     "is given", "give it a DeepSpeedCPUAdam, name the optimizer in the config, or set this to false"),
 )  # fmt: skip
-"""About all of ZeRO. In the facts, `param` and `optimizer` are the devices that each is offloaded to."""
+"""About ZeRO. In the facts, `param` and `optimizer` are the devices that each is offloaded to."""
 
 
 def examine_deepspeed_config(path: Path) -> Diagnosis:
@@ -83,12 +55,9 @@ def examine_deepspeed_config(path: Path) -> Diagnosis:
 
 def check_deepspeed_config(config: Mapping[str, Any]) -> list[Finding]:
     """Findings about a config as read from JSON. The subject of each is the dotted name of the setting."""
-    findings = [*_auto_values(config), *_precision(config)]
+    findings = list(_auto_values(config))
     zero = config.get(ZERO, {})
-    if isinstance(zero, bool):
-        remedy = f'write {{"{ZERO}": {{"stage": {int(zero)}}}}}'
-        findings.append(Finding("warning", ZERO, f"is {_shown(zero)}: an outdated form", remedy))
-    elif isinstance(zero, Mapping):
+    if isinstance(zero, Mapping):
         findings += _check_zero(config, zero)
     elif zero != "auto":  # which has a finding already
         findings.append(_no_section(ZERO, zero, '{"stage": 2}'))
@@ -107,29 +76,34 @@ def _check_zero(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Itera
         if section not in (None, "auto") and not isinstance(section, Mapping):
             yield _no_section(f"{ZERO}.{name}", section, '{"device": "cpu"}')
         sections.append(section if isinstance(section, Mapping) else {})
-        facts = {key: sections[-1].get(key) for key in ("nvme_path", "pin_memory")}
-        yield from _findings(_OFFLOAD_RULES, {**facts, "device": _device(sections[-1])}, name)
+        device = _device(sections[-1])
+        if device not in OFFLOAD_DEVICES:
+            found = f"is {_shown(device)}; DeepSpeed knows none, cpu, nvme"
+            remedy = "name one of them; which GPU it is, the launcher decides"
+            yield Finding("error", f"{ZERO}.{name}.device", found, remedy)
+        if device == "nvme" and sections[-1].get("nvme_path") in (None, "auto", ""):
+            found = "is missing, and device is nvme: DeepSpeed stops with a TypeError that does not say so"
+            yield Finding("error", f"{ZERO}.{name}.nvme_path", found, "name a folder on the NVMe disk, or use cpu")
     param, optimizer = sections
     facts = {
-        **{name: name in settings for name in ("cpu_offload", "cpu_offload_param")},
         "stage": stage,
         "param": _device(param),
         "optimizer": _device(optimizer),
         "ratio": optimizer.get("ratio"),
-        "param_pinned": param.get("pin_memory", "not given"),
-        "optimizer_pinned": optimizer.get("pin_memory", "not given"),
-        "names_optimizer": "optimizer" in config,
-        "zero_force_ds_cpu_optimizer": config.get("zero_force_ds_cpu_optimizer"),
     }
-    yield from _findings(_ZERO_RULES, facts)
-
-
-def _findings(rules: Iterable[_Rule], facts: Mapping[str, Any], name: str = "") -> Iterator[Finding]:
     texts = {key: value[:60] if isinstance(value, str) else _shown(value) for key, value in facts.items()}
-    for level, setting, applies, *formats in rules:
+    for level, setting, applies, *formats in _RULES:
         if applies(facts):
-            subject, found, remedy = (text.format(ZERO=ZERO, name=name, **texts) for text in (setting, *formats))
-            yield Finding(level, subject, found, remedy)
+            found, remedy = (text.format(**texts) for text in formats)
+            yield Finding(level, f"{ZERO}.{setting}", found, remedy)
+    forced = config.get("zero_force_ds_cpu_optimizer") is not False
+    if facts["optimizer"] != "none" and "optimizer" not in config and forced:
+        found = (
+            "is not false, the optimizer is offloaded, and the config names none: DeepSpeed refuses a torch optimizer "
+            "that it is given"
+        )
+        remedy = "give it a DeepSpeedCPUAdam, name the optimizer in the config, or set this to false"
+        yield Finding("note", "zero_force_ds_cpu_optimizer", found, remedy)
 
 
 def _auto_values(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -140,14 +114,6 @@ def _auto_values(config: Mapping[str, Any]) -> Iterator[Finding]:
     for path, value in named_leaves(config, ""):
         if value == "auto":
             yield Finding("warning", path, found, "give the value, unless one of those two starts the training")
-
-
-def _precision(config: Mapping[str, Any]) -> Iterator[Finding]:
-    sections = {name: config.get(name) for name in ("fp16", "bf16", "bfloat16")}  # the last is bf16's older name
-    on = [name for name, value in sections.items() if isinstance(value, Mapping) and value.get("enabled") is True]
-    if "fp16" in on and len(on) > 1:
-        found = f"is true, and so is {on[1]}.enabled: DeepSpeed refuses both"
-        yield Finding("error", "fp16.enabled", found, "keep bf16 if the GPU computes in it, else fp16")
 
 
 def _no_section(setting: str, value: Any, example: str) -> Finding:

@@ -25,17 +25,7 @@ from latentcache.errors import DeviceError
 from latentcache.provenance import installed_versions
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "deepspeed", "bitsandbytes")
-NETWORK_TYPES = frozenset(
-    {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fhgfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"}
-    | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
-)
-PASSING_TYPES = {
-    "tmpfs": "is memory: the cache is gone after a restart",
-    "ramfs": "is memory: the cache is gone after a restart",
-    "overlay": "is a container's own layer: the cache is gone with the container",
-}
 LITTLE_BYTES = 1_000_000_000
-"""An image of 1024x1024 with its caption takes about 1 MB in the cache, so this is a thousand samples."""
 
 
 class BadRange(NamedTuple):
@@ -82,7 +72,7 @@ BAD_RANGES = (
 def diagnose(
     *, device: str = "auto", cache_path: Path | str | None = None, deepspeed: Path | None = None, training: bool = False
 ) -> Diagnosis:
-    """Check the environment; the file system of `cache_path`; a DeepSpeed config; and one training step on `device`.
+    """Check the environment; the disk of `cache_path`; a DeepSpeed config; and one training step on `device`.
 
     Raises ConfigError if the DeepSpeed config cannot be read. Every other problem is a finding. Where `device` is
     unknown or not here, that is an error finding, and nothing is trained. Checks for which a package is missing or
@@ -93,19 +83,11 @@ def diagnose(
     software = (Finding("ok", "Python", f"{python} on {system}"), *check_versions(packages))
     diagnosis = Diagnosis(software, {"python": python, "platform": system, "packages": packages}) + _accelerators()
     diagnosis += _checked("device", lambda: _check_name(device))
-    diagnosis += _checked("SQLite", _check_sqlite)
-    if cache_path is None:
-        diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
-    elif isinstance(cache_path, str):
-        from latentcache.location import kind_of
-
-        kind = kind_of(cache_path)
-        step = "run `latentcache doctor` on its machine too" if kind == "service" else "`latentcache status` reads it"
-        found = Finding("note", "cache", f"{cache_path} is a {kind}", step)
+    if isinstance(cache_path, str):  # a service, or a bucket
+        found = Finding("note", "cache", f"{cache_path} has no disk here", "`latentcache status` reads it")
         diagnosis += Diagnosis((found,))
-    else:
-        disk = filesystem_of(cache_path)
-        diagnosis += Diagnosis(tuple(check_filesystem(disk)), {"cache": disk.to_json()})
+    elif cache_path is not None:
+        diagnosis += _check_cache(cache_path)
     diagnosis += config
     if training and not any(each.level == "error" and each.subject == "device" for each in diagnosis.findings):
         named = diagnosis.facts.get("device", device)
@@ -131,13 +113,6 @@ def _check_name(device: str) -> Diagnosis:
     except DeviceError as error:
         return Diagnosis((Finding("error", "device", str(error), "name one that is listed here, or cpu"),))
     return Diagnosis((Finding("ok", "device", f"{device} is {named}"),), {"device": named})
-
-
-def _check_sqlite() -> Diagnosis:
-    from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
-
-    found = Finding("ok", "SQLite", f"{SQLITE_VERSION}: journal mode {JOURNAL_MODE}")
-    return Diagnosis((found,), {"sqlite": {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}})
 
 
 def _train(device: str) -> Diagnosis:
@@ -325,81 +300,16 @@ def _dotted(version: tuple[int, int] | None) -> str | None:
     return None if version is None else ".".join(map(str, version))
 
 
-# The cache's disk
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """`path` is the folder, or its nearest parent that exists. The type is None where the system does not report it."""
-
-    path: str
-    filesystem: str | None
-    free_bytes: int
-    total_bytes: int
-    writable: bool
-
-    @property
-    def is_network(self) -> bool | None:
-        """Whether other hosts may write there too. FUSE counts, as it may serve anything. None: unknown."""
-        if self.filesystem is None:
-            return None
-        return self.filesystem in NETWORK_TYPES or self.filesystem.startswith("fuse.")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: the fields, and `network`."""
-        return asdict(self) | {"network": self.is_network}
-
-
-def filesystem_of(path: Path) -> FileSystem:
-    """The file system of `path`; of its nearest parent that exists where it does not exist yet."""
+def _check_cache(path: Path) -> Diagnosis:
+    """The space on the cache's disk, and whether it can be written."""
     there = Path(os.path.realpath(path))
     while not there.exists():
         there = there.parent
     space, writable = shutil.disk_usage(there), os.access(there, os.W_OK)
-    return FileSystem(str(there), filesystem_type(there), space.free, space.total, writable=writable)
-
-
-def filesystem_type(path: Path) -> str | None:
-    """The type of the file system that holds a resolved path; None where the system does not list its mounts.
-
-    psutil lists the mounts; it does not say which of them a path is on.
-    """
-    try:
-        import psutil
-
-        mounts = psutil.disk_partitions(all=True)
-    except (ImportError, OSError):  # e.g. no /proc
-        return None
-    holding = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
-    # Of two mounts at one point the later one covers the other.
-    mount = max(reversed(holding), key=lambda mount: len(mount.mountpoint), default=None)
-    return None if mount is None else mount.fstype
-
-
-def check_filesystem(system: FileSystem) -> list[Finding]:
-    """Findings about the cache's file system."""
-    findings = [_check_type(system)]
-    if not system.writable:
-        found = f"{system.path} cannot be written: the cache can only be read"
-        findings.append(Finding("warning", "cache", found, "change its permissions"))
-    free = f"{system.free_bytes / 1e9:.1f} GB free of {system.total_bytes / 1e9:.1f} GB"
-    if system.free_bytes < LITTLE_BYTES:
-        found = f"{free}: room for about {system.free_bytes // 10**6} samples"
-        findings.append(Finding("warning", "cache space", found, "free some"))
-    else:
-        findings.append(Finding("ok", "cache space", free))
-    return findings
-
-
-def _check_type(system: FileSystem) -> Finding:
-    subject, where = "cache file system", f"{system.path} on {system.filesystem or 'an unknown type'}"
-    if system.is_network:
-        found = f"{where}: a network file system: two hosts that write to one cache are not tested"
-        remedy = "put the cache on a local disk, or let only one host write to it at a time"
-        return Finding("warning", subject, found, remedy)
-    if system.filesystem in PASSING_TYPES:
-        remedy = "name a folder on a disk or a volume if the cache is to stay (cache.path)"
-        return Finding("note", subject, f"{where}, which {PASSING_TYPES[system.filesystem]}", remedy)
-    if system.filesystem is None:
-        return Finding("note", subject, f"{where}: this system does not report it, or psutil is not installed")
-    return Finding("ok", subject, f"{where}, local")
+    found, remedy = f"{there}: {space.free / 1e9:.1f} GB free of {space.total / 1e9:.1f} GB", ""
+    if not writable:
+        found, remedy = f"{found}; it cannot be written: the cache can only be read", "change its permissions"
+    elif space.free < LITTLE_BYTES:
+        remedy = "free some: a sample of 1024x1024 takes about 1 MB"
+    facts = {"path": str(there), "free_bytes": space.free, "total_bytes": space.total, "writable": writable}
+    return Diagnosis((Finding("warning" if remedy else "ok", "cache", found, remedy),), {"cache": facts})

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 
-from latentcache.checkpoints.folder import DOCUMENT, read_document, read_tensors
-from latentcache.checkpoints.state_codec import unpack
+from latentcache.checkpoints.checkpoint import is_training_checkpoint, read_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.errors import CheckpointError, ModelError
 from latentcache.families.base import Family, class_named
@@ -60,9 +59,9 @@ def load_denoiser(
     """The denoiser at `path`, in `dtype`, on the CPU, frozen and in eval mode.
 
     `path` is `tiny`; a diffusers folder (its `unet/` or `transformer/`); a denoiser's own folder; a .safetensors file,
-    in the original layout or with diffusers' names; a checkpoint folder of `save_checkpoint` (its model part, with the
-    LoRA adapters whose settings its `extra` holds, see `lora_settings`); or a hub id. Default: `model.path`. The
-    `family` is by default that of `model`.
+    in the original layout or with diffusers' names; a file of `save_checkpoint` (its model part, with the LoRA
+    adapters whose settings its `extra` holds, see `lora_settings`); or a hub id. Default: `model.path`. The `family` is
+    by default that of `model`.
 
     Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
     denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.revision` counts for
@@ -97,6 +96,8 @@ class _Denoisers:
             return torch.nn.Module.to(tiny_denoiser(), self.dtype)
         if os.path.isdir(name):
             return self._from_folder(Path(name))
+        if is_training_checkpoint(name):
+            return self._from_training_checkpoint(Path(name))
         if is_checkpoint(part, name):
             return self._from_file(Path(name))
         is_model, subfolder = name == self.model.path, self.subfolder
@@ -124,18 +125,16 @@ class _Denoisers:
         """Its class in diffusers."""
         return class_named(self.family.denoiser_class)
 
-    # A folder: a checkpoint of a training run, a diffusers model, or a denoiser alone.
+    # A folder: a diffusers model, or a denoiser alone.
 
     def _from_folder(self, folder: Path) -> Any:
-        if (folder / DOCUMENT).is_file():
-            return self._from_training_checkpoint(folder)
         if (folder / LORA_FILE).is_file():
             raise self._lora_refused(folder)
         own = part_folder(folder, self.subfolder)
         if not (own / "config.json").is_file():
             raise self._refused(
                 f"{own} has no config.json. Name a diffusers folder with {self.subfolder}/, a {self.word}'s own folder "
-                f"with config.json and {weights_name(self.part)}.safetensors, or a checkpoint folder with {DOCUMENT}."
+                f"with config.json and {weights_name(self.part)}.safetensors, or a file of save_checkpoint."
             )
         variant = self.model.variant
         is_model = str(folder) == self.model.path
@@ -154,24 +153,22 @@ class _Denoisers:
             )
         return denoiser
 
-    def _from_training_checkpoint(self, folder: Path) -> Any:
+    # A file of save_checkpoint.
+
+    def _from_training_checkpoint(self, file: Path) -> Any:
         """The denoiser of the checkpoint's model part: the whole part, or the module of its name of several."""
         try:
-            document = read_document(folder)
-            saved, extra = (
-                unpack(document["parts"][part], read_tensors(folder, document, part)) for part in ("model", "extra")
-            )
+            parts = read_checkpoint(file)["parts"]
         except CheckpointError as error:
             raise self._refused(str(error)) from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._refused(f"{folder} is not what latentcache writes: {error!r}. Save it again.") from error
+        saved, extra = parts["model"], parts["extra"]
         denoiser = empty(self.model_class, self._architecture())
-        state = self._own_weights(saved, folder, denoiser)
+        state = self._own_weights(saved, file, denoiser)
         if any(mark in key for key in state for mark in _PEFT_MARKS):
             adapters = extra.get(SETTINGS_KEY) if isinstance(extra, Mapping) else None
             if not isinstance(adapters, Mapping):
                 raise self._refused(
-                    f"{folder} holds a {self.word} with LoRA weights, but not their settings (alpha, rank, targets), "
+                    f"{file} holds a {self.word} with LoRA weights, but not their settings (alpha, rank, targets), "
                     f"without which the weights mean nothing. Save it with extra={{{SETTINGS_KEY!r}: "
                     f"lora_settings({self.part})}}, or write the LoRA with {self.family.pipeline_name}."
                     "save_lora_weights and name that file as the LoRA."
@@ -179,22 +176,22 @@ class _Denoisers:
             with init_empty_weights(include_buffers=False):
                 add_adapters(denoiser, adapters)
         else:
-            self._check_weights(state, str(folder))
-        self._fill(denoiser, state, str(folder))
+            self._check_weights(state, str(file))
+        self._fill(denoiser, state, str(file))
         return denoiser
 
-    def _own_weights(self, model: State, folder: Path, denoiser: torch.nn.Module) -> State:
+    def _own_weights(self, model: State, file: Path, denoiser: torch.nn.Module) -> State:
         """The denoiser's weights in a checkpoint's model part, by its own names."""
         prefix = f"{self.part}."
         state = {key.removeprefix(prefix): value for key, value in model.items() if key.startswith(prefix)}
         others = sorted({key.split(".", 1)[0] for key in model if not key.startswith(prefix)})
         if state and others:
-            logger.warning("%s: only its %s is loaded, not its %s", folder, self.part, ", ".join(others))
+            logger.warning("%s: only its %s is loaded, not its %s", file, self.part, ", ".join(others))
         state = {key.removeprefix(_PEFT_PREFIX): value for key, value in (state or model).items()}
         if state.keys().isdisjoint(denoiser.state_dict()):
             names = ", ".join(sorted({key.split(".", 1)[0] for key in model})[:8]) or "nothing"
             raise self._refused(
-                f"the model part of {folder} holds {names}, but no {self.word}. Save one as model={self.part}, or as "
+                f"the model part of {file} holds {names}, but no {self.word}. Save one as model={self.part}, or as "
                 f"model={{{self.part!r}: {self.part}, ...}}."
             )
         return state

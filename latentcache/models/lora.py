@@ -18,7 +18,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
 from safetensors.torch import save
 
-from latentcache.checkpoints.folder import DOCUMENT, read_document
+from latentcache.checkpoints.checkpoint import is_training_checkpoint, read_checkpoint
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.families import family_of_denoiser
@@ -106,11 +106,11 @@ def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], di
 def saved_step(path: Path) -> int | None:
     """The training's step that a LoRA or a checkpoint is of, or None if nothing says it.
 
-    It is in the document of a checkpoint folder, in the metadata of a file by `save_lora` or kohya's scripts, or in the
+    It is in a file of `save_checkpoint`, in the metadata of a file by `save_lora` or kohya's scripts, or in the
     name: `checkpoint-500` of diffusers' scripts, `my-lora-step00000500` of kohya's.
     """
-    if (path / DOCUMENT).is_file():
-        return int(read_document(path)["step"])
+    if is_training_checkpoint(path):
+        return int(read_checkpoint(path)["step"])
     file = path / LORA_FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file():
         with safe_open(file, "pt") as opened:
@@ -200,6 +200,8 @@ def _need_peft() -> None:
 
 def _lora_file(path: str) -> Path:
     folder = Path(path)
+    if is_training_checkpoint(path):
+        raise refused("lora", f"{path} is a checkpoint of a whole denoiser with its LoRA. Name it as the denoiser.")
     if not folder.is_dir():
         if not is_checkpoint("lora", path):
             raise refused(
@@ -207,8 +209,6 @@ def _lora_file(path: str) -> Path:
                 f"there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
             )
         return Path(path)
-    if (folder / DOCUMENT).is_file():
-        raise refused("lora", f"{path} is a checkpoint of a whole denoiser with its LoRA. Name it as the denoiser.")
     if (folder / LORA_FILE).is_file():
         return folder / LORA_FILE
     files = sorted(folder.glob("*.safetensors"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import diffusers
 
+from latentcache.checkpoints.checkpoint import is_training_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.families.base import Family
 from latentcache.models.family import family_of
@@ -43,6 +44,8 @@ def load_scheduler(
     model = ModelConfig() if model is None else model
     marks: dict[str, Any] = {}
     for name in dict.fromkeys((model.path if path is None else str(path), model.path)):
+        if is_training_checkpoint(name):
+            continue
         marks |= _scheduler_marks(name)
         scheduler = None
         if name == TINY and is_tiny(name, family or family_of(model)[0]):

@@ -28,7 +28,6 @@ from latentcache.utils.locks import locked
 TIMEOUT_S = 60.0
 JOURNAL_MODE = "delete"
 """Not WAL: that fails on network file systems, and a reader without write access could not read it."""
-SQLITE_VERSION = sqlite3.sqlite_version
 _SETTINGS: dict[str, Any] = {
     "statistics": 0,
     "tag_index": 0,

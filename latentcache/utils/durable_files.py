@@ -156,13 +156,14 @@ def unlock_and_close(fd: int, owner: int, at: int | None = file_locks.FAR) -> No
         os.close(fd)
 
 
-def sweep_temporaries(folder: Path) -> None:
-    """Remove the temporary files in `folder` whose writer is dead. A live writer has a lock.
+def sweep_temporaries(folder: Path, of: str = "") -> None:
+    """Remove the temporary files in `folder` whose writer is dead, or only those `of` a file. A live writer has a lock.
 
     Files that cannot be listed or removed stay, with a warning.
     """
     try:
-        names = [name for name in os.listdir(folder) if name.startswith(".") and name.endswith(TEMPORARY_SUFFIX)]
+        start = f".{of}." if of else "."
+        names = [name for name in os.listdir(folder) if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX)]
     except OSError as error:
         logger.warning("%s: not searched for half-written files: %s", folder, error)
         return

@@ -1,18 +1,16 @@
 """What one validation found, its results on disk (a folder for each step), and its log in an experiment tracker.
 
-Known trackers are TensorBoard's SummaryWriter, a Weights & Biases run, and accelerate's wrappers of both.
+A tracker has the methods of TensorBoard's SummaryWriter, or those of a Weights & Biases run.
 """
 
 from __future__ import annotations
 
 import errno
-import inspect
 import logging
 import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +20,9 @@ import numpy as np
 
 from latentcache.errors import ConfigError, UnsafeStoreError
 from latentcache.utils.durable_files import (
-    sealed_file,
     sweep_temporaries,
     sync_folder,
     typed_errors,
-    write_all,
     write_sealed,
 )
 from latentcache.utils.json_document import to_bytes
@@ -42,7 +38,7 @@ from latentcache.validation.metrics import (
     read_history,
     step_folder,
 )
-from latentcache.validation.pictures import caption_of, grid_png, image_png, loss_plot, sample_grid
+from latentcache.validation.pictures import caption_of, image_png, loss_plot, png_bytes, sample_grid
 from latentcache.validation.sample_images import SampleImage
 
 SCALAR, SAMPLES = "validation/loss", "validation/samples"
@@ -137,7 +133,7 @@ def _loss_lines(loss: LossReport | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ResultPaths:
-    """The files of one step. `grid` is None without images, `plot` where no loss was measured."""
+    """The files of one step. `grid` is None without images, `plot` without a loss or without matplotlib."""
 
     folder: Path
     metrics: Path
@@ -158,57 +154,42 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
-    """Write `<folder>/<step>/`: metrics.json, `sample-00.png` and so on, the grid samples.png, and loss.png.
+    """Write `<folder>/<step>/`: `sample-00.png` and so on, their grid samples.png, loss.png, and metrics.json.
 
-    The step's folder has six digits. All files are written and synced as temporary siblings before the first is
-    renamed. metrics.json is the last: a folder that has one is complete. The results of an earlier validation of this
-    step are replaced whole, and stay as they were if the new ones cannot be written. Other files are left alone.
+    The step's folder has six digits. metrics.json is the last: a folder that has one is complete. The results of an
+    earlier validation of this step are replaced whole. Other files are left alone.
     StorageFullError, ReadOnlyError or another StoreError names what cannot be written.
     """
     step = folder / step_folder(report.step)
     if step.is_symlink():
         raise UnsafeStoreError(step, "is a link; remove it, or choose another validation.path")
-    images = tuple(step / image_name(number) for number in range(len(report.images)))
-    paths = ResultPaths(
-        folder=step,
-        metrics=step / METRICS_NAME,
-        images=images,
-        grid=step / GRID_NAME if images else None,
-        plot=step / PLOT_NAME if report.loss is not None else None,
-    )
+    pictures = {image_name(number): image_png(sample) for number, sample in enumerate(report.images)}
+    images = tuple(step / name for name in pictures)
+    if images:
+        pictures[GRID_NAME] = png_bytes(sample_grid(report.images))
+    plot = None if report.loss is None else loss_plot(report.step, report.loss, read_history(folder))
+    if plot is not None:
+        pictures[PLOT_NAME] = plot
+    metrics = step / METRICS_NAME
     with typed_errors(step, 0):
         step.mkdir(parents=True, exist_ok=True)
         sync_folder(folder)
-    sweep_temporaries(step)
-    contents = [(paths.metrics, to_bytes(report.to_json())), *_pictures(report, paths, folder)]
-    with ExitStack() as files:
-        # Renamed in reverse order: metrics.json is entered first and renamed last.
-        for path, data in contents:
-            fd = files.enter_context(sealed_file(path, len(data)))
-            write_all(fd, data)
-            os.fsync(fd)  # a full disk raises here, while the earlier results are still in place
-        _remove_earlier(paths)
-    return paths
-
-
-def _pictures(report: ValidationReport, paths: ResultPaths, folder: Path) -> Iterator[tuple[Path, bytes]]:
-    for path, sample in zip(paths.images, report.images, strict=True):
-        yield path, image_png(sample)
-    if paths.grid is not None:
-        yield paths.grid, grid_png(report.images)
-    if paths.plot is not None and report.loss is not None:
-        yield paths.plot, loss_plot(report.step, report.loss, read_history(folder))
-
-
-def _remove_earlier(paths: ResultPaths) -> None:
-    """Remove the step's earlier results: metrics.json first, then the pictures that are not replaced."""
-    with typed_errors(paths.folder, 0):
-        paths.metrics.unlink(missing_ok=True)
-        sync_folder(paths.folder)
-        kept = {path.name for path in (*paths.images, paths.grid, paths.plot) if path is not None}
-        for name in os.listdir(paths.folder):
-            if _OUR_PICTURES.fullmatch(name) and name not in kept:
-                (paths.folder / name).unlink()
+        sweep_temporaries(step)
+        metrics.unlink(missing_ok=True)
+        sync_folder(step)
+        for name in os.listdir(step):
+            if _OUR_PICTURES.fullmatch(name) and name not in pictures:
+                (step / name).unlink()
+    for name, data in pictures.items():
+        write_sealed(step / name, data)
+    write_sealed(metrics, to_bytes(report.to_json()))
+    return ResultPaths(
+        folder=step,
+        metrics=metrics,
+        images=images,
+        grid=step / GRID_NAME if images else None,
+        plot=step / PLOT_NAME if plot is not None else None,
+    )
 
 
 def publish(report: ValidationReport, folder: Path, tracker: Any = None) -> tuple[ValidationReport, ResultPaths]:
@@ -240,7 +221,7 @@ def log_to(tracker: Any, report: ValidationReport) -> ValidationReport:
     try:
         log(report)
     except Exception as error:  # a tracker writes to disks and networks, in code that is not ours
-        name = type(_unwrapped_tracker(tracker)).__name__
+        name = type(tracker).__name__
         logger.exception("step %d: %s failed to log the validation", report.step, name)
         note = f"{name} failed to log this validation: {type(error).__name__}: {error}"
         return replace(report, notes=(*report.notes, note))
@@ -258,29 +239,18 @@ def scalars(report: ValidationReport) -> dict[str, float]:
 
 
 def tracker_log(tracker: Any) -> Callable[[ValidationReport], None] | None:
-    """What logs a report, or None for a tracker that logs nothing. ConfigError for any other object."""
-    tracker = _unwrapped_tracker(tracker)
+    """What logs a report, or None for no tracker. ConfigError for an object that is none."""
     if tracker is None:
         return None
-    if callable(getattr(tracker, "add_scalar", None)) and callable(getattr(tracker, "add_image", None)):
+    if hasattr(tracker, "add_scalar") and hasattr(tracker, "add_image"):
         return partial(_log_to_tensorboard, tracker)
-    try:
-        inspect.signature(tracker.log).bind({}, step=0)  # a logging.Logger has a `log` of another kind
+    if hasattr(tracker, "log") and not isinstance(tracker, logging.Logger):
         return partial(_log_to_wandb, tracker)
-    except (AttributeError, TypeError, ValueError):
-        pass
     raise ConfigError(
         f"a tracker of type {type(tracker).__module__}.{type(tracker).__qualname__} is not supported: pass a "
-        "torch.utils.tensorboard.SummaryWriter (or what has its add_scalar and add_image), a Weights & Biases run (or "
-        "what has its log(mapping, step=...)), or accelerate's tracker of either; None logs nothing"
+        "torch.utils.tensorboard.SummaryWriter (or what has its add_scalar and add_image), or a Weights & Biases run "
+        "(or what has its log(mapping, step=...)); accelerate's are in get_tracker(name, unwrap=True)"
     )
-
-
-def _unwrapped_tracker(tracker: Any) -> Any:
-    """The tracker inside of accelerate's wrapper. None in an accelerate process that is not the main one."""
-    # accelerate's trackers have `tracker`; in processes where they were not started it raises AttributeError.
-    inner = getattr(tracker, "tracker", None)
-    return tracker if inner is None and not hasattr(tracker, "main_process_only") else inner
 
 
 def _log_to_tensorboard(tracker: Any, report: ValidationReport) -> None:

@@ -100,7 +100,8 @@ class ValidationRunner:
             raise ConfigError(
                 f"validation needs the parts {name} and scheduler; {', '.join(missing)} is missing of {given}"
             )
-        tracker_log(writer)
+        if not _rank():  # accelerate has trackers in the first process only
+            tracker_log(writer)
         self.parts, self.cache, self.config = dict(parts), cache, config
         self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts[name])
         for frozen in self.family.parts:
@@ -328,39 +329,13 @@ class ColdCacheFiller:
             # All of it: this process fills alone, and must not leave a share to the ranks that torchrun declares.
             report: Report = run_precache(config, models=models, workspace=workspace, shard=Shard())
         self.num_filled += report.num_encoded
-        refused = [f"{names}: {report.num_refused} refused"] if report.num_refused else []
-        return refused + self._encoded_otherwise([dataset.name for dataset in cold])
+        return [f"{names}: {report.num_refused} refused"] if report.num_refused else []
 
     def fill_prompts(self, pairs: Sequence[PromptPair]) -> None:
         """Encode these prompts: the `encode` of `prompt_embeddings`."""
         logger.info("%d prompts are not cached: encoding them", len(pairs))
         with self._encoding() as (workspace, models):
             self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
-
-    def _encoded_otherwise(self, filled: Sequence[str]) -> list[str]:
-        """A note for each dataset of the config that was cached with other encoders than the `filled` ones.
-
-        A trainer's VAE in float16 is another one than the float32 VAE of its file, and gives other latents.
-        """
-        filled_with = self._cache.manifest(filled[0]).common
-        notes = []
-        for name in (dataset.name for dataset in self._config.datasets):
-            if name in filled or name not in self._cache.manifests.names():
-                continue
-            common = self._cache.manifest(name).common
-            differing = [
-                key
-                for kind in ("image_encoding", "text_encoding")
-                for key, value in filled_with[kind].items()
-                if common[kind].get(key) != value
-            ]
-            if differing:
-                notes.append(
-                    f"{', '.join(filled)} was encoded otherwise than {name} ({', '.join(differing)}): give the parts "
-                    "that precache had, or run `latentcache precache CONFIG` for both"
-                )
-                logger.warning("%s", notes[-1])
-        return notes
 
     def _num_lost(self, dataset: DatasetConfig) -> int | None:
         """How many entries of the manifest the store lacks; None where there is no manifest."""

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 import diffusers
@@ -17,9 +16,8 @@ from PIL import Image
 
 from latentcache.config import ValidationConfig
 from latentcache.config_file import suggest
-from latentcache.devices.guard import check_same_device
+from latentcache.devices.audit import audit
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.families import DEFAULT, family_named, family_of_denoiser
 from latentcache.families.base import Family, check_prompts
@@ -276,9 +274,6 @@ def _check_devices(
 ) -> None:
     """Checked before diffusers runs: its own error would name neither the tensor nor the prompt."""
     tensors: dict[str, Any] = {f"embeddings of {each.prompt!r}": each.tensors() for each in embeddings}
-    if device is not None:
-        tensors[name] = dict(islice(denoiser.named_parameters(), 1))
-    elif not any(map(offload_hook_of, denoiser.modules())):
-        # Weights that wait elsewhere for their offload hook say nothing about where the denoiser will run.
-        tensors[name] = dict(chain(denoiser.named_parameters(), denoiser.named_buffers()))
-    check_same_device(**tensors)
+    # Swapped blocks lie on several devices: only the one where they run is known.
+    parts = tensors if device is not None else {name: denoiser, **tensors}
+    audit(parts, device=device).raise_for_errors()

@@ -107,11 +107,3 @@ def test_damaged_foreign_and_missing_files_are_distinguished(tmp_path: Path) -> 
         import_checkpoint(tmp_path / "none.pt")
     with pytest.raises(CheckpointError, match="read it with safetensors"):
         import_checkpoint(tmp_path / "model.safetensors")
-
-
-def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.pt", {"trainer": {"unet": {}}, "lists": [1]})
-    with pytest.raises(CheckpointError, match=r"has no 'trainer\.vae': 'vae' is not among unet"):
-        import_checkpoint(path, names={"model": "trainer.vae"})
-    with pytest.raises(CheckpointError, match="names has \\['weights'\\], allowed are"):
-        import_checkpoint(path, names={"weights": "trainer"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import torch
 import latentcache.doctor.environment
 import latentcache.doctor.training_check
 from latentcache.doctor.training_check import training_batch, try_training
-from latentcache.store.disk import DiskStore
 
 
 @pytest.fixture
@@ -52,24 +50,6 @@ def test_a_process_without_a_gpu_prints_one_document(tmp_path: Path) -> None:
     assert all(set(finding) == {"level", "subject", "found", "remedy"} for finding in report["findings"])
 
 
-def test_the_table(run: Any) -> None:
-    code, out, err = run("--device", "cpu")
-    assert code == 0 and not err
-    lines = out.splitlines()
-    assert lines[0].startswith("ok       Python") and any(line.startswith("ok       torch ") for line in lines)
-    assert lines[-1] == "nothing to do" or "note" in lines[-1]
-
-
-def test_the_journal_mode_is_the_one_that_a_cache_really_has(run_json: Any, tmp_path: Path) -> None:
-    DiskStore(tmp_path / "cache").close()
-    _, report = run_json("--device", "cpu", "--cache.path", tmp_path / "cache")
-    (database,) = (tmp_path / "cache" / "index").glob("*.db")
-    with sqlite3.connect(database) as connection:
-        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-    connection.close()
-    assert report["sqlite"] == {"version": sqlite3.sqlite_version, "journal_mode": mode}
-
-
 def test_a_bad_deepspeed_is_an_error(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latentcache.doctor.environment, "installed_versions", lambda packages: {"deepspeed": "0.14.2"})
     code, report = run_json("--device", "cpu")
@@ -81,11 +61,11 @@ def test_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}))
     code, report = run_json("--device", "cpu", "--deepspeed", path)
     assert code == 0 and subjects(report, "warning") == ["zero_optimization.offload_param"]
-    path.write_text(json.dumps({"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
+    path.write_text(json.dumps({"zero_optimization": {"stage": 4}}))
     code, report = run_json("--device", "cpu", "--deepspeed", path)
-    assert code == 1 and subjects(report, "error") == ["fp16.enabled"]
+    assert code == 1 and subjects(report, "error") == ["zero_optimization.stage"]
     code, out, _ = run("--device", "cpu", "--deepspeed", path)
-    assert code == 1 and "error    fp16.enabled" in out and out.splitlines()[-1].startswith("1 error")
+    assert code == 1 and "error    zero_optimization.stage" in out and out.splitlines()[-1].startswith("1 error")
 
 
 def test_what_cannot_run_is_exit_code_2(run: Any, run_json: Any, tmp_path: Path) -> None:
@@ -93,11 +73,6 @@ def test_what_cannot_run_is_exit_code_2(run: Any, run_json: Any, tmp_path: Path)
     assert code == 2 and report["type"] == "ConfigError" and "none.json" in report["error"]
     code, _, err = run("--nonsense")
     assert code == 2 and "--nonsense" in err
-
-
-def test_a_device_that_is_not_here_is_an_error_and_is_not_trained_on(run_json: Any) -> None:
-    code, report = run_json("--device", "xpu:99", "--training")
-    assert code == 1 and subjects(report, "error") == ["device"] and "training" not in report
 
 
 def test_a_training_step_is_audited(run_json: Any) -> None:

@@ -54,17 +54,6 @@ def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() 
             assert state["exp_avg_sq"].dtype == torch.bfloat16
 
 
-def test_integer_state_keeps_its_dtype() -> None:
-    _, optimizer = trained()
-    for state in optimizer.state.values():
-        state["codes"] = torch.arange(4, dtype=torch.uint8)
-        state["nested"] = {"scales": [torch.ones(2, dtype=torch.float64)]}
-    repair_optimizer(optimizer)
-    for state in optimizer.state.values():
-        assert state["codes"].dtype == torch.uint8
-        assert state["nested"]["scales"][0].dtype == torch.float64
-
-
 @pytest.mark.parametrize("flags", [{}, {"fused": True}], ids=["default", "fused"])
 def test_loaded_state_shares_no_memory_with_its_source(flags: dict[str, Any]) -> None:
     _, source = trained(**flags)
@@ -93,19 +82,6 @@ def test_flags_stay_and_settings_come() -> None:
     load_optimizer_state(optimizer, source.state_dict())
     group = optimizer.param_groups[0]
     assert (group["fused"], group["foreach"], group["lr"], group["betas"]) == (None, True, 0.5, (0.7, 0.8))
-
-
-def test_an_optimizer_that_loads_in_its_own_way_is_asked() -> None:
-    class Own(torch.optim.SGD):
-        loaded = 0
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.loaded += 1
-            super().load_state_dict(state_dict)
-
-    optimizer = Own([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-    repair_optimizer(optimizer)
-    assert optimizer.loaded == 1
 
 
 def test_the_optimizer_inside_accelerates_wrapper_is_repaired() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -50,25 +49,6 @@ def test_a_download_waits_for_the_results_and_the_host_for_the_copy_alone(stream
         assert torch.equal(tensor, results[name]) and tensor.data_ptr() != results[name].data_ptr()
 
 
-def test_a_backend_without_sleeping_events_spins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    streams = Streams(choice_of_events=False)
-    StreamTransfer(torch.device("cpu"), streams).download({"a": torch.ones(1)}).wait()
-    assert streams.log[-1] == "host spins for 2"
-
-
-def test_memory_that_cannot_be_pinned_is_used_unpinned_and_said_once(
-    streams: Streams, caplog: pytest.LogCaptureFixture
-) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("this machine can pin")
-    transfer = StreamTransfer(torch.device("cpu"), streams)
-    with caplog.at_level(logging.WARNING, logger="latentcache"):
-        tensors = [transfer.host_memory((4,), torch.float32) for _ in range(2)]
-    assert [tuple(tensor.shape) for tensor in tensors] == [(4,), (4,)]
-    assert ["cannot be pinned" in record.getMessage() for record in caplog.records] == [True]
-
-
 def test_a_host_batch_is_kept_until_the_copy_from_it_has_ended(streams: Streams) -> None:
     transfer = StreamTransfer(torch.device("cpu"), streams)
     hosts: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -107,11 +87,3 @@ def test_on_the_cpu_nothing_is_copied_and_nothing_overlaps() -> None:
     assert transfer.upload(tensor) is tensor and transfer.download({"a": tensor}).wait()["a"] is tensor
     batch = {"a": tensor}
     assert transfer.receive(transfer.send(lambda: batch, lambda read: read)) is batch
-
-
-@pytest.mark.parametrize("has_streams", [True, False])
-def test_how_copies_are_made_follows_the_devices_module(monkeypatch: pytest.MonkeyPatch, has_streams: bool) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Streams() if has_streams else object())
-    transfer = transfer_to(torch.device("mps"))
-    assert transfer.overlaps is has_streams
-    assert "has streams" in transfer.reason if has_streams else "has no streams (Stream, Event" in transfer.reason

@@ -38,33 +38,23 @@ def zero(stage: Any = 3, **sections: Any) -> dict[str, Any]:
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 
 
-@pytest.mark.parametrize("config", [SOUND, {}, zero(2), zero(2, offload_optimizer=CPU), zero(3, offload_param=None)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SOUND,
+        {},
+        zero(2, offload_optimizer=CPU),
+        zero(2, offload_param=NONE),
+        zero(3, offload_param=None),
+        zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"}, offload_optimizer=CPU),
+        zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        zero(2, offload_optimizer={"device": "cpu", "ratio": 1.0}),
+        zero(3, offload_param=NONE, offload_optimizer=CPU),
+        {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
+    ],
+)
 def test_sound_configs_have_no_findings(config: dict[str, Any]) -> None:
     assert levels(config) == {}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_offload_param_below_stage_3_is_ignored(stage: int, device: str) -> None:
-    section = {"device": device, "nvme_path": "/nvme"} if device == "nvme" else {"device": device}
-    found = {f.subject: f for f in check_deepspeed_config(zero(stage, offload_param=section))}
-    finding = found["zero_optimization.offload_param"]
-    assert finding.level == "warning" and "ignored" in finding.found and f"stage is {stage}" in finding.found
-    assert "stage to 3" in finding.remedy
-    assert "zero_optimization.offload_param" not in levels(zero(3, offload_param=section))
-
-
-def test_offload_param_of_none_below_stage_3_is_nothing() -> None:
-    assert levels(zero(2, offload_param=NONE)) == {}
-
-
-def test_offload_optimizer_at_stage_0_is_ignored() -> None:
-    (finding,) = check_deepspeed_config(zero(0, offload_optimizer=CPU))
-    assert finding.subject == "zero_optimization.offload_optimizer" and finding.level == "warning"
-    assert "stage is 0" in finding.found and "ignored" in finding.found
-    assert levels({"zero_optimization": {"offload_optimizer": CPU}, "optimizer": {}}) == {
-        "zero_optimization.offload_optimizer": "warning"  # 0 is the default
-    }
 
 
 def test_every_auto_is_named() -> None:
@@ -90,93 +80,30 @@ def test_every_auto_is_named() -> None:
 @pytest.mark.parametrize(
     ("config", "subject", "level", "says"),
     [
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "error", "refuses both"),
-        ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "fp16.enabled", "error", "bfloat16.enabled"),
-        (
-            zero(2, offload_optimizer={"device": "nvme"}),
-            "zero_optimization.offload_optimizer.nvme_path",
-            "error",
-            "TypeError",
-        ),
-        (zero(2, offload_optimizer={"device": "cuda"}), "zero_optimization.offload_optimizer.device", "error", "nvme"),
-        (zero(4), "zero_optimization.stage", "error", "is 4"),
-        (zero(True), "zero_optimization.stage", "error", "is true"),
-        (zero("3"), "zero_optimization.stage", "error", 'is "3"'),
-        (zero([3]), "zero_optimization.stage", "error", "is [3]"),
-        (zero(3, offload_param={"device": ["cpu"]}), "zero_optimization.offload_param.device", "error", '["cpu"]'),
-        (zero(3, offload_param=True), "zero_optimization.offload_param", "error", "is true"),
-        ({"zero_optimization": True}, "zero_optimization", "warning", "outdated"),
-        ({"zero_optimization": [3]}, "zero_optimization", "error", "not settings"),
-        (zero(2, cpu_offload=True), "zero_optimization.cpu_offload", "warning", "outdated"),
-        (zero(3, cpu_offload_param=False), "zero_optimization.cpu_offload_param", "warning", "outdated"),
-        (
-            zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-            "zero_optimization.offload_optimizer.ratio",
-            "error",
-            "below stage 3",
-        ),
-        (
-            zero(3, offload_param={"device": "none", "pin_memory": True}),
-            "zero_optimization.offload_param.pin_memory",
-            "warning",
-            "device is none",
-        ),
-        (
-            zero(3, offload_param={"device": "none", "nvme_path": "/nvme"}),
-            "zero_optimization.offload_param.nvme_path",
-            "warning",
-            "nothing is offloaded",
-        ),
-        (
-            zero(3, offload_param=CPU, offload_optimizer=NONE),
-            "zero_optimization.offload_optimizer",
-            "note",
-            "larger share",
-        ),
-        (
-            zero(
-                3,
-                offload_param={"device": "cpu", "pin_memory": True},
-                offload_optimizer={"device": "cpu", "pin_memory": False},
-            ),
-            "zero_optimization.offload_param.pin_memory",
-            "note",
-            "offload_param: true and offload_optimizer: false",
-        ),
-        (
-            zero(3, offload_param={"device": "cpu", "pin_memory": False}, offload_optimizer=CPU),
-            "zero_optimization.offload_param.pin_memory",
-            "note",
-            "offload_optimizer: not given",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
-            "zero_force_ds_cpu_optimizer",
-            "note",
-            "torch optimizer",
-        ),
+        (zero(2, offload_param=CPU), "offload_param", "warning", "stage is 2"),
+        (zero(0, offload_param={"device": "nvme", "nvme_path": "/n"}), "offload_param", "warning", "stage is 0"),
+        (zero(0, offload_optimizer=CPU), "offload_optimizer", "warning", "stage is 0"),
+        (zero(2, offload_optimizer={"device": "nvme"}), "offload_optimizer.nvme_path", "error", "TypeError"),
+        (zero(2, offload_optimizer={"device": "cuda"}), "offload_optimizer.device", "error", "nvme"),
+        (zero(4), "stage", "error", "is 4"),
+        (zero(True), "stage", "error", "is true"),
+        (zero([3]), "stage", "error", "is [3]"),
+        (zero(3, offload_param={"device": ["cpu"]}), "offload_param.device", "error", '["cpu"]'),
+        (zero(3, offload_param=True), "offload_param", "error", "is true"),
+        ({"zero_optimization": [3]}, "", "error", "not settings"),
+        (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio", "error", "below stage"),
+        (zero(3, offload_param=CPU, offload_optimizer=NONE), "offload_optimizer", "note", "larger share"),
     ],
 )
-def test_odd_and_refused_settings(config: dict[str, Any], subject: str, level: str, says: str) -> None:
+def test_ignored_and_refused_settings(config: dict[str, Any], subject: str, level: str, says: str) -> None:
     (finding,) = check_deepspeed_config(config)
-    assert (finding.subject, finding.level) == (subject, level) and says in finding.found
-    assert finding.remedy
+    assert finding.subject == f"zero_optimization.{subject}".rstrip(".")
+    assert finding.level == level and says in finding.found and finding.remedy
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"fp16": {"enabled": False}, "bf16": {"enabled": True}},
-        {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
-        zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"}, offload_optimizer=CPU),
-        zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-        zero(2, offload_optimizer={"device": "cpu", "ratio": 1.0}),
-        zero(3, offload_param=NONE, offload_optimizer=CPU),
-        {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
-    ],
-)
-def test_their_legal_neighbours_are_silent(config: dict[str, Any]) -> None:
-    assert levels(config) == {}
+def test_a_torch_optimizer_that_is_offloaded_is_noted() -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}
+    assert levels(config) == {"zero_force_ds_cpu_optimizer": "note"}
 
 
 def test_a_file_and_what_is_in_it(tmp_path: Path) -> None:
@@ -190,18 +117,13 @@ def test_a_file_and_what_is_in_it(tmp_path: Path) -> None:
     assert found.to_json()["deepspeed_config"] == str(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{,}", "[" * 100_000, "\xff"])
+@pytest.mark.parametrize("text", ["[]", "{,}", "[" * 100_000, "\xff"])
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ds_config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="DeepSpeed config") as caught:
         examine_deepspeed_config(path)
     assert caught.value.source == str(path)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        examine_deepspeed_config(tmp_path / "none.json")
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["auto", "cpu", ""])

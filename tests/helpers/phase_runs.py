@@ -104,11 +104,6 @@ def name_of(value: Any) -> str:
     return value if isinstance(value, str) else value.__name__
 
 
-def variant_for(disturb: Callable[[Training], None]) -> str:
-    """A variant in which the disturbance has something to disturb."""
-    return "ema" if disturb.__name__ == "averages" else "plain"
-
-
 @functools.cache
 def _without(device: torch.device, variant: str) -> tuple[list[float], list[torch.Tensor], list[Any]]:
     training = Training(device, variant).run()

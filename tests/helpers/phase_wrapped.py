@@ -43,7 +43,6 @@ class WrappedRun:
         *,
         make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = fused_adamw,
         prepare: Callable[[Any], object] = lambda unet: None,
-        num_accumulated: int = 1,
         parts: dict[str, Any] | None = None,
         **phases: Any,
     ):
@@ -52,7 +51,6 @@ class WrappedRun:
         prepare(self.unet)
         self.inner_optimizer = make_optimizer([p for p in self.unet.parameters() if p.requires_grad])
         self.wrapped, self.optimizer = wrap(self.unet, self.inner_optimizer)
-        self.num_accumulated = num_accumulated
         self.parts = {"unet": self.wrapped, "optimizer": self.optimizer, **(parts or {})}
         self.phases = Phases(self.parts, device="cpu", **phases)
         self.phases.start("train")
@@ -61,7 +59,7 @@ class WrappedRun:
     def backward(self) -> None:
         noise = torch.randn(2, 4, SIDE, SIDE)
         loss = F.mse_loss(forward(self.wrapped).float(), noise)
-        (loss / self.num_accumulated).backward()
+        loss.backward()
         self.losses.append(loss.item())
 
     def update(self) -> None:
@@ -71,10 +69,9 @@ class WrappedRun:
     def run(self, validate: Callable[[WrappedRun], object] | None = None, *, num_steps: int = 3) -> list[Any]:
         """All steps, with `validate` after the backward of one and the update of another; the outcome."""
         for number in range(num_steps):
-            for _ in range(self.num_accumulated):
-                self.backward()
-                if validate is not None and number == 1:
-                    validate(self)
+            self.backward()
+            if validate is not None and number == 1:
+                validate(self)
             self.update()
             if validate is not None and number == 1:
                 validate(self)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.phase_disturbances import DISTURBANCES, FLAGS, differences, state_of
-from helpers.phase_runs import CASES, assert_as_without, leave_no_trace, name_of, variant_for
+from helpers.phase_disturbances import DISTURBANCES
+from helpers.phase_runs import CASES, assert_as_without, leave_no_trace, name_of
 from helpers.phase_training import VARIANTS, Training
 
 from latentcache.errors import PhaseError
@@ -22,31 +22,9 @@ def test_training_goes_on_bit_by_bit(variant: str, scenario: Callable[[Training]
     assert_as_without(scenario, CPU, variant)
 
 
-@pytest.mark.parametrize("disturb", DISTURBANCES, ids=name_of)
-def test_each_disturbance_is_put_back(disturb: Callable[[Training], None]) -> None:
-    leave_no_trace(CPU, variant_for(disturb), [disturb])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_all_disturbances_at_once_are_put_back(variant: str) -> None:
     leave_no_trace(CPU, variant, DISTURBANCES)
-
-
-@pytest.mark.parametrize("disturb", DISTURBANCES, ids=name_of)
-def test_each_disturbance_shows_without_the_switch(disturb: Callable[[Training], None]) -> None:
-    """So none of the tests above passes because nothing was done."""
-    if disturb.__name__ == "placement":
-        pytest.skip("there is one device here; tests/sim has two")
-    training = Training(CPU, variant_for(disturb))
-    training.step()
-    defaults = {name: read() for name, (read, _, _) in FLAGS.items()}
-    before = state_of(training)
-    try:
-        disturb(training)
-        assert differences(before, state_of(training)) != []
-    finally:
-        for name, (_, put, _) in FLAGS.items():
-            put(defaults[name])
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,6 @@ def test_a_cast_under_ddp_is_an_error_that_says_what_to_do(
 
 
 @pytest.mark.usefixtures("process_group")
-def test_training_under_ddp_goes_on_after_phases_that_leave_the_weights() -> None:
-    run = Run(GIVEN["the module inside"])
-    for name in ("validate", "sample"):
-        with torch.inference_mode(), run.phases.enter(name) as phases:
-            phases.module("unet").requires_grad_(False)(torch.ones(2, 3))
-        assert run.step() == 1
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_objects_that_are_frozen_after_phases_are_built_hide_no_ddp(
     given: Callable[[Any], torch.nn.Module], frozen: Callable[[], None]
@@ -107,10 +98,3 @@ def test_objects_that_are_frozen_after_phases_are_built_hide_no_ddp(
     refused = pytest.raises(PhaseError, match="wrap the module in DistributedDataParallel again")
     with refused, run.phases.enter("validate") as phases:
         phases.module("unet").half()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_wrapper_that_was_frozen_before_is_seen_where_it_is_given(frozen: Callable[[], None]) -> None:
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
-    frozen()
-    assert Phases({"unet": ddp}, device="cpu").not_moved() == {"unet": REASON}

@@ -10,7 +10,6 @@ import schedulefree
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from diffusers import DDPMScheduler
 from diffusers.training_utils import EMAModel
 from helpers.phase_wrapped import WrappedRun, assert_as_without, assert_same, forward, validate
 from peft import LoraConfig
@@ -131,12 +130,6 @@ def compile_in_place(unet: torch.nn.Module, backend: Any) -> Any:
     return unet
 
 
-def compile_regions_in_place(unet: Any, backend: Any) -> Any:
-    for block in unet.mid_block.resnets:
-        block.compile(backend=backend)
-    return unet
-
-
 def compile_regions_around(unet: Any, backend: Any) -> Any:
     """As accelerate does with `use_regional_compilation`: wrappers take the submodules' places."""
     unet.mid_block = torch.compile(unet.mid_block, backend=backend)
@@ -148,7 +141,6 @@ def compile_regions_around(unet: Any, backend: Any) -> Any:
     [
         (compile_whole, ()),
         (compile_in_place, ("unet",)),
-        (compile_regions_in_place, ("unet",)),
         (compile_regions_around, ()),
     ],
 )
@@ -176,13 +168,6 @@ def test_the_eager_module_runs_in_a_phase_and_the_compiled_one_after_it(
     run.backward()
     run.update()
     assert backend.counts == (num_compiled, before + per_step), "compiled again, or left eager"
-
-
-@pytest.mark.parametrize("compiled", [compile_in_place, compile_regions_around])
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings(OF_A_BLOCK)
-def test_compiled_modules_train_on_bit_by_bit(compiled: Callable[..., Any]) -> None:
-    assert_as_without(lambda: WrappedRun(lambda unet, optimizer: (compiled(unet, "eager"), optimizer)))
 
 
 # Adapters
@@ -258,61 +243,6 @@ def test_a_partitioned_part_keeps_what_its_software_changes() -> None:
 
 
 # What else training keeps
-
-
-def test_scaler_and_schedulers_are_not_touched() -> None:
-    noise_scheduler = DDPMScheduler()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-    run = WrappedRun(parts={"scheduler": noise_scheduler, "scaler": scaler})
-    lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.inner_optimizer, T_max=5)
-    for _ in range(2):
-        scaler.scale(forward(run.unet).square().mean()).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.optimizer.zero_grad()
-        lr_scheduler.step()
-    objects = [scaler._scale, scaler._growth_tracker, noise_scheduler.timesteps, noise_scheduler.alphas_cumprod]
-    before = [scaler.state_dict(), lr_scheduler.state_dict(), dict(noise_scheduler.config)]
-    validate(run)
-    after = [scaler._scale, scaler._growth_tracker, noise_scheduler.timesteps, noise_scheduler.alphas_cumprod]
-    assert all(a is b for a, b in zip(after, objects, strict=True))
-    assert [scaler.state_dict(), lr_scheduler.state_dict(), dict(noise_scheduler.config)] == before
-
-
-def test_validation_between_the_backwards_of_one_update() -> None:
-    run = assert_as_without(lambda: WrappedRun(num_accumulated=2))
-    assert all(parameter.grad is None for parameter in run.unet.parameters())
-    validate(run)
-    assert all(parameter.grad is None for parameter in run.unet.parameters())
-
-
-def test_two_parts_may_share_a_tensor() -> None:
-    parts = tiny_parts(1)
-    one, other = parts["text_encoder"], parts["text_encoder_2"]
-    other.embeddings_of_the_first = one.embeddings
-    phases = Phases({"text_encoder": one, "text_encoder_2": other}, device="cpu")
-    weight = one.embeddings.token_embedding.weight
-    with phases.enter("validate"):
-        torch.nn.Module.to(one, dtype=torch.float16)
-    assert other.embeddings_of_the_first.token_embedding.weight is weight and weight.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_any_dtype_and_memory_format(dtype: torch.dtype) -> None:
-    vae = tiny_parts(1)["vae"].to(dtype=dtype, memory_format=torch.channels_last)
-    run = WrappedRun(prepare=lambda unet: unet.to(memory_format=torch.channels_last), parts={"vae": vae})
-
-    def memory() -> list[Any]:
-        tensors = [*vae.parameters(), *run.unet.parameters()]
-        return [(t.dtype, t.data_ptr(), t.stride(), t.detach().clone()) for t in tensors]
-
-    before = memory()
-    assert any(stride[1] == 1 and values.ndim == 4 for _, _, stride, values in before), "not channels_last"
-    with run.phases.enter("sample") as phases, phases.lend("vae"):
-        vae.to(torch.float32, memory_format=torch.contiguous_format)
-        run.unet.to(torch.float16, memory_format=torch.contiguous_format)
-    for (*old, values), (*new, found) in zip(before, memory(), strict=True):
-        assert old == new and torch.equal(values, found)
 
 
 @pytest.mark.parametrize("inside", [True, False])

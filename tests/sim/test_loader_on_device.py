@@ -51,13 +51,6 @@ def test_the_numbers_are_those_of_the_cpu(path: Path, device: torch.device) -> N
         torch.testing.assert_close(there, here, rtol=TOLERANCE[device.type], atol=TOLERANCE[device.type])
 
 
-def test_how_batches_travel_is_said(path: Path, device: torch.device) -> None:
-    sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2)
-    with LatentLoader(sampler, device=device) as loader, iter(loader) as batches:
-        next(batches)
-        assert ("sim has no streams" if device.type == "sim" else "has streams") in batches.how
-
-
 def test_held_batches_stay_as_they_are(path: Path, device: torch.device) -> None:
     sampler = BucketBatchSampler(LatentDataset(path, "photos"), 1)
     loader = LatentLoader(sampler, device=device, output="moments")

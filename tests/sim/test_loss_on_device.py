@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDPMScheduler
 from helpers.loss_cases import SCHEDULER, make_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,30 +48,6 @@ def test_the_device_gives_the_cpus_losses(cache: LatentCache, device: torch.devi
     )
     assert other.measurement_settings == cpu.measurement_settings
     assert losses(other) == pytest.approx(losses(cpu), rel=TOLERANCE[device.type])
-
-
-def test_nothing_is_moved_and_the_device_is_bit_equal_to_itself(cache: LatentCache, device: torch.device) -> None:
-    unet, scheduler = tiny_denoiser(1).eval().to(device), DDPMScheduler.from_config(SCHEDULER.config)
-    module = torch.get_device_module(device)
-    before = (torch.get_rng_state(), module.get_rng_state(device))
-    one = validation_loss(unet, cache, scheduler=scheduler, settings=SETTINGS)
-    torch.randn(3, device=device)
-    module.set_rng_state(before[1], device)
-    assert validation_loss(unet, cache, scheduler=scheduler, settings=SETTINGS) == one
-    assert torch.get_rng_state().equal(before[0]) and module.get_rng_state(device).equal(before[1])
-    assert {parameter.device for parameter in unet.parameters()} == {device}
-    assert {tensor.device.type for tensor in vars(scheduler).values() if isinstance(tensor, torch.Tensor)} == {"cpu"}
-
-
-def test_autocast_of_the_device(cache: LatentCache, device: torch.device) -> None:
-    unet = tiny_denoiser(1).eval().to(device)
-    plain = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
-    given = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS, autocast=torch.bfloat16)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        around = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
-    assert given == around and given.measurement_settings.autocast == "bfloat16"
-    assert losses(given) != losses(plain)
-    assert losses(given) == pytest.approx(losses(plain), rel=2e-2)
 
 
 class CountReads(TorchDispatchMode):

@@ -121,19 +121,6 @@ def test_no_batch_of_the_vae_has_a_tensor_of_two_billion_elements(
     assert sum(sizes) == 4 and max(sizes) <= 3
 
 
-@pytest.mark.parametrize("name", ["auto", "type"])
-def test_a_device_without_a_number_gives_the_same_report(
-    make_config: Callable[..., Config], device: torch.device, set_free: SetFree, name: str
-) -> None:
-    parts = tiny_parts()
-    set_free(0.9 * sum(tensor.nbytes for tensor in parts["text_encoder_2"].parameters()) / 0.8)
-    notes = []
-    for named in (str(device), device.type if name == "type" else name):
-        config = make_config(**{"encode.device": named, "encode.text_dtype": "float32", "encode.batch_size": 1})
-        notes.append(run_precache(config, models=LoadedModels(**parts), workspace=Workspace()).placement)
-    assert "layer by layer" in notes[0]["text_encoder_2"] and notes[0] == notes[1]
-
-
 def test_a_text_is_refused_where_float32_does_not_fit(
     make_config: Callable[..., Config], device: torch.device, set_free: SetFree
 ) -> None:

@@ -78,16 +78,6 @@ def test_what_was_forgotten_beside_them_is_named(name: str, device: torch.device
     assert caught.value.module == path
 
 
-def test_inputs_on_the_cpu_are_named_where_layers_fetch_their_weights(device: torch.device) -> None:
-    model = fetched(device)
-    with guard(model), pytest.raises(DeviceMismatchError) as caught:
-        model(inputs(torch.device("cpu")))
-    assert (caught.value.module, caught.value.argument) == ("", "x")
-    with guard(model.inp), pytest.raises(DeviceMismatchError, match="LayerFetcher") as caught:
-        model.inp(inputs(torch.device("cpu")))
-    assert caught.value.expected == str(device)
-
-
 @pytest.mark.parametrize("name", ["musubi", "kohya"])
 def test_a_second_validation_forward_in_training_mode_is_a_real_mismatch(name: str, device: torch.device) -> None:
     model = MAKERS[name](device)
@@ -114,20 +104,3 @@ def test_what_moves_itself_in_another_way_can_be_named(device: torch.device) -> 
         audit({"unet": model}, managed=["unet.block"])
     with pytest.raises(DeviceError, match="managed: there is no submodule 'block'"), guard(model, managed=["block"]):
         pass
-
-
-def test_the_guard_leaves_to_its_submodules_what_is_managed(device: torch.device) -> None:
-    class Lazy(torch.nn.Module):
-        """Copies its layer where its inputs are, whatever guards it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer.to(x.device)(x)
-
-    with guard(Lazy()) as lazy, pytest.raises(DeviceMismatchError):
-        lazy(inputs(device))
-    with guard(Lazy(), managed=["layer"]) as lazy:
-        lazy(inputs(device))

@@ -169,34 +169,6 @@ def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) ->
     assert model.placement() == before
 
 
-def test_gradients_come_back_with_their_weights(model: Any, tmp_path: Path) -> None:
-    weight = next(model.unet.parameters())
-    weight.grad = torch.ones_like(weight)
-    kept = restoring(model)
-    kept.before()
-    model.prepare("image")
-    kept.after()
-    assert weight.device == weight.grad.device == model.device and next(model.unet.parameters()) is weight
-
-
-def test_parts_that_the_model_does_not_move_are_moved_directly(device: torch.device) -> None:
-    class Bare:
-        def __init__(self) -> None:
-            self.unet = torch.nn.Linear(2, 2).to(device)
-            self.unet.register_buffer("on_the_cpu", torch.ones(2))
-
-    bare = Bare()
-    bare.unet(torch.ones(1, 2, device=device)).sum().backward()
-    kept = restoring(bare)
-    kept.before()
-    bare.unet.to(CPU)
-    kept.after()
-    assert bare.unet.weight.device == device and bare.unet.on_the_cpu.device == CPU  # spread parts too
-    assert bare.unet.weight.grad.device == device
-    bare.unet(torch.ones(1, 2, device=device)).sum().backward()
-    assert torch.equal(bare.unet.bias.grad.cpu(), torch.full((2,), 2.0))  # the step goes on
-
-
 @pytest.mark.parametrize("older", [True, False])
 def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, older: bool) -> None:
     """If another function moved them, the conductor would take layers on the device for layers that are away."""
@@ -230,11 +202,3 @@ def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.dev
     kept.after()
     assert model.unet_offload_conductor.is_active and model.unet.training
     assert [layer.weight.device for layer in model.unet] == [device, CPU]
-
-
-def test_a_part_that_was_away_whole_goes_away_again(model: Any) -> None:
-    kept = restoring(model)
-    kept.before()
-    model.move("vae", model.device)
-    kept.after()
-    assert model.placement()["vae"] == (CPU, False)

@@ -128,17 +128,6 @@ def test_state_loaded_before_the_move_fails_until_it_is_repaired(
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
-def test_a_second_repair_moves_nothing(name: str, setting: str, device: torch.device) -> None:
-    _, optimizer = loaded_too_early(name, setting, device)
-    repair_optimizer(optimizer)
-    before = list(state_tensors(optimizer))
-    assert repair_optimizer(optimizer).moved == ()
-    after = list(state_tensors(optimizer))
-    assert [(s.param_name, s.name) for s in after] == [(s.param_name, s.name) for s in before]
-    assert all(a.value is b.value for a, b in zip(after, before, strict=True))
-
-
 @pytest.mark.parametrize("setting", ["foreach", "loop"])
 def test_moving_everything_costs_host_syncs_and_repair_undoes_it(
     setting: str, device: torch.device, host_syncs: Callable[[], Any]
@@ -168,18 +157,6 @@ def test_state_of_a_checkpoint_keeps_the_flags_that_the_caller_built(setting: st
         assert optimizer.param_groups[0]["lr"] == 0.25
         assert list(misplaced(optimizer)) == []
         train(model, optimizer, range(3, 4), device)
-
-
-def test_torch_alone_takes_the_flags_of_the_file(device: torch.device) -> None:
-    _, state = saved_state("AdamW", "default", device)
-    model, optimizer = built("AdamW", "fused", device)
-    optimizer.load_state_dict(state)
-    assert not optimizer.param_groups[0]["fused"], "torch has made the fused optimizer a plain one"
-    optimizer.param_groups[0]["fused"] = True
-    with pytest.raises(RuntimeError, match="state_steps"):
-        train(model, optimizer, range(1, 2), device)
-    repair_optimizer(optimizer)
-    train(model, optimizer, range(1, 2), device)
 
 
 def test_float32_moments_of_bfloat16_parameters_keep_their_bits(device: torch.device) -> None:

@@ -39,20 +39,6 @@ def test_onetrainer_459_without_declaring_the_placement_again(device: torch.devi
     training.step()
 
 
-def test_only_the_parts_of_a_phase_are_on_the_device(device: torch.device) -> None:
-    training = Training(device)
-    phases = training.phases
-    assert phases.on_device() == {"unet"}
-    with phases.enter("validate"):
-        assert phases.on_device() == {"unet"}
-        with phases.lend("text_encoder", "text_encoder_2"):
-            assert phases.on_device() == {"unet", "text_encoder", "text_encoder_2"}
-        with phases.enter(Phase(on_device=("vae",))):
-            assert phases.on_device() == {"vae"}
-        assert phases.on_device() == {"unet"}
-    assert phases.on_device() == {"unet"}
-
-
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_sequential_offload_is_refused_on_what_is_trained(is_inside: bool, device: torch.device) -> None:
     training = Training(device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.phase_training import Training
 
-from latentcache.errors import DeviceMismatchError, PhaseError
+from latentcache.errors import PhaseError
 from latentcache.phases.phases import Phase, Phases
 
 CPU = torch.device("cpu")
@@ -66,15 +66,6 @@ def test_what_other_software_places_is_left_where_it_is(
     assert places() == {place}
 
 
-def test_a_part_that_its_software_moves_in_a_phase_stays_there(device: torch.device) -> None:
-    training = Training(device)
-    encoder = training.parts["text_encoder"]
-    phases = Phases(training.parts, device=device, immovable=("text_encoder",))
-    with phases.enter("validate"):
-        torch.nn.Module.to(encoder, device)
-    assert encoder.final_layer_norm.weight.device == device
-
-
 def test_weights_that_were_parked_in_inference_mode_can_be_trained(device: torch.device) -> None:
     training = Training(device)
     training.step()
@@ -101,22 +92,6 @@ def test_averages_that_are_parked_come_back(device: torch.device) -> None:
             assert torch.equal(trained, average), "the averages are no longer in"
         assert torch.equal(trained, values)
     training.step()
-
-
-def test_parts_that_share_a_tensor_cannot_be_apart(device: torch.device) -> None:
-    training = Training(device)
-    one, other = training.parts["text_encoder"], training.parts["text_encoder_2"]
-    other.borrowed = one.embeddings
-    phases = Phases(training.parts, device=device)
-    with (
-        pytest.raises(DeviceMismatchError, match="text_encoder"),
-        phases.enter(Phase(on_device=("text_encoder",))),
-    ):
-        pass
-    assert one.embeddings.token_embedding.weight.device == CPU
-    with phases.enter("validate"), phases.lend("text_encoder", "text_encoder_2"):
-        assert one.embeddings.token_embedding.weight.device == device
-    assert one.embeddings.token_embedding.weight.device == CPU
 
 
 def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.device) -> None:

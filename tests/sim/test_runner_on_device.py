@@ -66,17 +66,3 @@ def test_a_unet_whose_blocks_are_swapped_is_validated_as_it_is(
     assert found.loss.loss.mean == pytest.approx(expected.loss.loss.mean, rel=1e-3)
     assert len(found.images) == 1 and found.notes == ("unet is not moved: declared immovable",)
     assert [parameter.device for parameter in training.unet.parameters()] == before
-
-
-def test_the_device_gives_what_the_cpu_gives(
-    make_config: Callable[..., Config], photos: Path, device: torch.device
-) -> None:
-    config = validation_config(make_config, photos)
-    precache_training_set(config)
-    found = []
-    for where in (CPU, device):
-        with LatentCache(config.cache.path) as cache:
-            training = Training(where)
-            found.append(runner_for(training, cache, config).run(1))
-    on_cpu, on_device = found
-    assert on_device.loss.loss.mean == pytest.approx(on_cpu.loss.loss.mean, rel=1e-3)

@@ -14,12 +14,11 @@ from helpers.encoding import generate
 from latentcache import LatentCache
 from latentcache.config import Config, ValidationConfig
 from latentcache.devices.audit import audit
-from latentcache.errors import DeviceMismatchError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
-from latentcache.validation.sample_images import PromptEmbeddings, denoise, prompt_embeddings
+from latentcache.validation.sample_images import PromptEmbeddings, prompt_embeddings
 
 CPU = torch.device("cpu")
 PROMPTS = ["a validation prompt", "a late idea"]
@@ -75,47 +74,10 @@ def test_the_whole_path_on_a_device_gives_the_images_of_the_cpu(
         assert other.std() > 1 and np.abs(image.astype(int) - other).max() <= 2
 
 
-def test_the_global_random_states_stay(device: torch.device) -> None:
-    unet = tiny_denoiser().to(device)
-    module = torch.get_device_module(device)
-    before = torch.get_rng_state(), module.get_rng_state(0)
-    hook = unet.register_forward_hook(lambda *arguments: (arguments[2][0] + torch.rand_like(arguments[2][0]),))
-    first, second = (denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS) for _ in range(2))
-    hook.remove()
-    assert all(map(torch.equal, before, (torch.get_rng_state(), module.get_rng_state(0))))
-    assert torch.equal(first[0].cpu(), second[0].cpu())
-
-
-def test_a_surrounding_autocast_holds_without_its_cache(device: torch.device) -> None:
-    unet = tiny_denoiser().to(device)
-    plain = denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS)[0]
-    with torch.autocast(device.type, dtype=torch.float16):
-        sampled = denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS)[0]
-        assert torch.is_autocast_cache_enabled()
-    assert sampled.isfinite().all() and not torch.equal(sampled.cpu(), plain.cpu())
-
-
 def made_up(device: torch.device) -> list[PromptEmbeddings]:
     shapes = {"prompt_embeds": (1, 77, 72), "pooled_prompt_embeds": (1, 40)}
     both = ({name: torch.ones(shape, device=device) for name, shape in shapes.items()} for _ in range(2))
     return [PromptEmbeddings("made up", "", *both)]
-
-
-@pytest.mark.parametrize("name", ["prompt_embeds", "pooled_prompt_embeds"])
-@pytest.mark.parametrize("side", ["embeds", "negative"])
-def test_one_embedding_elsewhere_is_named(device: torch.device, side: str, name: str) -> None:
-    unet = tiny_denoiser().to(device)
-    (embeddings,) = made_up(device)
-    tensors = getattr(embeddings, side)
-    embeddings = replace(embeddings, **{side: {**tensors, name: tensors[name].cpu()}})
-    name = name if side == "embeds" else f"negative_{name}"
-    with pytest.raises(DeviceMismatchError, match=rf"embeddings of 'made up'\.{name} \[1, .*\] float32 is on cpu"):
-        denoise(unet, tiny_pipeline().scheduler, [embeddings], SETTINGS)
-
-
-def test_all_embeddings_elsewhere_are_named_not_the_unet(device: torch.device) -> None:
-    with pytest.raises(DeviceMismatchError, match=rf"4 of \d+ tensors are not on {device}, where the others are"):
-        denoise(tiny_denoiser().to(device), tiny_pipeline().scheduler, made_up(CPU), SETTINGS)
 
 
 @pytest.mark.parametrize("fails", [False, True])

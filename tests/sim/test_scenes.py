@@ -1,7 +1,7 @@
 """Four device mismatches that people reported: plain PyTorch fails first, then this project's answer.
 
-Each answer is checked by assertions that a wrong answer fails: moving every tensor, looking at the first parameter
-only, evicting every part for a cache fill. The cold cache has a file of its own, test_cold_cache.py.
+The answers to the first are checked by assertions that the usual, wrong remedies fail. The cold cache has a file of
+its own, test_cold_cache.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.devices.audit import audit
-from latentcache.devices.guard import check_same_device, guard
+from latentcache.devices.guard import guard
 from latentcache.devices.optimizer import repair_optimizer
-from latentcache.doctor.environment import check_versions
 from latentcache.errors import DeviceMismatchError
 
 CPU = torch.device("cpu")
@@ -124,24 +123,6 @@ def test_var_127_fused_adamw_fails_on_state_steps_after_a_resume(device: torch.d
         run.step()
 
 
-def test_var_127_comes_back_when_flags_are_set_after_the_state(device: torch.device, tmp_path: Path) -> None:
-    """torch 2.13 takes the flags from the path, and decides by them where `step` goes."""
-    path, _, _ = saved_run(device, tmp_path)
-    file = torch.load(path, map_location="cpu", weights_only=True)
-    run = built(device, fused=True)
-    run.model.load_state_dict(file["model"])
-    run.optimizer.load_state_dict(file["optimizer"])
-    assert not run.optimizer.param_groups[0]["fused"]
-    run.optimizer.param_groups[0]["fused"] = True
-    report = audit({"model": run.model, "optimizer": run.optimizer})
-    assert {finding.name.rpartition(".")[2] for finding in report.errors} == {"step"}
-    with pytest.raises(RuntimeError, match=f"{MISMATCH}.*state_steps"):
-        run.step()
-    repair_optimizer(run.optimizer)
-    assert audit({"model": run.model, "optimizer": run.optimizer}).findings == ()
-    run.step()
-
-
 @pytest.mark.parametrize("flags", [{"fused": True}, {}], ids=["fused", "plain"])
 def test_var_127_repaired_continues_bit_identically(
     flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
@@ -177,20 +158,6 @@ def test_var_127_wrong_remedies_fail_the_same_assertions(
         assert_continues(run, weights, losses, host_syncs)
 
 
-def test_moving_everything_costs_host_syncs(device: torch.device, tmp_path: Path, host_syncs: Callable) -> None:
-    path, _, _ = saved_run(device, tmp_path)
-    costs = []
-    for remedy in (repair_optimizer, move_everything):
-        run = resumed(device, path)
-        remedy(run.optimizer)
-        run.model.zero_grad()
-        run.model(torch.ones(1, 6, device=device)).sum().backward()
-        with host_syncs() as count:
-            run.optimizer.step()
-        costs.append(count.num)
-    assert costs[0] == 0 and costs[1] >= len([*run.model.parameters()])
-
-
 # Scene 2: rasbt/LLMs-from-scratch #172, https://github.com/rasbt/LLMs-from-scratch/issues/172
 
 
@@ -205,12 +172,6 @@ class Classifier(torch.nn.Module):
         return self.out_head(self.tok_emb(tokens) * self.mask)
 
 
-def first_parameter_offenders(model: torch.nn.Module, device: torch.device) -> set[str]:
-    """The article's check, as an audit: it looks at `next(model.parameters())`."""
-    name, parameter = next(model.named_parameters())
-    return set() if parameter.device == device else {name}
-
-
 def audit_offenders(model: torch.nn.Module, device: torch.device) -> set[str]:
     return {finding.name for finding in audit({"model": model}, device=device).errors}
 
@@ -221,16 +182,12 @@ def broken_classifier(device: torch.device) -> Classifier:
     return model
 
 
-def assert_names_the_head(offenders: Callable, device: torch.device) -> None:
-    assert offenders(broken_classifier(device), device) == {"out_head.weight", "out_head.bias"}
-
-
 def test_llms_from_scratch_172_a_head_made_after_to(device: torch.device) -> None:
     model, tokens = broken_classifier(device), torch.zeros(2, 5, dtype=torch.long, device=device)
     with pytest.raises(RuntimeError, match=MISMATCH):
         model(tokens)
     assert next(model.parameters()).device == device  # the article's assert passes on the broken model
-    assert_names_the_head(audit_offenders, device)
+    assert audit_offenders(model, device) == {"out_head.weight", "out_head.bias"}
     with guard(model), pytest.raises(DeviceMismatchError) as caught:
         model(tokens)
     assert (caught.value.module, caught.value.argument) == ("out_head", "input")
@@ -238,11 +195,6 @@ def test_llms_from_scratch_172_a_head_made_after_to(device: torch.device) -> Non
     assert audit({"model": model}, device=device).findings == ()
     with guard(model):
         assert model(tokens).device == device
-
-
-def test_llms_from_scratch_172_a_first_parameter_check_fails_the_same_assertion(device: torch.device) -> None:
-    with pytest.raises(AssertionError):
-        assert_names_the_head(first_parameter_offenders, device)
 
 
 def test_a_buffer_is_audited_too(device: torch.device) -> None:
@@ -300,19 +252,10 @@ def test_minicpm_v_246_an_offloaded_gradient_times_a_scale_on_the_device(device:
     gradient = torch.ones(8)  # of an fp32 partition that ZeRO offloads to the CPU
     with pytest.raises(RuntimeError, match=MISMATCH):
         gradient.mul_(1.0 / total_norm)
-    with pytest.raises(DeviceMismatchError, match="gradient"):
-        check_same_device(gradient=gradient, total_norm=total_norm)
+    report = audit({"gradient": gradient, "total_norm": total_norm})
+    assert [(finding.path, finding.found) for finding in report.errors] == [("total_norm", str(device))]
     # What 0.14.3 does. The rule is not symmetric: a number on the CPU goes with tensors anywhere.
-    check_same_device(gradient=gradient, total_norm=total_norm.cpu())
+    for where in (CPU, device):
+        assert audit({"gradient": gradient.to(where), "total_norm": total_norm.cpu()}, device=where).findings == ()
     gradient.mul_(1.0 / total_norm.cpu())
     assert gradient.tolist() == pytest.approx([0.2] * 8)
-    assert check_same_device(gradient=gradient.to(device), total_norm=total_norm.cpu()) == device
-
-
-@pytest.mark.parametrize(
-    ("version", "level"), [("0.14.0", "ok"), ("0.14.1", "error"), ("0.14.2", "error"), ("0.14.3", "ok")]
-)
-def test_doctor_names_the_window_of_deepspeed_versions(version: str, level: str) -> None:
-    (finding,) = check_versions({"deepspeed": version})
-    assert (finding.level, finding.subject) == (level, "deepspeed")
-    assert level == "ok" or "0.14.3" in finding.remedy

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,28 +32,6 @@ def streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Streams:
         monkeypatch.setattr(module, name, getattr(streams, name), raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     return streams
-
-
-@pytest.fixture
-def unpinned(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tensors that were uploaded, but not from pinned memory. This device cannot pin: here it does as if."""
-    pinned, found, empty, to = set[int](), list[torch.Tensor](), torch.empty, torch.Tensor.to
-
-    def pinning(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        made = empty(*arguments, **options)
-        if pin_memory:
-            pinned.add(made.data_ptr())
-        return made
-
-    def copying(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        if options.get("non_blocking") and self.device.type == "cpu" and self.data_ptr() not in pinned:
-            found.append(self)
-        return to(self, *arguments, **options)
-
-    monkeypatch.setattr(torch, "empty", pinning)
-    monkeypatch.setattr(torch.Tensor, "to", copying)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in pinned)
-    return found
 
 
 def config_on(device: torch.device, make_config: Callable[..., Config]) -> Config:
@@ -113,11 +90,3 @@ def test_an_upload_does_not_wait_behind_a_download(
     uploading = {recorded[event] for who, event in waits if who == "current"}
     downloading = {who for who, event in waits if recorded[event] == "current"}
     assert uploading and downloading and uploading.isdisjoint(downloading)
-
-
-def test_all_that_is_uploaded_comes_from_pinned_memory(
-    make_config: Callable[..., Config], device: torch.device, unpinned: list[torch.Tensor]
-) -> None:
-    """The host waits while other memory is copied, and for the copies before it."""
-    run_precache(config_on(device, make_config), workspace=Workspace())
-    assert not [tuple(tensor.shape) for tensor in unpinned]

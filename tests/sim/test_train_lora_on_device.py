@@ -55,14 +55,3 @@ def test_only_the_unet_is_on_the_device_while_it_trains(
         assert found["placement"] == {"validate": ["unet"], "sample": ["unet"]}
         assert len(found["images"]) == 1
     assert result["device"] == str(device)
-
-
-def test_what_validation_caches_is_what_precache_would_have(
-    device: torch.device, make_config: Callable[..., Config], tmp_path: Path, script: Any
-) -> None:
-    """The dtypes are those of the device that encodes, not of the one that trains."""
-    config = cold_config(make_config, tmp_path, "cpu")
-    options = script.Options(steps=1, rank=2, batch_size=2, out=tmp_path / "run", device=str(device))
-    (validation,) = script.train(config, options)["validations"]
-    assert validation["num_filled"] > 0
-    assert run_precache(config).num_encoded == 0

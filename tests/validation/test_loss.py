@@ -24,12 +24,8 @@ from helpers.pack_damage import damage
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
-from latentcache.config_file import parse_config
-from latentcache.dataset.manifest_folder import ManifestMemory
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.models.tiny import tiny_denoiser
-from latentcache.store.memory import MemoryStore
-from latentcache.types import Refusal
 from latentcache.validation.loss import BATCH_SIZE_TOLERANCE, validation_loss
 from latentcache.validation.metrics import Estimate, LossReport, Metrics, paired_difference
 from latentcache.validation.results import ValidationReport
@@ -173,14 +169,6 @@ def test_noise_is_added_in_float32_to_a_half_precision_unets_inputs(cache: Laten
     assert report.by_sample["photos"]["a.png"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
-def test_seeds_give_other_noise_and_other_timesteps(cache: LatentCache, unet: torch.nn.Module) -> None:
-    one, other = (Recorder(unet) for _ in range(2))
-    for recorder, seed in ((one, 0), (other, 1)):
-        settings = few(seed=seed)
-        validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
-    assert one.calls[0] != other.calls[0]
-
-
 def test_each_sample_has_one_timestep_in_each_stratum(cache: LatentCache, unet: torch.nn.Module) -> None:
     recorder = Recorder(unet)
     settings = ValidationConfig(num_timesteps=4, batch_size=4)
@@ -213,16 +201,6 @@ def test_datasets_bins_and_standard_errors(cache: LatentCache, unet: torch.nn.Mo
     assert report.skipped == ()
 
 
-def test_bins_hold_the_losses_of_their_timesteps(cache: LatentCache) -> None:
-    recorder = Recorder(torch.nn.Linear(1, 1), lambda sample, timestep: sample)
-    report = validation_loss(
-        recorder, cache, scheduler=SCHEDULER, settings=ValidationConfig(batch_size=1, num_timesteps=3)
-    )
-    # Little noise: the noisy latents say little of it. Much noise: they nearly are it.
-    losses = [part.mean for part in report.by_timestep]
-    assert losses[0] > losses[1] > losses[2]
-
-
 # What it does not depend on
 
 
@@ -252,28 +230,6 @@ def test_the_batch_size_does_not_matter(cache: LatentCache, dtype: torch.dtype) 
         assert losses_of(report) == pytest.approx(expected, rel=BATCH_SIZE_TOLERANCE[dtype]), size
 
 
-def test_batches_hold_one_bucket_and_are_full(cache: LatentCache, unet: torch.nn.Module) -> None:
-    recorder = Recorder(unet)
-    settings = ValidationConfig(num_timesteps=3, batch_size=4)
-    validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
-    shapes = [shape for shape, _ in recorder.calls]
-    assert shapes == [(4, 4, 8, 12)] * 2 + [(1, 4, 8, 12)] + [(4, 4, 12, 8)] + [(2, 4, 12, 8)]
-
-
-def test_each_entry_is_read_once(cache: LatentCache, unet: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    rows = cache.store.rows
-
-    def counted(keys: list[str]) -> Any:
-        read.extend(keys)
-        return rows(keys)
-
-    monkeypatch.setattr(cache.store, "rows", counted)
-    settings = ValidationConfig(num_timesteps=5, batch_size=3)
-    validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
-    assert len(read) == len(set(read)) == 2 * len(PHOTOS)
-
-
 def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.nn.Module) -> None:
     with LatentCache(own_cache) as cache:
         one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
@@ -285,23 +241,6 @@ def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.
     with LatentCache(own_cache) as cache:
         assert list(cache.manifest("photos").rows) == sorted(PHOTOS, reverse=True)
         assert validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW) == one
-
-
-def test_other_samples_do_not_matter(cache: LatentCache, unet: torch.nn.Module) -> None:
-    settings = few(batch_size=1)
-    both = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
-    alone = validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=settings)
-    assert alone.by_sample["others"] == both.by_sample["others"]
-
-
-def test_the_cpu_tier_gives_the_same(cache: LatentCache, unet: torch.nn.Module) -> None:
-    store, manifests = MemoryStore(), ManifestMemory()
-    for name in cache.manifests.names():
-        manifests.write(cache.manifests.read(name))
-    store.add([cache.store.get(key) for key in cache.store.keys()])
-    with LatentCache(store=store, manifests=manifests) as memory:
-        found = validation_loss(unet, memory, scheduler=SCHEDULER, settings=FEW)
-    assert found == validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
 
 
 # What it leaves alone
@@ -429,13 +368,6 @@ def test_a_dataset_of_which_nothing_is_left_is_nan(own_cache: Path, unet: torch.
         assert raised.value.sample_id == "z.png"
 
 
-def test_no_sample_at_all(own_cache: Path, unet: torch.nn.Module) -> None:
-    with LatentCache(own_cache) as cache:
-        cache.manifests.write(replace(cache.manifests.read("others"), rows={}))
-        with pytest.raises(StoreError, match="the manifests others have no sample"):
-            validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=FEW)
-
-
 # Wrong questions
 
 
@@ -466,22 +398,6 @@ def test_a_unet_that_does_not_fit_is_named(cache: LatentCache) -> None:
         validation_loss(recorder, cache, scheduler=SCHEDULER, settings=FEW)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("num_timesteps", 0), ("batch_size", 0), ("snr_gamma", 0.0), ("snr_gamma", math.inf)]
-)
-def test_settings_out_of_range(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"validation\.{name}: .*\(met: {value}\)"):
-        parse_config({"datasets": [{"name": "a", "source": {"path": "a"}}], "validation": {name: value}})
-
-
-def test_settings_that_do_not_fit_the_schedule_or_torch(cache: LatentCache, unet: torch.nn.Module) -> None:
-    scheduler = {**SCHEDULER.config, "num_train_timesteps": 500}
-    with pytest.raises(ConfigError, match="num_timesteps is 900; the schedule has 500 timesteps"):
-        validation_loss(unet, cache, scheduler=scheduler, settings=ValidationConfig(num_timesteps=900))
-    with pytest.raises(ConfigError, match=r"autocast is torch\.float32"):
-        validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW, autocast=torch.float32)
-
-
 # Two models
 
 
@@ -496,66 +412,6 @@ def test_the_paired_difference_sees_what_two_means_do_not(cache: LatentCache, un
     assert difference.standard_error == pytest.approx(np.std(values, ddof=1) / np.sqrt(7), rel=1e-9)
     assert difference.standard_error < 0.5 * one.loss.standard_error
     assert paired_difference(one, one) == Estimate(mean=0.0, standard_error=0.0, num=7)
-
-
-def test_pairs_are_of_the_datasets_that_both_have(cache: LatentCache, unet: torch.nn.Module) -> None:
-    both = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
-    alone = {
-        name: validation_loss(unet, cache, scheduler=SCHEDULER, datasets=[name], settings=FEW)
-        for name in ("photos", "others")
-    }
-    assert paired_difference(both, alone["photos"]).num == len(PHOTOS)
-    with pytest.raises(ConfigError, match="no sample was measured in both"):
-        paired_difference(alone["photos"], alone["others"])
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 1}, "seed is 0 in one and 1 in the other"),
-        ({"num_timesteps": 1}, "num_timesteps is 2 in one and 1 in the other"),
-        ({"snr_gamma": 5.0}, r"snr_gamma is None in one and 5\.0 in the other"),
-    ],
-)
-def test_losses_of_other_settings_are_not_compared(
-    cache: LatentCache, unet: torch.nn.Module, change: dict[str, Any], named: str
-) -> None:
-    one, other = (
-        validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=settings)
-        for settings in (FEW, few(**change))
-    )
-    with pytest.raises(ConfigError, match=f"cannot be compared: {named}. Measure both"):
-        paired_difference(one, other)
-
-
-def test_losses_of_a_dataset_that_changed_are_not_compared(
-    own_cache: Path, cache: LatentCache, unet: torch.nn.Module
-) -> None:
-    one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
-    with LatentCache(own_cache) as changed:
-        manifest = changed.manifests.read("photos")
-        rows = dict(manifest.rows)
-        rows["a.png"] = replace(rows["a.png"], images=rows["c.png"].images)
-        changed.manifests.write(replace(manifest, rows=rows))
-        other = validation_loss(unet, changed, scheduler=SCHEDULER, settings=FEW)
-    with pytest.raises(ConfigError, match="compared: dataset photos has other samples, captions or encoders"):
-        paired_difference(one, other)
-
-
-def test_what_is_not_measured_is_no_part_of_the_settings(
-    own_cache: Path, cache: LatentCache, unet: torch.nn.Module
-) -> None:
-    one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
-    with LatentCache(own_cache) as changed:
-        manifest = changed.manifests.read("photos")
-        row, other = manifest.rows["a.png"], manifest.rows["c.png"].images[0]
-        flip = replace(other, geometry=replace(other.geometry, flip=True))
-        refused = replace(row, sample_id="f.png", refusal=Refusal("f.png", "f.png", "empty", "zero bytes"))
-        more = replace(row, captions=row.captions * 2, images=(*row.images, flip))
-        rows = {**manifest.rows, "a.png": more, "f.png": refused}
-        changed.manifests.write(replace(manifest, rows=rows))
-        other = validation_loss(unet, changed, scheduler=SCHEDULER, settings=FEW)
-    assert other == one, "a second caption, a mirrored twin, a refused sample"
 
 
 # Numbers that are not finite

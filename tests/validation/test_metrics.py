@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import replace
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 from helpers.report_samples import SETTINGS, losses, report
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from latentcache.errors import MetricsError
 from latentcache.utils.json_document import to_bytes
-from latentcache.validation import metrics as metrics_module
 from latentcache.validation.metrics import Estimate, LossReport, Metrics, TimestepBin, read_history
 from latentcache.validation.results import ValidationReport
 
@@ -54,22 +50,6 @@ def test_metrics_without_a_loss_have_no_report(tmp_path: Path) -> None:
     assert found.loss_report is None and math.isnan(found.loss) and found.num_samples == 0
 
 
-names = st.text(st.characters(exclude_categories=()), max_size=6)
-values = st.floats(width=32)
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.dictionaries(names, st.dictionaries(names, values, max_size=3), max_size=3))
-def test_any_losses_of_any_samples_come_back(by_sample: dict[str, dict[str, float]]) -> None:
-    written = replace(report(num_images=0), loss=losses().model_copy(update={"by_sample": by_sample}))
-    found = Metrics.model_validate(json.loads(to_bytes(written.to_json())))
-    finite = {
-        name: {key: loss if math.isfinite(loss) else math.nan for key, loss in samples.items()}
-        for name, samples in by_sample.items()
-    }
-    assert repr(found.loss_by_sample) == repr(finite)
-
-
 def test_fields_and_settings_of_a_later_version(tmp_path: Path) -> None:
     document = report(3).to_json() | {"added_later": 1}
     document["measurement_settings"] |= {"min_timestep": 20}
@@ -101,32 +81,14 @@ def changed(**fields: Any) -> bytes:
 
 
 DAMAGED: list[tuple[bytes, str | None, str]] = [
-    (b"", None, "Expecting value"),
     (to_bytes(GOOD)[:-20], None, "line"),
-    (b"\xff\xfe nonsense", None, "codec"),
     (b"[" * 100_000, None, "recursion"),
     (b"[1, 2]", "", "the document: Input should be a valid dictionary"),
     (b'{"step": 5}', "folder", "Field required"),
     (changed(step="5"), "step", r"Input should be a valid integer \(met: '5'\)"),
-    (changed(step=-5), "step", r"greater than or equal to 0 \(met: -5\)"),
-    (changed(step=2**60), "step", "less than or equal to"),
-    (changed(step=True), "step", "valid integer"),
-    (changed(loss="low"), "loss", r"valid number \(met: 'low'\)"),
-    (changed(loss=10**400), "loss", r"valid number \(met: 10+\.\.\.0+\)"),
-    (changed(loss_standard_error=-1.0), "loss_standard_error", "greater than or equal to 0"),
-    (changed(loss_by_timestep=[{"first": 0}]), "loss_by_timestep.0.loss", "Field required"),
     (changed(loss_by_timestep=[BIN | {"first": 500}]), "loss_by_timestep.0", "first is 500, which is not below end"),
-    (changed(loss_by_timestep=[BIN | {"standard_error": -1}]), "loss_by_timestep.0.standard_error", "greater than"),
-    (changed(loss_by_timestep=None), "loss_by_timestep", "valid tuple"),
     (changed(loss_by_sample={"photos": {"a.png": "0"}}), "loss_by_sample.photos.a.png", r"valid number \(met: '0'\)"),
-    (changed(images=[{"prompt": 1}]), "images.0.prompt", "valid string"),
-    (changed(measurement_settings=[1]), "measurement_settings", r"met: \[1\]"),
     (changed(measurement_settings={}), "measurement_settings.prediction_type", "Field required"),
-    (
-        changed(measurement_settings=GOOD["measurement_settings"] | {"datasets": {"photos": 3}}),
-        "measurement_settings.datasets.photos",
-        r"valid string \(met: 3\)",
-    ),
 ]
 
 
@@ -145,21 +107,6 @@ def test_a_damaged_or_foreign_file_is_named_with_its_field_and_left_out(
     assert path.read_bytes() == content
 
 
-def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(report(1), tmp_path)
-    monkeypatch.setattr(metrics_module, "MAX_BYTES", 100)
-    with pytest.raises(MetricsError, match="more than 100 bytes"):
-        Metrics.read(path)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(MetricsError, match="No such file"):
-        Metrics.read(tmp_path / "metrics.json")
-    (tmp_path / "folder" / "metrics.json").mkdir(parents=True)
-    with pytest.raises(MetricsError, match="cannot be read now"):
-        Metrics.read(tmp_path / "folder" / "metrics.json")
-
-
 # The steps before
 
 
@@ -172,20 +119,6 @@ def test_steps_come_back_as_they_were_measured_in_order(tmp_path: Path) -> None:
     for step, loss in history.items():
         assert equal(loss, losses(step, nan=step == 500))
     assert math.isnan(history[500].loss.mean)
-
-
-def test_a_folder_that_is_not_there_has_no_history(tmp_path: Path) -> None:
-    assert read_history(tmp_path / "none") == {}
-
-
-def test_a_step_without_a_loss_is_not_in_the_history(tmp_path: Path) -> None:
-    write(replace(report(7), loss=None), tmp_path)
-    assert read_history(tmp_path) == {}
-
-
-def test_a_step_in_the_folder_of_another_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    put(tmp_path, "000005", changed(step=6))
-    assert read_history(tmp_path) == {} and "it is of step 6, whose folder is 000006" in caplog.text
 
 
 def test_links_pipes_copies_and_other_folders_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

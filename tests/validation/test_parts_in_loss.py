@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.photo_files import write_photo
 from helpers.tiny_models import tiny_folder, tiny_model
 from PIL import Image
@@ -15,11 +14,9 @@ from PIL import Image
 from latentcache import LatentCache, LoadedModels, ValidationRunner, validate
 from latentcache.config import Config, ValidationConfig
 from latentcache.config_file import parse_config
-from latentcache.dataset.manifest_folder import ManifestMemory
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.precache.run import run_precache
-from latentcache.store.memory import MemoryStore
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.metrics import LossReport, paired_difference
 
@@ -152,12 +149,3 @@ def test_control_images_that_nobody_reads_are_refused_before_anything_is_loaded(
         ValidationRunner(parts, cache, without_controls(config))
         with pytest.raises(ConfigError, match=UNREAD):
             ValidationRunner(parts, cache, config)
-
-
-def test_a_validation_set_that_is_not_cached_is_known_by_its_config(folder: Path) -> None:
-    config = config_of(folder, "sdxl")
-    parts = {"unet": torch.nn.Linear(1, 1), "scheduler": tiny_model("sdxl")["scheduler"]}
-    with LatentCache(store=MemoryStore(), manifests=ManifestMemory()) as cold:
-        ValidationRunner(parts, cold, without_controls(config))
-        with pytest.raises(ConfigError, match=UNREAD):
-            ValidationRunner(parts, cold, config)

@@ -14,7 +14,7 @@ from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import Row
-from latentcache.errors import EncodeError, ModelError, SampleError, TrainableEncoderError
+from latentcache.errors import ModelError, SampleError, TrainableEncoderError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.prompts import cache_prompts
@@ -107,13 +107,6 @@ def test_without_encoders_the_prompt_and_the_command_are_named(
         prompt_embeddings(cache, prompts, negative, device="cpu")
 
 
-def test_an_encoder_that_does_not_cache_is_found_out(cache: LatentCache) -> None:
-    calls: list[Any] = []
-    with pytest.raises(SampleError, match="nobody cached this"):
-        prompt_embeddings(cache, ["nobody cached this"], "", device="cpu", encode=calls.append)
-    assert calls == [[("nobody cached this", False)]]
-
-
 def test_with_encoders_what_is_missing_is_cached_once(
     config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels, parts: dict[str, Any]
 ) -> None:
@@ -170,37 +163,6 @@ def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
         records = [each.store.record(key) for each in (one, other)]
         assert records[0].identity == records[1].identity
         assert records[0].provenance["num_tokens"] == records[1].provenance["num_tokens"]
-
-
-def test_rows_of_others_stay(
-    config: Config, workspace: Workspace, models: LoadedModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process caches a prompt while this one encodes."""
-    from latentcache.precache import prompts
-
-    encode = prompts._encode
-
-    def meanwhile(*arguments: Any) -> None:
-        monkeypatch.setattr(prompts, "_encode", encode)
-        with open_workspace(config.cache) as other:
-            cache_prompts(config, other, models, [("of another process", False)], device="cpu")
-        encode(*arguments)
-
-    monkeypatch.setattr(prompts, "_encode", meanwhile)
-    before = set(prompts_of(workspace).rows)
-    cache_prompts(config, workspace, models, NEW, device="cpu")
-    added = {prompt_id("a late idea"), prompt_id("blurry", negative=True), prompt_id("of another process")}
-    assert set(prompts_of(workspace).rows) == before | added
-
-
-def test_an_entry_that_is_there_only_needs_its_row(config: Config, workspace: Workspace, models: LoadedModels) -> None:
-    """A caption of the dataset as a prompt: it is encoded already."""
-    assert cache_prompts(config, workspace, models, [("a red house", False)], device="cpu") == 0
-    with LatentCache(config.cache.path) as cache:
-        assert torch.equal(
-            cache.prompt("a red house", device="cpu")["prompt_embeds"],
-            cache.batch(["a.png"], device="cpu")["prompt_embeds"],
-        )
 
 
 def test_lost_and_damaged_entries_are_encoded_again(
@@ -275,32 +237,3 @@ def test_an_encoder_that_fails_is_put_back_and_can_be_tried_again(
     hook.remove()
     assert encoders(parts) == before
     assert cache_prompts(config, workspace, models, NEW, device="cpu") == 2
-
-
-def test_an_output_that_cannot_be_stored_is_named(
-    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any]
-) -> None:
-    hook = parts["text_encoder_2"].text_projection.register_forward_hook(lambda *args: args[2] * torch.nan)
-    with pytest.raises(EncodeError, match="prompt: a late idea: the text encoders gave nan for caption 'a late idea'"):
-        cache_prompts(config, workspace, models, NEW, device="cpu")
-    hook.remove()
-    assert prompt_id("a late idea") not in prompts_of(workspace).rows
-
-
-def test_a_prompt_that_is_cut_is_reported(
-    config: Config, workspace: Workspace, models: LoadedModels, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache_prompts(config, workspace, models, [("x" * 100, False)], device="cpu")
-    assert "has 102 tokens, 77 are used" in caplog.text
-
-
-def test_the_cpu_tier(make_config: Callable[..., Config], models: LoadedModels) -> None:
-    config = make_config(**{"cache.store": "cpu"})
-    with Workspace() as workspace:
-        run_precache(config, workspace=workspace)
-        cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
-
-        def encode(pairs: list[PromptPair]) -> int:
-            return cache_prompts(config, workspace, models, pairs, device="cpu")
-
-        assert prompt_embeddings(cache, ["a late idea"], "blurry", device="cpu", encode=encode)

@@ -167,26 +167,6 @@ def test_an_entry_that_was_lost_is_encoded_again(warm: LatentCache, config: Conf
     assert report is not None and report.num_filled == 1 and report.loss is not None and report.loss.skipped == ()
 
 
-def test_the_cpu_tier_is_filled_too(config: Config) -> None:
-    with Workspace() as workspace:
-        run_precache(config.model_copy(update={"datasets": config.datasets[:1]}), workspace=workspace)
-        cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
-        report = runner_for(Training(CPU), cache, config).run(1)
-        assert cache.manifest("held-out").role == "validation"
-    # Its images are those of the training set: there is nothing to encode, but a manifest to write.
-    assert report is not None and report.num_filled == 0 and report.loss is not None and report.loss.loss.num == 5
-
-
-def test_a_set_that_is_filled_with_another_vae_than_the_training_had_is_noted(
-    cold: LatentCache, config: Config
-) -> None:
-    training = Training(CPU)
-    training.parts["vae"].half().float()
-    report = runner_for(training, cold, config).run(1)
-    assert report is not None and len(report.notes) == 1
-    assert report.notes[0].startswith("held-out was encoded otherwise than photos (vae): give the parts that precache")
-
-
 def test_the_process_that_validates_fills_the_cache_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     # torchrun's variables, which make a precache run leave a share of the work to the other ranks.
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
@@ -217,21 +197,6 @@ def test_a_cache_that_is_open_for_reading_only_is_never_filled(cold: LatentCache
         with pytest.raises(SampleError, match="never seen"):
             runner_for(Training(CPU), cache, config.model_copy(update={"validation": changed})).run(2)
     assert files() == before
-
-
-def test_wrapped_modules_are_validated_as_the_eager_ones(warm: LatentCache, config: Config) -> None:
-    training = Training(CPU)
-    expected = runner_for(training, warm, config).run(1)
-    compiled = torch.compile(training.unet, backend="eager")
-    parts = without_encoders(training) | {"unet": compiled}
-    found = ValidationRunner(parts, warm, config, phases=Phases(parts, device=CPU)).run(1)
-    assert found is not None and expected is not None and found.loss == expected.loss
-
-
-def test_without_a_vae_there_are_no_images_and_a_note_says_so(warm: LatentCache, config: Config) -> None:
-    parts = without_encoders(Training(CPU)) | {"vae": None}
-    report = ValidationRunner(parts, warm, config).run(1)
-    assert report is not None and report.images == () and report.notes == ("no images: the vae is not among the parts",)
 
 
 def test_without_a_validation_set_there_are_only_images(warm: LatentCache, config: Config) -> None:
@@ -292,25 +257,6 @@ def test_the_loss_of_a_unet_that_is_stored_in_8_bits(warm: LatentCache, config: 
     assert found.loss.loss.mean == pytest.approx(expected.loss.loss.mean, rel=0.05)
 
 
-def test_torch_may_lack_what_distributes(warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    monkeypatch.delattr(torch.distributed, "is_initialized")
-    assert ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1) is not None
-
-
-@pytest.mark.parametrize("step", [-1, 1.5, "3", None])
-def test_a_step_is_a_whole_number(step: Any, warm: LatentCache, config: Config) -> None:
-    runner = ValidationRunner(without_encoders(Training(CPU)), warm, config)
-    with pytest.raises(ConfigError, match="a validation of step"):
-        runner.run(step)
-    assert not config.validation.path.exists()
-
-
-def test_a_step_may_be_a_tensor(warm: LatentCache, config: Config) -> None:
-    report = ValidationRunner(without_encoders(Training(CPU)), warm, config).run(torch.tensor(3))  # type: ignore[arg-type]
-    assert report is not None and report.to_json()["step"] == 3
-
-
 def test_results_without_a_place_are_found_before_the_work(
     warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,33 +271,6 @@ def test_a_unet_of_another_model_is_named_before_its_forward(warm: LatentCache, 
     training.unet.register_to_config(cross_attention_dim=2048)
     with pytest.raises(ModelError, match="width 2048"):
         ValidationRunner(without_encoders(training), warm, config).run(1)
-
-
-def test_a_lost_sample_is_skipped_and_listed(warm: LatentCache, config: Config) -> None:
-    row = next(iter(warm.manifest("held-out").rows.values()))
-    warm.store.remove([row.images[0].key])
-    report = ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1)
-    assert report is not None and report.loss is not None
-    assert {skipped.sample_id for skipped in report.loss.skipped} == {row.sample_id}
-    assert report.notes == ("held-out: 1 entries are lost: run precache again",)
-
-
-def test_results_are_logged_to_tensorboard(warm: LatentCache, config: Config) -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.scalars: dict[str, float] = {}
-            self.images: list[str] = []
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            self.scalars[tag] = value
-
-        def add_image(self, tag: str, *_: Any, **__: Any) -> None:
-            self.images.append(tag)
-
-    writer = Recorder()
-    report = runner_for(Training(CPU), warm, config, writer=writer).run(5)
-    assert report is not None and report.loss is not None
-    assert writer.scalars["validation/loss"] == report.loss.loss.mean and writer.images == ["validation/samples"]
 
 
 class FullyShardedDataParallel(torch.nn.Module):
