@@ -24,8 +24,7 @@ from latentcache.models.model_loader import Models
 from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, for_images, load_models
 from latentcache.precache.failures import Failures
-from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.mask_stage import MaskStage
+from latentcache.precache.image_stage import ImageStage, MaskStage
 from latentcache.precache.plan import Stopped, make_plan
 from latentcache.precache.prompts import add_prompts
 from latentcache.precache.report import Failure, Report, timed

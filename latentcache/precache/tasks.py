@@ -15,11 +15,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from latentcache.config import EncodeConfig, ImagesConfig
+from latentcache.dataset.clips import decode_clip
+from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.masks import luma, prepare_mask
 from latentcache.dataset.samples import Sample, SampleSource
-from latentcache.errors import ConfigError
-from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity
-from latentcache.precache.decoding import pixels_of
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity, digest
 from latentcache.precache.report import Report
 from latentcache.provenance import Provenance
 from latentcache.store.base import Store
@@ -72,8 +74,20 @@ class ImageTask(Task):
     is_alpha: bool = False
 
     def pixels(self) -> np.ndarray:
-        """The pixels of the image, or the weights of the mask: see `pixels_of`. Raises ImageRefused."""
-        return pixels_of(self.identity, self.sample, self.source, self.images, self.is_alpha)
+        """What the encoder gets: uint8 [H, W, 3]; of a clip [frames, H, W, 3]; the weights of a mask [1, h, w].
+
+        The bytes that are decoded are hashed, so that the entry fits its key. Raises ImageRefused.
+        """
+        data, preparation, path = self.source.read(self.sample), self.identity.preparation, self.sample.path
+        if digest(data) != self.identity.source:
+            raise ImageRefused(path, "changed", "the file changed during the run; run precache again")
+        if isinstance(self.identity, MaskIdentity):
+            pixels = decode(data, path, self.images, alpha_only=self.is_alpha)
+            values = pixels if self.is_alpha else luma(pixels)
+            return prepare_mask(values, preparation.geometry, self.identity.downscale)
+        if preparation.geometry.num_frames is not None:
+            return decode_clip(data, path, self.images, preparation)
+        return prepare(decode(data, path, self.images), preparation.geometry, preparation.resample)
 
 
 @dataclass(frozen=True, slots=True)
