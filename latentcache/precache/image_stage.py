@@ -145,17 +145,17 @@ class MaskStage:
         context, threads = self._context, num_threads(self._context.encode)
         context.progress.start("make masks", sum(map(len, batches)))
         tasks = chain.from_iterable(filter(None, map(context.claim, batches)))
-        with ThreadPoolExecutor(threads, "latentcache-mask") as executor:
-            with closing(bounded_map(executor, ImageTask.pixels, tasks, 2 * threads)) as masks:
-                for task, made in masks:
-                    try:
-                        record = task.record(models={}, device="cpu", computed_dtype="uint8")
-                        context.store(Entry(record, {"mask": torch.from_numpy(made.result())}))
-                    except ImageRefused as refused:
-                        context.fail(task.key, Failure(refused.reason, refused.detail, refused.path))
-                    context.progress.advance(1)
-                    if context.is_stopped():
-                        break
+        with ExitStack() as stack:
+            executor = stack.enter_context(ThreadPoolExecutor(threads, "latentcache-mask"))
+            for task, made in stack.enter_context(closing(bounded_map(executor, ImageTask.pixels, tasks, 2 * threads))):
+                try:
+                    record = task.record(models={}, device="cpu", computed_dtype="uint8")
+                    context.store(Entry(record, {"mask": torch.from_numpy(made.result())}))
+                except ImageRefused as refused:
+                    context.fail(task.key, Failure(refused.reason, refused.detail, refused.path))
+                context.progress.advance(1)
+                if context.is_stopped():
+                    break
         context.progress.finish()
 
 

@@ -21,7 +21,7 @@ from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import ImageRefused, StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import decoding, encoding_stage, encodings
+from latentcache.precache import encoding_stage, encodings, tasks
 from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import ImageTask
@@ -125,7 +125,7 @@ def test_memory_stays_flat(
         with lock:
             live -= 1
 
-    real = decoding.prepare
+    real = tasks.prepare
 
     def counted(*arguments: Any) -> np.ndarray:
         nonlocal live, most
@@ -152,7 +152,7 @@ def test_memory_stays_flat(
 
     for number in range(24):
         write_photo(tmp_path / "photos" / f"without-caption{number}.png", 200 + number, (64, 64))
-    monkeypatch.setattr(decoding, "prepare", counted)
+    monkeypatch.setattr(tasks, "prepare", counted)
     parts = tiny_parts()
     if slow == "encoder":
         parts["vae"].encoder.register_forward_hook(lambda *arguments: time.sleep(0.02))
