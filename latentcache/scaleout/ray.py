@@ -43,7 +43,7 @@ CONNECT_S = 60.0
 MAX_ATTEMPTS = 3
 """Encoders that may die with the same call. Then the run ends: the cause is an image, or the machines."""
 MAX_BATCHES = 16
-"""Batches of a call: those of SDXL's images make about one pack. At most so many are lost when an encoder dies."""
+"""Batches of a call: those of 1024 x 1024 images make about one pack. At most so many are lost when an encoder dies."""
 POLL_S = 1.0
 """The longest time until `stop` and the time limits are looked at."""
 LAST_SEAL_S = 30.0

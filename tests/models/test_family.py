@@ -173,7 +173,7 @@ def test_a_hub_id_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_the_report_says_the_family_and_why(make_config: Callable[..., Config]) -> None:
     report = run_precache(make_config(), dry_run=True)
     assert report.placement["family"] == "sdxl: tiny is of this family"
-    assert "family    sdxl: " in report.to_text()
+    assert "family    sdxl: " in report.to_text(verbose=True)
     report = run_precache(make_config(**{"model.family": "sd15", "model.path": tiny_folder("sd15")}), dry_run=True)
     assert report.placement["family"] == "sd15: model.family says so"
     report = run_precache(make_config(), models=LoadedModels(**tiny_parts()), dry_run=True)

@@ -157,25 +157,6 @@ def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> 
     train_step(model, warm)
 
 
-def test_entries_that_are_lost_in_an_epoch_leave_the_model_as_it_was(model: Any, tmp_path: Path) -> None:
-    """Encoding them moves the parts away in the middle of a step, whose gradients are there."""
-    before, weight = model.placement(), next(model.unet.parameters())
-    for num_encoded in (2, 0):
-        run, kept = Run(setup_of(model, tmp_path)), restoring(model)
-        for cache in run.caches.values():
-            kept.around(cache)
-        run.next_epoch()
-        assert run.encoded["vae"] == num_encoded
-    for pack in (tmp_path / "cache").rglob("*.safetensors"):
-        pack.unlink()
-    weight.grad = torch.ones_like(weight)
-    with run.counting():
-        train_step(model, run).backward()
-    assert run.encoded["vae"] == run.encoded["text_encoder_2"] == 2 and model.placement() == before
-    assert weight.device == weight.grad.device == model.device and next(model.unet.parameters()) is weight
-    assert not torch.equal(weight.grad.cpu(), torch.ones_like(weight.grad.cpu()))  # the step's own were added
-
-
 def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) -> None:
     kept = restoring(lambda: model)
     before = model.placement()
