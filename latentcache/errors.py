@@ -1,4 +1,36 @@
-"""Every error that latentcache raises; `docs/reference/errors.md` lists them in a table.
+"""Every error that latentcache raises.
+
+    LatentCacheError
+    ├── ConfigError             a setting is wrong, unknown or missing
+    ├── DatasetError            a dataset cannot be read at all
+    │   ├── ImageRefused        one image cannot be used; the run goes on without it
+    │   └── ForeignFileRefused  a file of another trainer's cache cannot be used; the import goes on without it
+    ├── MetricsError            a metrics.json is damaged, or another program wrote it
+    ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
+    ├── DeviceError             it is unclear, or impossible, where tensors should go
+    │   └── DeviceMismatchError     tensors that are used together lie on different devices
+    ├── PhaseError              a phase cannot be entered, or training could not be put back as it was
+    ├── PipelineError           a trainer's data pipeline cannot be cached, or plugged into
+    │   ├── ItemsError              some of its items cannot be cached; all others are
+    │   └── PipelineStopped         caching was asked to stop; the next start goes on
+    ├── ModelError              a model cannot be loaded, or must not be used
+    │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
+    │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
+    ├── EncoderBusyError        too much waits to be encoded: request it again a little later
+    ├── ClusterError            a cluster does not give what a run needs, or its processes die again and again
+    ├── RequestRefused          a service does not do what a request asks for: who asks, how much, or in which form
+    └── StoreError              the cache cannot do what it was called for
+        ├── ReadOnlyError       the cache directory cannot be written
+        ├── StoreBusyError      another process holds the lock that this operation needs
+        ├── StorageFullError    no space is left
+        ├── SchemaError         the cache was written by another version of the format
+        ├── UnsafeStoreError    something in the cache directory was not put there by latentcache
+        ├── PackError           a pack cannot be read
+        ├── IndexDamagedError   the index cannot be trusted; it can be rebuilt from the packs
+        ├── RemoteError         a service or an object store does not answer, or refuses what it was asked
+        ├── EntryMissingError   there is no such entry
+        ├── EntryDamagedError   the entry's bytes are not those that were stored
+        └── SampleError         a sample cannot be returned; names the sample, the reason and the command that fixes it
 
 A message names the thing, the value met, the value allowed and the next step. The parts are fields too.
 """
@@ -43,56 +75,49 @@ class ConfigError(LatentCacheError):
         super().__init__(f"{source}: {message}" if source else message)
 
 
-class _AtPath(LatentCacheError):
-    """What is at `path` is the cause. `form` is the message, made of the fields."""
-
-    form = "{path}: {detail}"
+class DatasetError(LatentCacheError):
+    """A dataset, or one of its files, cannot be read. `path` names it."""
 
     def __init__(self, path: str | Path, detail: str):
         self.path, self.detail = str(path), detail
-        super().__init__(self.form.format(**vars(self)))
+        super().__init__(f"{path}: {detail}")
 
 
-class DatasetError(_AtPath):
-    """A dataset, or one of its files, cannot be read. `path` names it."""
-
-
-class _FileRefused(DatasetError):
-    form = "{path}: refused ({reason}): {detail}"
+class ImageRefused(DatasetError):
+    """One image cannot be used. `reason` is one of `types.RefusalReason`; `detail` says what was met and allowed."""
 
     def __init__(self, path: str | Path, reason: str, detail: str):
         self.reason = reason
         super().__init__(path, detail)
+        self.args = (f"{path}: refused ({reason}): {detail}",)
 
 
-class ImageRefused(_FileRefused):
-    """One image cannot be used. `reason` is one of `types.RefusalReason`; `detail` says what was met and allowed."""
-
-
-class ForeignFileRefused(_FileRefused):
+class ForeignFileRefused(DatasetError):
     """One file of another trainer's cache cannot be used. `reason` is one of `types.RefusalReason`."""
 
+    def __init__(self, path: str | Path, reason: str, detail: str):
+        self.reason = reason
+        super().__init__(path, detail)
+        self.args = (f"{path}: refused ({reason}): {detail}",)
 
-class MetricsError(_AtPath):
+
+class MetricsError(LatentCacheError):
     """The metrics.json at `path` cannot be read, or does not fit its schema: `field` is the first that does not."""
 
-    form = (
-        "{path}: is no metrics.json of a validation: {detail}. Name one in validation.path/<step>/, or run that "
-        "validation again"
-    )
-
     def __init__(self, path: str | Path, detail: str, *, field: str | None = None, value: object = None):
-        self.field, self.value = field, value
-        super().__init__(path, detail)
+        self.path, self.detail, self.field, self.value = str(path), detail, field, value
+        super().__init__(
+            f"{path}: is no metrics.json of a validation: {detail}. Name one in validation.path/<step>/, or run that "
+            "validation again"
+        )
 
 
-class CheckpointError(_AtPath):
+class CheckpointError(LatentCacheError):
     """The checkpoint at `path` cannot be written or read, or does not fit; `offenders` names what does not."""
 
     def __init__(self, path: str | Path, detail: str, *, offenders: tuple[str, ...] = ()):
-        self.offenders = offenders
-        super().__init__(path, detail)
-        self.args = (f"{self}{listed(offenders)}",)
+        self.path, self.detail, self.offenders = str(path), detail, offenders
+        super().__init__(f"{path}: {detail}{listed(offenders)}")
 
 
 class DeviceError(LatentCacheError):
@@ -219,15 +244,20 @@ class StoreError(LatentCacheError):
     """The cache cannot do what it was called for."""
 
 
-class ReadOnlyError(StoreError, _AtPath):
+class ReadOnlyError(StoreError):
     """The cache directory `path` cannot be written."""
 
     def __init__(self, path: str | Path, detail: str = "the cache was opened for reading only"):
-        super().__init__(path, detail)
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
 
 
-class StoreBusyError(StoreError, _AtPath):
+class StoreBusyError(StoreError):
     """Another process holds the lock that this operation needs."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
 
 
 class StorageFullError(StoreError):
@@ -252,18 +282,28 @@ class SchemaError(StoreError):
         )
 
 
-class UnsafeStoreError(StoreError, _AtPath):
+class UnsafeStoreError(StoreError):
     """Something at `path` was not put there by latentcache, and is not touched."""
 
+    def __init__(self, path: str | Path, detail: str):
+        self.path, self.detail = str(path), detail
+        super().__init__(f"{path}: {detail}")
 
-class PackError(StoreError, _AtPath):
+
+class PackError(StoreError):
     """The pack at `path` cannot be read."""
 
+    def __init__(self, path: str | Path, detail: str):
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
 
-class IndexDamagedError(StoreError, _AtPath):
+
+class IndexDamagedError(StoreError):
     """The index at `path` is missing, broken, or holds rows that latentcache did not write."""
 
-    form = "{path}: the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs."
+    def __init__(self, path: str | Path, detail: str):
+        self.path, self.detail = str(path), detail
+        super().__init__(f"{path}: the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs.")
 
 
 class RemoteError(StoreError):

@@ -116,9 +116,6 @@ def as_yaml(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-NOT_FIELDS = ("self", "message", "detail", "args", "kwargs")
-
-
 def errors_page() -> Iterator[str]:
     """The tree of errors, and what each says."""
     from latentcache import errors
@@ -127,11 +124,10 @@ def errors_page() -> Iterator[str]:
     yield from ("allowed and the next step; the parts are attributes too.", "")
     classes = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
     yield from ("| error | is a | raised when | attributes |", "|---|---|---|---|")
-    classes = [each for each in classes if not each.__name__.startswith("_")]
     for error in classes:
-        base = next(each.__name__ for each in error.__mro__[1:] if not each.__name__.startswith("_"))
-        parameters = inspect.signature(error.__init__).parameters  # type: ignore[misc]  # of a class, on purpose
-        names = ", ".join(f"`{name}`" for name in parameters if name not in NOT_FIELDS)
+        base = error.__bases__[0].__name__
+        constructor = inspect.signature(error).parameters if "__init__" in vars(error) else {}
+        names = ", ".join(f"`{name}`" for name in constructor if name not in ("message", "detail", "args", "kwargs"))
         yield f"| `{error.__name__}` | `{base}` | {plain(inspect.getdoc(error) or '')} | {names} |"
 
 
