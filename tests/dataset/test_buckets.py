@@ -16,7 +16,7 @@ from latentcache.config import BucketsConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.errors import ConfigError
-from latentcache.types import Bucket, Crop, Size
+from latentcache.types import Bucket, Size
 
 
 def table_of(area: int, step: int = 64, max_aspect: float = 2.0) -> tuple[Bucket, ...]:
@@ -95,12 +95,6 @@ def test_ties_go_to_the_larger_area_then_the_smaller_height() -> None:
     assert assign(Size(500, 500), (Size(1216, 832), Size(832, 1216))) == Size(832, 1216)
 
 
-@given(st.integers(1, 20_000), sizes)
-def test_a_square_is_as_near_to_portrait_as_to_landscape(side: int, bucket: Size) -> None:
-    both = (Size(max(bucket), min(bucket)), Size(min(bucket), max(bucket)))
-    assert assign(Size(side, side), both) == both[1]
-
-
 @given(sizes, st.sampled_from(SDXL), st.booleans())
 def test_the_resize_covers_the_bucket_and_no_more(size: Size, bucket: Bucket, flip: bool) -> None:
     geometry = fit(size, bucket, flip=flip)
@@ -116,9 +110,3 @@ def test_the_resize_covers_the_bucket_and_no_more(size: Size, bucket: Bucket, fl
     assert 0 <= resized.width - bucket.width - 2 * left <= 1
     assert all(type(value) is int for value in (*size, *resized, top, left, *geometry.target_size))
     assert (geometry.original_size, geometry.target_size, geometry.flip) == (size, bucket, flip)
-
-
-def test_a_fit_by_hand() -> None:
-    geometry = fit(Size(2000, 3000), Size(832, 1216))
-    assert geometry.resized_size == Size(832, 1248)
-    assert geometry.crop_top_left == Crop(0, 16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +28,6 @@ from latentcache.errors import ConfigError, ImageRefused, StoreError
 from latentcache.families import family_named
 from latentcache.identity import Preparation
 from latentcache.models.vae import encode_images
-from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.types import ClipSize, Crop, Geometry, Size
 
@@ -84,12 +82,6 @@ def test_a_still_image_stays_one(photos: Path) -> None:
     data = (photos / "a.png").read_bytes()
     assert probe_clip(data, "a.png", IMAGES, FramesConfig()) == (Size(80, 144), None)
     assert probe_clip(clip_file([40]), "a.gif", IMAGES, FramesConfig())[1] is None
-
-
-def test_a_frame_of_no_time_is_shown_for_a_tenth_of_a_second() -> None:
-    data = clip_file([0, 0, 0, 200])
-    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=10))[1] == 5
-    assert shown(data, 5, 10) == [0, 1, 2, 3, 3]
 
 
 def test_a_png_whose_first_picture_is_no_frame() -> None:
@@ -262,29 +254,6 @@ def test_a_family_of_images_takes_no_clips(cached: Config) -> None:
     with pytest.raises(ConfigError, match="models of sdxl take no clips; leave frames out") as caught:
         run_precache(cached.model_copy(update={"model": model}), dry_run=True)
     assert caught.value.key == "datasets.frames"
-
-
-def test_few_videos_are_in_memory_at_once(cached: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(12):
-        (tmp_path / f"{number}.mp4").write_bytes(bytes(8))
-    alive, seen = [0], []
-
-    def counted(*_: Any) -> Any:
-        alive[0] += 1
-        seen.append(alive[0])
-        time.sleep(0.01)
-        alive[0] -= 1
-        raise ImageRefused("a", "corrupt", "it is empty")
-
-    monkeypatch.setattr("latentcache.precache.plan.probe_clip", counted)
-    encode = cached.encode.model_copy(update={"num_workers": 12})
-    config = changed(cached, source=SourceConfig(path=tmp_path)).model_copy(update={"encode": encode})
-    assert run_precache(config, dry_run=True).num_refused == 12
-    assert 1 < max(seen) <= 4
-
-
-def test_explain_names_the_frames(cached: Config) -> None:
-    assert "(9 frames of 48x64)" in explain(cached, "a.gif").to_text()
 
 
 SLOWER = "fps changed (10.0 -> 5.0)"

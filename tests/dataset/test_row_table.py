@@ -154,13 +154,6 @@ def test_what_is_no_digest_is_refused_and_nothing_is_added(where: str, key: str)
     assert dict(builder.finish()) == {good.sample_id: good}
 
 
-def test_a_sample_that_comes_twice_is_found() -> None:
-    builder = RowTableBuilder()
-    builder.add([make_row(0), make_row(1), make_row(2), make_row(1)])
-    with pytest.raises(ValueError, match=r"sample '0000/1\.png' is listed twice"):
-        builder.finish().check()
-
-
 def test_rows_are_found_by_the_keys_of_any_entry() -> None:
     table = RowTable.from_rows([make_row(0), make_pair(1), make_row(2), make_pair(3)])
     pair = make_pair(3)

@@ -147,18 +147,6 @@ def test_one_bad_file_never_stops_the_run(make_config: Callable[..., Config], ph
             cache.batch(["cut.png"], device="cpu")
 
 
-def test_pixels_that_are_cut_are_found_when_they_are_decoded(make_config: Callable[..., Config], photos: Path) -> None:
-    """The header is whole, so only the decoder can tell; the twin with the same bytes is refused with it."""
-    write_photo(photos / "big.jpg", 5, (200, 200), quality=95)
-    data = bytearray((photos / "big.jpg").read_bytes())
-    cut = bytes(data[: len(data) * 2 // 3])
-    for name in ("big.jpg", "twin.jpg"):
-        (photos / name).write_bytes(cut)
-    report = run_precache(make_config())
-    assert {Path(r.path).name for r in report.refused} == {"big.jpg", "twin.jpg"}
-    assert report.num_refused == 2 == len(report.refused)
-
-
 def test_misses_that_cannot_be_encoded_are_named(make_config: Callable[..., Config], photos: Path) -> None:
     """Among the refused files, most of which are no misses, they are those that a run tries in vain."""
     damaged = bytearray(write_photo(photos / "damaged.png", 5).read_bytes())
@@ -496,11 +484,6 @@ def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Con
         assert len(cache.sample_ids()) == 5
 
 
-def test_long_captions_are_counted(make_config: Callable[..., Config], photos: Path) -> None:
-    (photos / "b.txt").write_text("word " * 100)
-    assert run_precache(make_config()).num_truncated_captions == 1
-
-
 def test_manifests_are_left_alone_until_the_last_rank_is_done(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path
 ) -> None:
@@ -598,14 +581,6 @@ def test_a_prompt_of_other_encoders_is_never_returned(make_config: Callable[...,
         cache.prompt("", device="cpu")
 
 
-def test_prompts_of_configs_with_the_same_encoders_are_kept(make_config: Callable[..., Config]) -> None:
-    run_precache(make_config())
-    config = make_config(**{"datasets.0.name": "other", "validation.prompts": ["another"]})
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        assert cache.prompt("a validation prompt", device="cpu") and cache.prompt("another", device="cpu")
-
-
 def test_a_run_stops_while_it_plans(make_config: Callable[..., Config]) -> None:
     stop = threading.Event()
     stop.set()
@@ -613,14 +588,6 @@ def test_a_run_stops_while_it_plans(make_config: Callable[..., Config]) -> None:
     report = run_precache(config, stop=stop)
     assert report.interrupted and report.num_encoded == 0
     assert run_precache(config).num_encoded == 12
-
-
-def test_a_run_stops_before_the_vae_is_used(make_config: Callable[..., Config]) -> None:
-    stop = threading.Event()
-    models = LoadedModels(**tiny_parts())
-    models.vae = lambda dtype, load=models.vae: (stop.set(), load(dtype))[1]  # type: ignore[method-assign]
-    report = run_precache(make_config(), models=models, stop=stop)
-    assert report.interrupted and report.num_encoded >= 7
 
 
 def test_captions_that_are_no_unicode_text_are_refused(make_config: Callable[..., Config], tmp_path: Path) -> None:

@@ -18,13 +18,12 @@ from helpers.photo_files import write_photo
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.devices.transfer import StreamTransfer
-from latentcache.errors import ImageRefused, StoreError
+from latentcache.errors import StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache import encoding_stage, encodings, tasks
 from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import ImageTask
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Entry
@@ -74,38 +73,6 @@ def test_launching_ahead_changes_no_entry(
     assert one.keys() == two.keys()
     for key, tensors in one.items():
         assert all(torch.equal(tensor, two[key][name]) for name, tensor in tensors.items())
-
-
-def test_the_next_batch_is_launched_before_the_last_one_is_fetched(
-    make_config: Callable[..., Config], more_photos: int, overlapping: Streams
-) -> None:
-    parts = tiny_parts()
-    parts["vae"].encoder.register_forward_hook(lambda *arguments: overlapping.log.append("vae"))
-    parts["text_encoder"].register_forward_hook(lambda *arguments: overlapping.log.append("text"))
-    run_precache(make_config(**{"encode.batch_size": 4}), models=LoadedModels(**parts))
-    for launched in ("text", "vae"):
-        steps = [step for step in overlapping.log if step == launched or step.startswith("host")]
-        steps = steps[steps.index(launched) :]
-        assert steps[:5] == [launched, launched, steps[2], launched, steps[4]], steps
-        assert steps[2].startswith("host") and steps[4].startswith("host")
-
-
-def test_tokens_are_on_the_device_before_they_are_encoded(
-    make_config: Callable[..., Config], overlapping: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else `encode_prompt` copies them, and waits for the batch before: nothing would be launched ahead."""
-    uploaded, upload = [], StreamTransfer.upload
-
-    def remember(self: StreamTransfer, tensor: torch.Tensor) -> torch.Tensor:
-        uploaded.append(upload(self, tensor.clone()))
-        return uploaded[-1]
-
-    monkeypatch.setattr(StreamTransfer, "upload", remember)
-    parts, seen = tiny_parts(), []
-    for name in ("text_encoder", "text_encoder_2"):
-        parts[name].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    run_precache(make_config(), models=LoadedModels(**parts))
-    assert seen and all(any(ids is tensor for tensor in uploaded) for ids in seen)
 
 
 @pytest.mark.parametrize("slow", ["encoder", "writer", "decoder"])
@@ -225,31 +192,6 @@ def test_a_stop_while_batches_are_under_way(
     second = run_precache(config)
     assert not second.interrupted and second.num_hits == first.num_encoded
     assert second.num_encoded >= more_photos - 6
-
-
-def test_a_stop_while_only_refused_images_come(
-    make_config: Callable[..., Config], more_photos: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, num_refused = threading.Event(), 0
-
-    class Stops(Progress):
-        stage = ""
-
-        def start(self, stage: str, total: int | None) -> None:
-            self.stage = stage
-
-        def advance(self, count: int = 1) -> None:
-            nonlocal num_refused
-            if self.stage == "encode images":
-                num_refused += count
-                stop.set()
-
-    def changed(task: Any) -> np.ndarray:
-        raise ImageRefused(task.sample.path, "changed", "the file changed during the run")
-
-    monkeypatch.setattr(ImageTask, "pixels", changed)
-    report = run_precache(make_config(), progress=Stops(), stop=stop)
-    assert report.interrupted and num_refused == 1
 
 
 def test_captions_are_encoded_in_groups_that_ranks_agree_on(
