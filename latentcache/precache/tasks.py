@@ -23,7 +23,7 @@ from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity, digest
 from latentcache.precache.report import Report
-from latentcache.provenance import Provenance
+from latentcache.provenance import provenance_json
 from latentcache.store.base import Store
 from latentcache.types import Kind, Record
 
@@ -56,9 +56,9 @@ class Task:
         return self.identity.kind
 
     def record(self, **made: Any) -> Record:
-        """The record of the entry that was made of it now, with what `provenance.Provenance` has of the making."""
-        provenance = Provenance(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
-        return Record(self.key, self.kind, self.identity.to_json(), provenance.to_json())
+        """The record of the entry that was made of it now; `made` is what `provenance_json` takes of the making."""
+        provenance = provenance_json(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
+        return Record(self.key, self.kind, self.identity.to_json(), provenance)
 
 
 @dataclass(frozen=True, slots=True)
