@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Callable
@@ -653,3 +655,20 @@ def test_a_cache_that_cannot_be_written(make_config: Callable[..., Config]) -> N
     (config.cache.path / "manifests").write_text("not a folder")
     with pytest.raises(StoreError, match="manifests"):
         run_precache(config)
+
+
+def test_a_run_with_nothing_to_do_imports_no_model_library(
+    make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
+    """They take seconds. What the run needs of the model is in the memo."""
+    config = make_config(**{"model.path": "tiny-photos"})
+    run_precache(config)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    code = (
+        "import sys; from latentcache.cli.app import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'diffusers', 'transformers', 'accelerate'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", code, "precache", str(tmp_path / "config.json"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_misses"] == 0
