@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,19 @@ _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, 
 logger = logging.getLogger("latentcache")
 
 
-def known(memo: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The texts of those names that the memo, or a dictionary in its place, has."""
-    if isinstance(memo, Memo):
-        return memo.get_many(names)
-    return {name: memo[name] for name in names if name in memo}
-
-
 class Memo(MutableMapping[str, str]):
     """Text by name in an SQLite database: digests of files, sizes of entries, ranks' failures.
 
     Rows are written in groups, and by `flush` and `close`; other processes see them then. Each has a checksum, and one
     that does not fit is none. A damaged memo is removed, whenever that is noticed: then files are read again. What
     nobody asks for in KEPT_DAYS is forgotten. Threads may share one. StoreError where it cannot be read or written now;
-    one that was opened for reading is then taken as empty.
+    one that was opened for reading is then taken as empty. Without a path it is in memory, until it is closed.
     """
 
-    def __init__(self, path: str | Path, *, read_only: bool = False):
-        self._path, self._read_only = Path(path).absolute(), read_only
+    def __init__(self, path: str | Path | None = None, *, read_only: bool = False):
+        self.is_shared = path is not None
+        """Whether other processes see it."""
+        self._path, self._read_only = Path(path or "").absolute(), read_only
         self._lock = threading.RLock()
         self._new: dict[str, str] = {}
         self._today = int(time.time() / 86400)
@@ -140,7 +135,7 @@ class Memo(MutableMapping[str, str]):
     def _connected(self, *, is_empty: bool = False) -> sqlite3.Connection:
         """A connection to the file; to an empty database in memory where it is only read, and not there."""
         is_there = os.path.lexists(self._path)
-        is_empty = is_empty or (self._read_only and not is_there)
+        is_empty = is_empty or not self.is_shared or (self._read_only and not is_there)
         if is_there and not is_empty and not self._path.is_file():  # SQLite would wait for a named pipe
             raise sqlite3.DatabaseError("it is no file")
         uri = "file::memory:" if is_empty else f"{self._path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"

@@ -8,7 +8,7 @@ gives the same bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -198,18 +198,16 @@ class Entries:
     """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
 
     def __init__(self, store: Store, shard: Shard, report: Report | None = None):
-        self.plan, self.damaged = Plan(report=report or Report()), store.damaged()
-        self._store = store
+        self.store, self.plan, self.damaged = store, Plan(report=report or Report()), store.damaged()
         self._seen: set[bytes] = set()
         # The text encoders are released before the VAE needs the memory.
         self._batches: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
 
-    def find(self, keys: Iterable[str]) -> set[str]:
-        """Choose the keys that are in the store."""
-        return self._store.find(set(keys))
-
     def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
-        """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not."""
+        """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not.
+
+        `present` has those of the chunk's keys that the store has.
+        """
         seen = bytes.fromhex(key)
         if seen in self._seen:
             return False

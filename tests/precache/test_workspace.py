@@ -125,7 +125,7 @@ def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(samples, "SETTLED_NS", -1)
     before, after = (write_photo(tmp_path / f"{seed}.png", seed).read_bytes() for seed in (1, 2))
     pq.write_table(pa.table({"before": [before], "after": [after]}), tmp_path / "a.parquet")
-    memo: dict[str, str] = {}
+    memo = Memo()
     for column, data in (("before", before), ("after", after), ("before", before)):
         source = {"kind": "parquet", "path": tmp_path / "a.parquet", "image_column": column}
         buckets = {"area": 96 * 96, "step": 32}
@@ -156,7 +156,7 @@ def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
         (tmp_path / "current").unlink(missing_ok=True)
         (tmp_path / "current").symlink_to(tmp_path / version)
 
-    memo: dict[str, str] = {}
+    memo = Memo()
 
     def planned() -> Refusal | str | None:
         source = {"kind": kind, "path": tmp_path / "current"}
