@@ -130,15 +130,6 @@ def test_flags_that_no_control_image_or_mask_has_are_named(
         load_config(path, overrides={"datasets": {"photos": flags}})
 
 
-@pytest.mark.parametrize("dataset", [{}, {"mask": None}, {"mask": {"suffix": "_x"}}, {"mask": "alpha"}], ids=str)
-def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: dict[str, Any]) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
-    flags = {"mask": {"suffix": "_m", "alpha": "false"}}
-    [found] = load_config(path, overrides={"datasets": {"0": flags}}).datasets
-    assert found.mask is not None and (found.mask.suffix, found.mask.alpha) == ("_m", False)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -232,15 +232,6 @@ def test_a_failed_last_validation_does_not_cost_the_lora(
     assert (options.out / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_gradient_checkpointing_changes_no_loss(
-    script: ModuleType, cached: Config, options: Any, whole: Outcome
-) -> None:
-    found = Outcome(script, training_only(cached), replace(options, gradient_checkpointing=True))
-    assert found.training.denoiser.is_gradient_checkpointing
-    assert found.result["losses"] == whole.result["losses"]
-    assert_equal(found, whole)
-
-
 @pytest.mark.parametrize(
     ("prediction_type", "target"),
     [("epsilon", lambda scheduler, latents, noise, steps: noise), ("v_prediction", None)],

@@ -256,26 +256,6 @@ def test_a_family_of_images_takes_no_clips(cached: Config) -> None:
     assert caught.value.key == "datasets.frames"
 
 
-SLOWER = "fps changed (10.0 -> 5.0)"
-
-
-@pytest.mark.parametrize(
-    ("frames", "reasons"),
-    [
-        ({"count": 9, "fps": 5}, {f"{SLOWER}, number of frames changed (9 -> 5)": 2, SLOWER: 1}),
-        ({"count": 8, "fps": 10}, {"number of frames changed (9 -> 5)": 2}),
-        ({"count": 9, "fps": 10, "start": "middle"}, {"start changed (first -> middle)": 3}),
-        ({"count": 11, "fps": 10}, {}),
-    ],
-)
-def test_the_rule_of_frames_counts_for_clips_alone(
-    frames: dict[str, Any], reasons: dict[str, int], cached: Config
-) -> None:
-    report = run_precache(changed(cached, frames=FramesConfig(**frames)), dry_run=True)
-    found = {name: number for name, number in report.misses_by_reason.items() if not name.startswith("refused before")}
-    assert found == reasons
-
-
 def test_a_batch_of_clips_goes_from_the_cache_into_the_denoiser(cached: Config) -> None:
     family, dataset = family_named("wan"), LatentDataset(cached.cache.path)
     with LatentCache(cached.cache.path) as cache:
@@ -385,24 +365,6 @@ def test_a_video_without_time_or_width_stops_no_run(whole: bytes, damaged: bytes
     with pytest.raises(ImageRefused) as caught:
         probe_clip(data.replace(whole, damaged), "a.webm", IMAGES, FramesConfig(fps=fps))
     assert caught.value.reason == "corrupt"
-
-
-def test_sound_beside_the_pictures_changes_nothing() -> None:
-    av = pytest.importorskip("av")
-    buffer = io.BytesIO()
-    with av.open(io.BytesIO(video([100] * 9))) as source, av.open(buffer, "w", format="mov") as file:
-        pictures = file.add_stream_from_template(source.streams.video[0])
-        sound = file.add_stream("pcm_s16le", rate=48_000, layout="mono")
-        for packet in source.demux(source.streams.video[0]):
-            if packet.dts is not None:
-                packet.stream = pictures
-                file.mux(packet)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 43_200), np.int16), format="s16", layout="mono")
-        frame.sample_rate = 48_000
-        file.mux(sound.encode(frame))
-        file.mux(sound.encode())
-    assert probe_clip(buffer.getvalue(), "a.mov", IMAGES, FramesConfig(fps=10)) == (WHOLE, 9)
-    assert np.array_equal(clip(buffer.getvalue(), 9, 10), clip(video([100] * 9), 9, 10))
 
 
 def test_a_folder_has_videos_where_they_become_clips(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,23 +110,6 @@ def make_pair(number: int) -> Row:
     """As `make_row`, with a control image."""
     row = make_row(number)
     return replace(row, parts=(PartRef("control", f"{2**99 + number:064x}", row.images[0].geometry, "f" * 64),))
-
-
-def test_a_sample_with_a_control_takes_410_bytes_at_most() -> None:
-    num_rows = 20_000
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        builder = RowTableBuilder()
-        for start in range(0, num_rows, 1000):
-            builder.add([make_pair(number) for number in range(start, start + 1000)])
-        table = builder.finish()
-        del builder
-        num_bytes = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert num_bytes / num_rows <= 410
-    assert table["0019/19999.png"] == make_pair(19_999)
 
 
 def test_parts_have_names_by_role_and_number() -> None:

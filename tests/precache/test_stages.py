@@ -21,7 +21,7 @@ from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import encoding_stage, encodings, tasks
+from latentcache.precache import encoding_stage, tasks
 from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
@@ -192,15 +192,3 @@ def test_a_stop_while_batches_are_under_way(
     second = run_precache(config)
     assert not second.interrupted and second.num_hits == first.num_encoded
     assert second.num_encoded >= more_photos - 6
-
-
-def test_captions_are_encoded_in_groups_that_ranks_agree_on(
-    make_config: Callable[..., Config], more_photos: int, overlapping: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an accelerator captions go in batches; each is there once."""
-    monkeypatch.setattr(encodings, "text_batch_size", lambda device: 16)
-    parts, sizes = tiny_parts(), []
-    parts["text_encoder_2"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    config = make_config()
-    report = run_precache(config, models=LoadedModels(**parts))
-    assert report.num_refused == 0 and sizes[0] == 16 and sum(sizes) == report.num_encoded - more_photos
