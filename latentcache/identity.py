@@ -62,6 +62,11 @@ def _values(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__slots__}
 
 
+def _without(values: Mapping[str, Any], *later: str) -> dict[str, Any]:
+    """The values without fields that came later: keys that were made before them do not have them."""
+    return {name: value for name, value in values.items() if name not in later}
+
+
 @dataclass(frozen=True, slots=True)
 class PartIdentity:
     """One part of a model. Tokenizers have no weights: `weights` is the digest of their vocabulary and merges."""
@@ -101,15 +106,9 @@ class Preparation:
         return cls(**policy, geometry=geometry)
 
     def to_json(self) -> dict[str, Any]:
-        """The preparation as JSON, flat. An image says nothing of frames."""
+        """The preparation as JSON, flat."""
         values = _values(self)
-        values |= _values(values.pop("geometry"))
-        absent = _OF_CLIPS if self.geometry.num_frames is None else {}
-        return {name: value for name, value in values.items() if name not in absent}
-
-
-_OF_CLIPS: Mapping[str, None] = dict.fromkeys(("num_frames", "fps", "start"))
-"""What images' keys do not have: clips came later. Masks, and images that are read with a text, say null."""
+        return values | _values(values.pop("geometry"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +166,10 @@ class ImageIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        nested = {"preparation": self.preparation.to_json(), "encoding": encoding_json(self.encoding)}
-        return _values(self) | nested
+        preparation = self.preparation.to_json()
+        if self.preparation.geometry.num_frames is None:  # only here: masks and control images of texts say null
+            preparation = _without(preparation, "num_frames", "fps", "start")
+        return _values(self) | {"preparation": preparation, "encoding": encoding_json(self.encoding)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class MaskIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        return _values(self) | {"preparation": {**_OF_CLIPS, **self.preparation.to_json()}}
+        return _values(self) | {"preparation": self.preparation.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +204,9 @@ class TextIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        found = _values(self) | {"encoding": encoding_json(self.encoding)}
-        found["controls"] = [
-            {"source": source, "preparation": {**_OF_CLIPS, **made.to_json()}} for source, made in self.controls
-        ]
-        if not self.controls:
-            del found["controls"]
-        return found
+        controls = [{"source": source, "preparation": made.to_json()} for source, made in self.controls]
+        found = _values(self) | {"encoding": encoding_json(self.encoding), "controls": controls}
+        return found if controls else _without(found, "controls")
 
 
 Identity = ImageIdentity | MaskIdentity | TextIdentity

@@ -7,7 +7,6 @@ import functools
 import platform
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -39,35 +38,19 @@ def now() -> str:
 
 
 def provenance_json(**facts: Any) -> dict[str, Any]:
-    """The provenance of an entry that is made now: these facts with host, time and versions. None is left out."""
+    """The provenance of an entry that is made now: these facts with host, time and versions. None is left out.
+
+    Of what precache encodes they are:
+
+    * `sample_id`, `source_path`: the first sample that had these bytes; others may share the entry.
+    * `models`: part of the model -> the path or hub id that it was loaded from.
+    * `device`, `computed_dtype`: the dtype differs from the identity's after a retry in float32; `note` says why.
+    * `float32_precision`: how float32 was multiplied, by kind of operator: `ieee`, or `tf32` with 10 bits of mantissa.
+    * `num_tokens` of a text, with start and end. More than the tokenizer's limit were cut off.
+    """
     return {
         **{name: value for name, value in facts.items() if value is not None},
         "host": socket.gethostname(),
         "created": now(),
         "software": dict(software_versions()),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """How one entry was encoded. `computed_dtype` differs from the identity's after a retry in float32.
-
-    `source_path` and `sample_id` name the first sample that had these bytes; others may share the entry.
-    """
-
-    sample_id: str
-    source_path: str
-    models: Mapping[str, str]
-    """Part of the model -> the path or hub id that it was loaded from."""
-    device: str
-    computed_dtype: str
-    float32_precision: Mapping[str, str] | None = None
-    """How float32 was multiplied, by kind of operator: `ieee`, or `tf32` with 10 bits of mantissa. None without one."""
-    num_tokens: int | None = None
-    """Text entries: tokens of the caption, with start and end. More than the tokenizer's limit were cut off."""
-    note: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The provenance as JSON, with host, time and versions of this moment."""
-        facts = {name: getattr(self, name) for name in self.__slots__}
-        return provenance_json(**facts | {"models": dict(self.models)})

@@ -99,7 +99,7 @@ def plan(root: Path, num_samples: int) -> dict[str, float]:
         rows, entries, new = read(root).rows, Entries(store, Shard()), RowTableBuilder()
         for start in range(0, len(rows), CHUNK):
             chunk = rows.rows(start, start + CHUNK)
-            present = entries.find(key for row in chunk for key in row.keys())
+            present = store.find({key for row in chunk for key in row.keys()})
             for row in chunk:
                 found = [entries.is_miss(ref.key, present, "image", ref.geometry.extent, 16) for ref in row.images]
                 found += [entries.is_miss(ref.key, present, "text", "", 16) for ref in row.captions]

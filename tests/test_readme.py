@@ -76,10 +76,6 @@ def test_python_in_the_guide_of_the_service_runs(in_quickstart: Path) -> None:
         run_blocks(SERVICE_PAGE, {"http://encoders:8765": server.url, 'token="..."': f"token={server.token!r}"})
 
 
-def test_the_guides_show_code() -> None:
-    assert {f"docs/guide/{name}.md" for name in ("own-trainer", "loading", "diffusers", "validation")} <= set(PAGES)
-
-
 @pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "validate_in_loop"])
 def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
@@ -160,26 +156,6 @@ def test_the_onetrainer_example_runs(
     assert (start, given, rest) == ("start", {"workspace_dir": "run"}, ["train", "end"])
     assert issubclass(used, onetrainer.own.PipelineModule)
     assert all(sys.modules[name].DiskCache == "mgds' own" for name in onetrainer.loaders), "it was undone"
-
-
-def test_every_example_is_run() -> None:
-    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == {
-        *("own_trainer", "diffusers_sdxl", "validate_in_loop", "onetrainer_install", "remote_trainer"),
-        *("kohya_sdxl", "musubi_batches"),  # run by tests/integrations/test_trainers.py
-    }
-
-
-def test_a_trainer_of_ones_own_takes_ten_lines() -> None:
-    block = re.search(r"These ten lines.*?```python\n(.*?)```", README, flags=re.DOTALL)
-    assert block is not None
-    lines = [line for line in block[1].splitlines() if line]
-    assert len(lines) <= 10 and max(map(len, lines)) <= 120
-
-
-def test_the_readme_begins_with_the_two_commands() -> None:
-    first_screen = "\n".join(README.splitlines()[:30])
-    assert "python3 scripts/quickstart.py" in first_screen and "python3 scripts/test.py" in first_screen
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

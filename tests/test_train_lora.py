@@ -154,14 +154,6 @@ def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
             assert torch.equal(value, fresh[name.replace(".base_layer", "")]), name
 
 
-def test_only_training_sets_are_trained_on(whole: Outcome) -> None:
-    dataset, sampler = whole.training.dataset, whole.training.loader.sampler
-    assert dataset.names == ["first", "second"]
-    items = [item for planned in sampler.plan(0) for item in planned.items]
-    assert sorted(items) == list(range(len(dataset)))
-    assert {dataset[index]["sample_id"] for index in items} == {"0.png", "1.png", "3.png", "4.png", "6.png"}
-
-
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
 def test_a_resumed_run_is_as_one_without_a_break(
     script: ModuleType, cached: Config, options: Any, tmp_path: Path, mixed_precision: str, whole: Outcome
@@ -211,12 +203,6 @@ def test_the_lora_can_be_loaded_and_changes_the_unet(script: ModuleType, whole: 
     assert not torch.equal(without, trained)
 
 
-def test_a_checkpoint_is_a_unet_for_validation(whole: Outcome) -> None:
-    unet = load_unet(whole.result["checkpoint"], dtype=torch.float32, model=whole.training.config.model)
-    trained = whole.training.denoiser.state_dict()
-    assert all(torch.equal(value, trained[name]) for name, value in unet.state_dict().items())
-
-
 def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(
     script: ModuleType, cached: Config, options: Any, whole: Outcome
 ) -> None:
@@ -234,14 +220,6 @@ def test_no_encoder_is_loaded_where_everything_is_cached(script: ModuleType, col
     assert training.phases.current == "train"
 
 
-def test_other_models_in_the_cache_do_not_matter(script: ModuleType, cold: Config, options: Any) -> None:
-    run_precache(cold)
-    others = (cold.datasets[1].model_copy(update={"name": "of-others"}),)
-    encode = cold.encode.model_copy(update={"clip_skip": 1})
-    run_precache(cold.model_copy(update={"datasets": others, "encode": encode}))
-    assert "text_encoder" not in script.Training(cold, options).parts
-
-
 def test_a_failed_last_validation_does_not_cost_the_lora(
     script: ModuleType, cold: Config, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,15 +230,6 @@ def test_a_failed_last_validation_does_not_cost_the_lora(
     with pytest.raises(StoreError, match="the disk is full"):
         script.train(cold, replace(options, steps=1))
     assert (options.out / "pytorch_lora_weights.safetensors").is_file()
-
-
-def test_gradient_checkpointing_changes_no_loss(
-    script: ModuleType, cached: Config, options: Any, whole: Outcome
-) -> None:
-    found = Outcome(script, training_only(cached), replace(options, gradient_checkpointing=True))
-    assert found.training.denoiser.is_gradient_checkpointing
-    assert found.result["losses"] == whole.result["losses"]
-    assert_equal(found, whole)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import posixpath
 from collections.abc import Sequence
 
 from latentcache.config import PartConfig, SourceConfig, part_names
-from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource
+from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource, PartFiles
 from latentcache.dataset.parquet import ParquetSource
-from latentcache.dataset.part_files import PartFiles
 from latentcache.dataset.samples import SampleSource, is_image, walk
 from latentcache.dataset.webdataset import COMPRESSED_SUFFIXES, WebDatasetSource
 from latentcache.errors import ConfigError, DatasetError

@@ -11,7 +11,7 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.families.base import Family
-from latentcache.models.files import TINY, TINY_PHOTOS, is_checkpoint, loading, local_folder
+from latentcache.models.files import TINY, TINY_PHOTOS, is_checkpoint, local_folder, readable
 
 
 def family_of(config: ModelConfig) -> tuple[Family, str]:
@@ -30,7 +30,7 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
     if index is None:
         reason = "has no model_index.json" if os.path.isdir(name) else "is one file, which does not say it"
         return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
-    with loading("model", name):
+    with readable("model", name):
         named = index["_class_name"]
         class_name = str(named[-1] if isinstance(named, list) else named)  # a list: the pipeline's own file, its class
     for family in map(family_named, FAMILIES):
@@ -76,5 +76,5 @@ def _index_of(config: ModelConfig) -> dict[str, Any] | None:
     file = local_folder("model", name, ["model_index.json"], revision=revision)[1] / "model_index.json"
     if not file.is_file():
         return None
-    with loading("model", name):
+    with readable("model", name):
         return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -2,6 +2,8 @@
 
 diffusers and transformers fill missing weights with random values, drop what has no place, and read pickles, each with
 a warning at most. Here each of these is a ModelError that names the part, the file and the next step.
+
+Both are imported when they load something: it takes seconds, and a run whose entries are all there needs neither.
 """
 
 from __future__ import annotations
@@ -14,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
-from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import snapshot_download
-from transformers.utils import logging as transformers_logging
 
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT
@@ -188,6 +187,8 @@ def config_folder(
         revision = None
         next_step = "It was named by model.config. Name a diffusers folder or a hub id of a model of its family there"
     elif not os.path.isdir(path) and is_checkpoint("model", path):
+        from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
+
         with loading("model", path):
             name = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
         next_step = f"diffusers infers the configs of {name} for it. Set model.config to a local diffusers folder"
@@ -202,9 +203,24 @@ def first_line(error: BaseException) -> str:
 @contextmanager
 def loading(part: str, name: str) -> Iterator[None]:
     """Turn what diffusers and transformers raise into ModelError, and keep their progress bars off the terminal."""
-    libraries = [(library, library.is_progress_bar_enabled()) for library in (diffusers_logging, transformers_logging)]
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    libraries = [(library, library.is_progress_bar_enabled()) for library in (of_diffusers, of_transformers)]
     for library, _ in libraries:
         library.disable_progress_bar()
+    try:
+        with readable(part, name):
+            yield
+    finally:
+        for library, was_enabled in libraries:
+            if was_enabled:
+                library.enable_progress_bar()
+
+
+@contextmanager
+def readable(part: str, name: str) -> Iterator[None]:
+    """Turn whatever is raised for a damaged or foreign file into ModelError."""
     try:
         yield
     except ModelError:
@@ -215,7 +231,3 @@ def loading(part: str, name: str) -> Iterator[None]:
             f"{name} could not be loaded ({type(error).__name__}: {first_line(error)}). Check that the files are whole "
             "and belong to a model of this family.",
         ) from error
-    finally:
-        for library, was_enabled in libraries:
-            if was_enabled:
-                library.enable_progress_bar()

@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from pydantic import TypeAdapter
 from typing_extensions import override
 
@@ -26,6 +24,7 @@ from latentcache.models.files import loading
 from latentcache.models.origin import ModelOrigin, find_model, find_vae
 from latentcache.models.part_identity import module_identity, tokenizer_identity
 from latentcache.models.vae import VaeFacts, vae_facts
+from latentcache.provenance import installed_versions
 from latentcache.utils.json_document import recalled
 
 _MEMO = "part-identity/2"
@@ -152,21 +151,22 @@ class ModelLoader(Models):
 
     @override
     def vae_facts(self) -> VaeFacts:
+        key = self._memo_key(self.vae_name, torch.float32)
+        name = f"facts/2 {self.family.name} {key}"
+        known = None if key is None else recalled(self._memo, name, _FACTS.validate_json)
+        if known is not None:
+            return known
         origin = self._origin(self.vae_name)
         settings, vae_class = origin.vae_config(), self.family.parts[self.vae_name].load_class()
         # Without the weights; the model class fills in the defaults of keys that are not stated.
         with loading(self.vae_name, origin.name), torch.device("meta"):
             vae = vae_class.from_config(settings)
-        if not hasattr(vae, "bn"):
-            return self._with_stated_upcast(vae_facts(vae), settings)
-        # These statistics are weights of the file. They are read in float32: a cast rounds them.
-        key = self._memo_key(self.vae_name, torch.float32)
-        known = None if key is None else recalled(self._memo, f"facts {key}", _FACTS.validate_json)
-        if known is None:
-            known = vae_facts(self._module(self.vae_name, torch.float32))
-            if key is not None:
-                self._memo[f"facts {key}"] = _FACTS.dump_json(known).decode()
-        return self._with_stated_upcast(known, settings)
+        if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
+            vae = self._module(self.vae_name, torch.float32)
+        found = self._with_stated_upcast(vae_facts(vae), settings)
+        if key is not None and key == self._memo_key(self.vae_name, torch.float32):
+            self._memo[name] = _FACTS.dump_json(found).decode()
+        return found
 
     @override
     def tokenizers(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class ModelLoader(Models):
         files = [_signature(path) for path in self._origin(part).files(part)]
         if not files:
             return None
-        versions, described = [diffusers.__version__, transformers.__version__], self.family.parts[part]
+        versions, described = [*installed_versions(("diffusers", "transformers")).values()], self.family.parts[part]
         counts = [described.class_name, list(described.weights), described.settings]
         return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files, counts]))}"
 

@@ -9,8 +9,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from accelerate import dispatch_model, infer_auto_device_map
-from accelerate.hooks import remove_hook_from_submodules
 
 from latentcache.devices.placement import device_of, does_not_fit, free_memory, in_eval_mode, placed
 from latentcache.errors import DeviceError
@@ -69,6 +67,9 @@ def _dispatched(encoder: torch.nn.Module, device: torch.device, budget: int) -> 
 
     accelerate puts other Parameter objects in the place of the encoder's own, which are kept and put back.
     """
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.hooks import remove_hook_from_submodules
+
     whole: Any = getattr(encoder, "_no_split_modules", None) or []  # residuals cross their layers: these stay together
     # accelerate names an accelerator by its number alone: 0 stands for `device`.
     # Buffers, a few kilobytes, are on the device in any case: `offload_buffers` is to leave them out of the account.

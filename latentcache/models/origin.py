@@ -25,7 +25,6 @@ from latentcache.models.files import (
     refused,
     weights_name,
 )
-from latentcache.models.single_file import text_encoders_of_file, vae_of_file
 from latentcache.models.tiny import tiny_part
 
 
@@ -76,6 +75,8 @@ class ModelOrigin:
         if self.file is None:
             own = self._existing(part, self.folder)
             return {part: load_pretrained(part, described.load_class(), own, self.variant, dtype)[0]}
+        from latentcache.models.single_file import text_encoders_of_file, vae_of_file  # they need diffusers' converters
+
         if described.role == "vae":
             return {part: vae_of_file(self.family, self.file, settings, dtype)}
         return text_encoders_of_file(self.family, self.file, self.folder, self.load_tokenizers, dtype)

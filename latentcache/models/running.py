@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 
 from latentcache.errors import EncodeError
 from latentcache.models.files import first_line
@@ -38,6 +37,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
+    from accelerate.utils.memory import should_reduce_batch_size  # imported with accelerate, which takes a second
+
     return should_reduce_batch_size(error) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 

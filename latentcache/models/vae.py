@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.image_processor import VaeImageProcessor
 
 from latentcache.devices.placement import device_of
 from latentcache.errors import ConfigError, EncodeError
@@ -220,6 +219,8 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> n
     in the pipelines. Unlike there, its own float16 weights are restored after an error too. `tiled` turns the VAE's
     tiling on meanwhile: other pixels, less memory. A number that is not finite becomes black, with a logged warning.
     """
+    from diffusers.image_processor import VaeImageProcessor
+
     device = device_of(vae)
     facts = vae_facts(vae)
     with ExitStack() as stack:

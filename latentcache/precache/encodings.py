@@ -21,7 +21,7 @@ from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, ImageTask
-from latentcache.store.entry import DTYPES
+from latentcache.store.entry import DTYPES, dtype_name
 from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled
 
@@ -220,9 +220,10 @@ def _parts_recipe(
     models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]
 ) -> dict[str, Any]:
     """What the recipe has because of the encoders and tokenizers, which are loaded if the memo does not know them."""
+    if type(models.family).parts_recipe is Family.parts_recipe:
+        return {}  # no encoder is loaded to find nothing
     name = f"recipe {models.family.name} {digest(canonical_json(encoding.to_json()))}"
-    needs_none = type(models.family).parts_recipe is Family.parts_recipe  # then no encoder is loaded to find nothing
-    found = {} if needs_none else recalled(memo, name, TypeAdapter(dict[str, Literal["first eos"]]).validate_json)
+    found = recalled(memo, name, TypeAdapter(dict[str, Literal["first eos"]]).validate_json)
     if found is None:
         found = models.family.parts_recipe(models.text(dtype))
         memo[name] = json.dumps(found)
@@ -241,8 +242,3 @@ def _text_numbers(models: Models, dtype: torch.dtype, encoding: TextEncoding, me
             number += math.prod(rest) * (min(first, TYPICAL_TOKENS) if is_ragged else first)
         memo[name] = str(number)
     return number
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float16` for torch.float16."""
-    return str(dtype).removeprefix("torch.")

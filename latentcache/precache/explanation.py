@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latentcache.config import Config
-from latentcache.dataset.row_table import Row
+from latentcache.dataset.row_table import ImageRef, PartRef, Row
 from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
@@ -67,26 +67,20 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
 
 
 def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
-    entries = [
-        ("image", ref.key, f"{ref.geometry.extent}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
-    ]
+    entries = [("image", ref.key, f"{ref.geometry.extent}{_mirrored(ref)}") for ref in row.images]
     entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
-    for part_name, part in row.named_parts():
-        what = f"{part_name}, {part.geometry.target_size}{' flipped' if part.geometry.flip else ''}"
-        entries.append(("mask" if part.role == "mask" else "image", part.key, what))
+    for part, ref in row.named_parts():
+        kind = "mask" if ref.role == "mask" else "image"
+        entries.append((kind, ref.key, f"{part}, {ref.geometry.target_size}{_mirrored(ref)}"))
+    found = [{"kind": kind, "key": key, "what": what, "reason": reasons.get(key)} for kind, key, what in entries]
     return {
         "dataset": name,
         "path": row.path,
         "source": row.source,
         "refusal": None if row.refusal is None else row.refusal.to_json(),
-        "entries": [
-            {
-                "kind": kind,
-                "key": key,
-                "what": what,
-                "status": "miss" if key in reasons else "hit",
-                "reason": reasons.get(key),
-            }
-            for kind, key, what in entries
-        ],
+        "entries": [{**each, "status": "hit" if each["reason"] is None else "miss"} for each in found],
     }
+
+
+def _mirrored(ref: ImageRef | PartRef) -> str:
+    return " flipped" if ref.geometry.flip else ""

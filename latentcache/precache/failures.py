@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import astuple
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import Row
-from latentcache.precache.memo import Memo
 from latentcache.precache.report import Failure
 from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace
@@ -19,8 +19,7 @@ class Failures:
     """Entries that could not be made, by key. With several ranks each shares its own with the others by the memo."""
 
     def __init__(self, shard: Shard, workspace: Workspace):
-        memo = workspace.memo
-        self._shared = memo if shard.world_size > 1 and isinstance(memo, Memo) else None
+        self._shared = workspace.memo if shard.world_size > 1 and workspace.memo.is_shared else None
         """Where other ranks' failures are; None for a single process."""
         self._launch = shard.launch
         self._by_key: dict[str, Failure] = {}
@@ -59,8 +58,8 @@ class Failures:
     def share(self) -> None:
         """Write this rank's failures where the other ranks read them."""
         if self._shared is not None:
-            for key, failure in self._by_key.items():
-                self._shared[self._name(key)] = json.dumps([failure.reason, failure.detail, failure.path])
+            # Not by pydantic, whose JSON has no paths with a broken encoding.
+            self._shared.update({self._name(key): json.dumps(astuple(each)) for key, each in self._by_key.items()})
             self._shared.flush()
 
     def read_others(self, keys: Iterable[str]) -> None:
@@ -68,16 +67,9 @@ class Failures:
         names = {self._name(key): key for key in keys}
         written = {} if self._shared is None else self._shared.get_many(names)
         for name in written:
-            if (failure := recalled(written, name, _parse_failure)) is not None:
+            if (failure := recalled(written, name, lambda text: Failure(*json.loads(text)))) is not None:
                 self.add(names[name], failure)
 
     def _name(self, key: str) -> str:
         # The name holds the launch, if the launcher names it: failures of an older launch do not count.
         return f"refused/1 {self._launch} {key}"
-
-
-def _parse_failure(text: str) -> Failure:
-    reason, detail, path = json.loads(text)
-    if not isinstance(reason, str) or not isinstance(detail, str) or not isinstance(path, str | None):
-        raise TypeError(f"not a failure: {text:.100}")
-    return Failure(reason, detail, path)

@@ -1,4 +1,4 @@
-"""The image stage: threads decode ahead of the main thread, which runs the VAE.
+"""The stages of images and of masks. That of images: threads decode ahead of the main thread, which runs the VAE.
 
 Memory is bounded whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
 batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import chain, tee
 from typing import Any
 
@@ -132,6 +132,31 @@ class ImageStage(EncodingStage):
             if not self._is_bad(item, problem, dtypes, path, path):
                 record = self._record(item, [context.models.vae_name], computed_dtype, note)
                 context.store(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
+
+
+class MaskStage:
+    """Makes masks in threads: no model takes part. At most twice as many are in memory as there are threads."""
+
+    def __init__(self, context: RunContext):
+        self._context = context
+
+    def run(self, batches: Sequence[Sequence[ImageTask]]) -> None:
+        """Make the masks of these batches."""
+        context, threads = self._context, num_threads(self._context.encode)
+        context.progress.start("make masks", sum(map(len, batches)))
+        tasks = chain.from_iterable(filter(None, map(context.claim, batches)))
+        with ExitStack() as stack:
+            executor = stack.enter_context(ThreadPoolExecutor(threads, "latentcache-mask"))
+            for task, made in stack.enter_context(closing(bounded_map(executor, ImageTask.pixels, tasks, 2 * threads))):
+                try:
+                    record = task.record(models={}, device="cpu", computed_dtype="uint8")
+                    context.store(Entry(record, {"mask": torch.from_numpy(made.result())}))
+                except ImageRefused as refused:
+                    context.fail(task.key, Failure(refused.reason, refused.detail, refused.path))
+                context.progress.advance(1)
+                if context.is_stopped():
+                    break
+        context.progress.finish()
 
 
 def _is_clip(task: ImageTask) -> bool:

@@ -7,17 +7,15 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from blake3 import blake3
 
 from latentcache.errors import StoreError
 from latentcache.utils.durable_files import remove_whole
 
-T = TypeVar("T")
 FLUSH_ROWS = 1000
 TIMEOUT_S = 60.0
 KEPT_DAYS = 180
@@ -32,31 +30,24 @@ _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, 
 logger = logging.getLogger("latentcache")
 
 
-def known(memo: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The texts of those names that the memo, or a dictionary in its place, has."""
-    if isinstance(memo, Memo):
-        return memo.get_many(names)
-    return {name: memo[name] for name in names if name in memo}
-
-
 class Memo(MutableMapping[str, str]):
     """Text by name in an SQLite database: digests of files, sizes of entries, ranks' failures.
 
     Rows are written in groups, and by `flush` and `close`; other processes see them then. Each has a checksum, and one
     that does not fit is none. A damaged memo is removed, whenever that is noticed: then files are read again. What
     nobody asks for in KEPT_DAYS is forgotten. Threads may share one. StoreError where it cannot be read or written now;
-    one that was opened for reading is then taken as empty.
+    one that was opened for reading is then taken as empty. Without a path it is in memory, until it is closed.
     """
 
-    def __init__(self, path: str | Path, *, read_only: bool = False):
-        self._path, self._read_only = Path(path).absolute(), read_only
+    def __init__(self, path: str | Path | None = None, *, read_only: bool = False):
+        self.is_shared = path is not None
+        """Whether other processes see it."""
+        self._path, self._read_only = Path(path or "").absolute(), read_only
         self._lock = threading.RLock()
         self._new: dict[str, str] = {}
-        self._used: set[bytes] = set()
         self._today = int(time.time() / 86400)
         self._database: sqlite3.Connection | None = None
-        self._is_absent = read_only and not os.path.lexists(path)
-        self._using(lambda database: None)
+        self._execute("SELECT 1")
 
     def __getitem__(self, name: str) -> str:
         return self.get_many([name])[name]
@@ -64,7 +55,7 @@ class Memo(MutableMapping[str, str]):
     def __setitem__(self, name: str, value: str) -> None:
         with self._lock:
             self._new[name] = value
-            if len(self._new) >= FLUSH_ROWS and not self._read_only:
+            if len(self._new) >= FLUSH_ROWS:
                 self.flush()
 
     def __delitem__(self, name: str) -> None:
@@ -72,89 +63,86 @@ class Memo(MutableMapping[str, str]):
             if name not in self:
                 raise KeyError(name)
             self._new.pop(name, None)
-            if not self._read_only:
-                self._using(lambda database: database.execute("DELETE FROM memo WHERE name = ?", [_row_of(name)]))
+            self._execute("DELETE FROM memo WHERE name = ?", [_row_of(name)])
 
     def __iter__(self) -> Iterator[str]:
         with self._lock:
-            rows = self._using(lambda database: database.execute("SELECT name FROM memo").fetchall()) or []
-            return iter(self._new.keys() | {_name_of(row) for (row,) in rows})
+            return iter(self._new.keys() | {_name_of(row) for (row,) in self._execute("SELECT name FROM memo")})
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def get_many(self, names: Iterable[str]) -> dict[str, str]:
         """The texts of those names that this process has written or, by now, another one."""
-        found: dict[str, str] = {}
+        found, wanted = dict[str, str](), list(names)
         with self._lock:
-            wanted = list(names)
             for start in range(0, len(wanted), _NAMES_AT_ONCE):
-                rows = [_row_of(name) for name in wanted[start : start + _NAMES_AT_ONCE]]
-                found |= self._using(partial(self._read, rows)) or {}
+                asked = [_row_of(name) for name in wanted[start : start + _NAMES_AT_ONCE]]
+                query = f"SELECT name, day, value FROM memo WHERE name IN ({', '.join('?' * len(asked))})"
+                for row, day, value in self._execute(query, asked):
+                    text = value[_CHECKSUM_BYTES:]
+                    if value == _checksum(row, text) + text:
+                        name = _name_of(row)
+                        found[name] = text.decode()
+                        if day < self._today - _NOTED_DAYS:  # written again, with the day of today
+                            self._new.setdefault(name, found[name])
+                if len(self._new) >= FLUSH_ROWS:
+                    self.flush()
             return found | {name: self._new[name] for name in wanted if name in self._new}
 
     def flush(self) -> None:
         """Write the new rows. A memo that was opened for reading has them in memory only."""
         with self._lock:
-            if not self._read_only and (self._new or self._used):
-                self._using(self._write)
-                self._new, self._used = {}, set()
+            if self._new and not self._read_only:
+                rows = [(_row_of(name), text.encode()) for name, text in self._new.items()]
+                values = [(name, self._today, _checksum(name, text) + text) for name, text in rows]
+                self._execute("REPLACE INTO memo VALUES (?, ?, ?)", *values)
+                self._new = {}
 
     def close(self) -> None:
         """Write the new rows, forget the old ones, and close the database."""
-        self.flush()
         with self._lock:
-            if not self._read_only:
-                old = [self._today - KEPT_DAYS]
-                self._using(lambda database: database.execute("DELETE FROM memo WHERE day < ?", old))
+            self.flush()
+            self._execute("DELETE FROM memo WHERE day < ?", [self._today - KEPT_DAYS])
             self._disconnect()
 
-    def _read(self, names: Sequence[bytes], database: sqlite3.Connection) -> dict[str, str]:
-        query = f"SELECT name, day, value FROM memo WHERE name IN ({', '.join('?' * len(names))})"
-        rows = [(name, day, value[:_CHECKSUM_BYTES], value[_CHECKSUM_BYTES:])
-                for name, day, value in database.execute(query, names)]  # fmt: skip
-        self._used.update(name for name, day, *_ in rows if day < self._today - _NOTED_DAYS)
-        return {_name_of(name): text.decode() for name, _, checksum, text in rows if checksum == _checksum(name, text)}
+    def _execute(self, query: str, *values: Sequence[Any], is_again: bool = False) -> list[Any]:
+        """What a query gives, in a new database if this one is damaged. One that changes rows takes values of many."""
+        try:
+            self._database = self._database or self._connected()
+            with self._database as database:
+                if query.startswith("SELECT"):
+                    return database.execute(query, *values).fetchall()
+                if not self._read_only:
+                    database.executemany(query, values)
+                return []
+        except sqlite3.Error as error:
+            self._disconnect()
+            if self._read_only:
+                logger.warning("memo of digests not used: %s: %s", self._path, error)
+                self._database = self._connected(is_empty=True)
+            elif is_again or getattr(error, "sqlite_errorcode", sqlite3.SQLITE_NOTADB) & 0xFF not in _DAMAGE:
+                raise StoreError(
+                    f"{self._path}: the memo of digests cannot be used now: {error}. Fix the cause, or remove the "
+                    "file, and run the same command: then all files are read again"
+                ) from error
+            else:
+                logger.warning("memo of digests removed, files will be read again: %s: %s", self._path, error)
+                remove_whole(self._path)
+                remove_whole(self._path.with_name(f"{self._path.name}-journal"))
+        return self._execute(query, *values, is_again=True)
 
-    def _write(self, database: sqlite3.Connection) -> None:
-        rows = [(_row_of(name), text.encode()) for name, text in self._new.items()]
-        with database:
-            database.execute("BEGIN IMMEDIATE")
-            database.executemany("UPDATE memo SET day = ? WHERE name = ?", [(self._today, name) for name in self._used])
-            rows_of_today = ((name, self._today, _checksum(name, text) + text) for name, text in rows)
-            database.executemany("REPLACE INTO memo VALUES (?, ?, ?)", rows_of_today)
-
-    def _using(self, use: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What `use` gives with the database, or with a new one if it is damaged. None if there is none."""
-        is_second = False
-        while not self._is_absent:
-            try:
-                if self._database is None:
-                    self._database = self._connected()
-                return use(self._database)
-            except sqlite3.Error as error:
-                self._disconnect()
-                if self._read_only:
-                    logger.warning("memo of digests not used: %s: %s", self._path, error)
-                    self._is_absent = True
-                elif is_second or getattr(error, "sqlite_errorcode", sqlite3.SQLITE_NOTADB) & 0xFF not in _DAMAGE:
-                    raise StoreError(
-                        f"{self._path}: the memo of digests cannot be used now: {error}. Fix the cause, or remove the "
-                        "file, and run the same command: then all files are read again"
-                    ) from error
-                else:
-                    logger.warning("memo of digests removed, files will be read again: %s: %s", self._path, error)
-                    remove_whole(self._path)
-                    remove_whole(self._path.with_name(f"{self._path.name}-journal"))
-                    is_second = True
-        return None
-
-    def _connected(self) -> sqlite3.Connection:
-        if os.path.lexists(self._path) and not self._path.is_file():  # SQLite would wait for a named pipe
+    def _connected(self, *, is_empty: bool = False) -> sqlite3.Connection:
+        """A connection to the file; to an empty database in memory where it is only read, and not there."""
+        is_there = os.path.lexists(self._path)
+        is_empty = is_empty or not self.is_shared or (self._read_only and not is_there)
+        if is_there and not is_empty and not self._path.is_file():  # SQLite would wait for a named pipe
             raise sqlite3.DatabaseError("it is no file")
-        uri = f"{self._path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"
-        database = sqlite3.connect(uri, uri=True, timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        if not self._read_only:
+        uri = "file::memory:" if is_empty else f"{self._path.as_uri()}?mode={'ro' if self._read_only else 'rwc'}"
+        database = sqlite3.connect(
+            uri, uri=True, timeout=TIMEOUT_S, isolation_level="IMMEDIATE", check_same_thread=False
+        )
+        if is_empty or not self._read_only:
             # A journal, and not WAL: that fails on network file systems, where ranks of several machines share a memo.
             database.execute("PRAGMA synchronous = NORMAL")
             database.execute(

@@ -28,7 +28,6 @@ from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import SCHEMA, digest, encoding_json
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
-from latentcache.precache.memo import known
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
@@ -174,7 +173,7 @@ class _DatasetPlanner:
                     raise Stopped
                 planned += self._planned(sample, facts)
             rows.add([row for _, row, _ in planned])
-            present = self._entries.find(key for _, row, _ in planned for key in row.keys())
+            present = self._entries.store.find({key for _, row, _ in planned for key in row.keys()})
             for each in planned:
                 self._sort(*each, present)
             progress.advance(len(chunk))
@@ -197,7 +196,7 @@ class _DatasetPlanner:
         texts: Mapping[str, str] = {}
         if not verify_sources:
             files = [file for sample in samples if isinstance(sample, Sample) for file in (sample, *sample.parts)]
-            texts = known(self._memo, [self._memo_prefix + file.path for file in files])
+            texts = self._memo.get_many(self._memo_prefix + file.path for file in files)
         found = [sample if isinstance(sample, Refusal) else self._recalled(sample, texts) for sample in samples]
         read = executor.map(self._read, [each for each, facts in zip(samples, found, strict=True) if facts is None])
         for sample, facts in zip(samples, found, strict=True):

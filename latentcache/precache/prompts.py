@@ -132,7 +132,7 @@ def plan_prompts(
     name = prompts_name(common)
     history = History(last or last_manifest(manifests, name), common, entries.damaged)
     tasks = [prompt_task(text, keys, negative=negative) for text, negative in dict.fromkeys(texts)]
-    present = entries.find(task.key for task in tasks)
+    present = entries.store.find({task.key for task in tasks})
     for task in tasks:
         encoding, sample_id = task.identity.encoding, task.sample.sample_id
         if entries.is_miss(task.key, present, "text", encoding.recipe, TEXT_BATCH_SIZE):

@@ -22,16 +22,16 @@ from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
 from latentcache.precache.encoding_stage import RunContext
-from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, for_images, load_models
+from latentcache.precache.encodings import Encodings, choose_encodings, for_images, load_models
 from latentcache.precache.failures import Failures
-from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.mask_stage import MaskStage
+from latentcache.precache.image_stage import ImageStage, MaskStage
 from latentcache.precache.plan import Stopped, make_plan
 from latentcache.precache.prompts import add_prompts
 from latentcache.precache.report import Failure, Report, timed
 from latentcache.precache.tasks import Plan, Shard
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.store.entry import dtype_name
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
@@ -163,11 +163,11 @@ class _Run:
             )
         if self.elsewhere is None:  # each encoder there chooses its own batch size
             self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
-        family = self.models.family
-        if (reason := unread_controls(family)) is not None:
+        with_control = [dataset.name for dataset in config.datasets if dataset.control]
+        if with_control and (reason := unread_controls(self.models.family)) is not None:
             note = f"control images are cached for code of your own: {reason}"
-            report.notes = [f"{dataset.name}: {note}" for dataset in config.datasets if dataset.control]
-        report.placement = {"family": f"{family.name}: {self.models.family_reason}"}
+            report.notes = [f"{name}: {note}" for name in with_control]
+        report.placement = {"family": f"{self.models.family.name}: {self.models.family_reason}"}
         report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
             for name, placement in (("vae", encodings.vae), ("text", encodings.text_encoders))

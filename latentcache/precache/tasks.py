@@ -8,20 +8,22 @@ gives the same bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from latentcache.config import EncodeConfig, ImagesConfig
+from latentcache.dataset.clips import decode_clip
+from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.masks import luma, prepare_mask
 from latentcache.dataset.samples import Sample, SampleSource
-from latentcache.errors import ConfigError
-from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity
-from latentcache.precache.decoding import pixels_of
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity, digest
 from latentcache.precache.report import Report
-from latentcache.provenance import Provenance
+from latentcache.provenance import provenance_json
 from latentcache.store.base import Store
 from latentcache.types import Kind, Record
 
@@ -54,9 +56,9 @@ class Task:
         return self.identity.kind
 
     def record(self, **made: Any) -> Record:
-        """The record of the entry that was made of it now, with what `provenance.Provenance` has of the making."""
-        provenance = Provenance(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
-        return Record(self.key, self.kind, self.identity.to_json(), provenance.to_json())
+        """The record of the entry that was made of it now; `made` is what `provenance_json` takes of the making."""
+        provenance = provenance_json(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
+        return Record(self.key, self.kind, self.identity.to_json(), provenance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,20 @@ class ImageTask(Task):
     is_alpha: bool = False
 
     def pixels(self) -> np.ndarray:
-        """The pixels of the image, or the weights of the mask: see `pixels_of`. Raises ImageRefused."""
-        return pixels_of(self.identity, self.sample, self.source, self.images, self.is_alpha)
+        """What the encoder gets: uint8 [H, W, 3]; of a clip [frames, H, W, 3]; the weights of a mask [1, h, w].
+
+        The bytes that are decoded are hashed, so that the entry fits its key. Raises ImageRefused.
+        """
+        data, preparation, path = self.source.read(self.sample), self.identity.preparation, self.sample.path
+        if digest(data) != self.identity.source:
+            raise ImageRefused(path, "changed", "the file changed during the run; run precache again")
+        if isinstance(self.identity, MaskIdentity):
+            pixels = decode(data, path, self.images, alpha_only=self.is_alpha)
+            values = pixels if self.is_alpha else luma(pixels)
+            return prepare_mask(values, preparation.geometry, self.identity.downscale)
+        if preparation.geometry.num_frames is not None:
+            return decode_clip(data, path, self.images, preparation)
+        return prepare(decode(data, path, self.images), preparation.geometry, preparation.resample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +198,16 @@ class Entries:
     """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
 
     def __init__(self, store: Store, shard: Shard, report: Report | None = None):
-        self.plan, self.damaged = Plan(report=report or Report()), store.damaged()
-        self._store = store
+        self.store, self.plan, self.damaged = store, Plan(report=report or Report()), store.damaged()
         self._seen: set[bytes] = set()
         # The text encoders are released before the VAE needs the memory.
         self._batches: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
 
-    def find(self, keys: Iterable[str]) -> set[str]:
-        """Choose the keys that are in the store."""
-        return self._store.find(set(keys))
-
     def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
-        """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not."""
+        """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not.
+
+        `present` has those of the chunk's keys that the store has.
+        """
         seen = bytes.fromhex(key)
         if seen in self._seen:
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +34,7 @@ class Workspace:
 
     store: Store = field(default_factory=MemoryStore)
     manifests: Manifests = field(default_factory=ManifestMemory)
-    memo: MutableMapping[str, str] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
     path: Path | str | None = None
     """The directory, or the URL of a bucket or a service."""
 
@@ -77,8 +76,7 @@ class Workspace:
 
     def close(self) -> None:
         """Close the memo and the store."""
-        if isinstance(self.memo, Memo):
-            self.memo.close()
+        self.memo.close()
         self.store.close()
 
 

@@ -68,9 +68,9 @@ def check_key(key: str) -> str:
     return key
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """`float16` for torch.float16."""
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(value: torch.Tensor | torch.dtype) -> str:
+    """`float16` for torch.float16, and for a tensor of it."""
+    return str(getattr(value, "dtype", value)).removeprefix("torch.")
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -142,9 +141,3 @@ def test_a_fork_of_a_process_that_used_a_bucket_is_refused(swift_url: str) -> No
     os.waitpid(child, 0)
     assert b"forkserver" in os.read(read, 10_000)
     os.close(read)
-
-
-def test_importing_the_package_imports_no_obstore() -> None:
-    code = "import sys, latentcache, latentcache.cli.app, latentcache.remote.bucket; print('obstore' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed.strip() == "False"

@@ -23,7 +23,7 @@ from latentcache.precache.tasks import Plan
 from latentcache.remote import index, upkeep
 from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.manifests import RemoteManifests
-from latentcache.remote.transfer import End, Move, TransferReport, transfer
+from latentcache.remote.transfer import Move, TransferReport, transfer
 from latentcache.remote.transport import ANY_VERSION, packs_in, read_pack, removals_in
 from latentcache.remote.upkeep import PruneReport, verify
 from latentcache.store.directory import pack_name
@@ -310,18 +310,6 @@ def test_entries_that_move_between_two_lists_are_found(
     with monkeypatch.context() as patch:
         moved_between_lists(f"{url}/2", patch)
         assert verify(BucketTransport.open(f"{url}/2")).num_entries == 18
-
-
-def test_a_push_ends_its_own_note_alone(tmp_path: Path, url: str) -> None:
-    first, second = (fill(tmp_path / name, range(8)) for name in ("first", "second"))
-    End.open(url, is_target=True, source=str(second)).manifests.begin("photos")  # of a push that takes long
-    assert transfer(first, url).ok
-    assert RemoteManifests(BucketTransport.open(url)).unfinished() == ["photos"]
-    with pytest.raises(StoreError, match="not finished: photos"):
-        prune(url)
-    assert transfer(second, url).manifests == [], "there is nothing to change"
-    assert RemoteManifests(BucketTransport.open(url)).unfinished() == []
-    assert prune(url).num_removed == 0
 
 
 def test_a_pull_ends_the_note_of_one_that_died_behind_its_manifest(tmp_path: Path) -> None:

@@ -103,17 +103,6 @@ def test_without_a_folder_packs_lie_in_that_of_the_user(s3_url: str, tmp_path: P
     assert len(list((tmp_path / "xdg" / "latentcache").glob("*/packs/*/*.safetensors"))) == 3
 
 
-def test_a_pack_that_is_noted_twice_keeps_its_entries(objects: MemoryStore, tmp_path: Path) -> None:
-    """As where one thread lists what another one has just sent."""
-    bucket = CountingBucket(objects)
-    with RemoteStore(bucket, local=tmp_path / "local") as store:
-        assert store.find(KEYS) == set(KEYS)
-        for row in list(store.index.rows()):
-            store.index.add(row)
-            assert store.index.table.find(KEYS) == set(KEYS)
-        assert sorted(store.keys()) == sorted(KEYS)
-
-
 def test_a_pack_that_was_compacted_away_is_looked_for_elsewhere(objects: MemoryStore, tmp_path: Path) -> None:
     bucket = CountingBucket(objects)
     with RemoteStore(bucket, local=tmp_path / "local") as store:
@@ -236,17 +225,6 @@ def test_a_dry_run_into_a_bucket_that_is_no_cache_yet_writes_nothing(
 ) -> None:
     report = run_precache(make_config(**{"cache.path": s3_url}), dry_run=True)
     assert report.num_misses > 5 and not object_server.objects
-
-
-@pytest.mark.parametrize("data", [b"", b"a", b"1234567", b"\xff" * 7 + b"\0" + b"{}"], ids=range(4))
-def test_a_short_object_among_the_packs_costs_nothing_but_itself(
-    objects: MemoryStore, tmp_path: Path, data: bytes
-) -> None:
-    bucket = CountingBucket(objects)
-    bucket.write(pack_name("0" * 32), data, version=ANY_VERSION)
-    with RemoteStore(bucket, local=tmp_path / "local") as store:
-        assert_right(store, KEYS)
-        assert store.index.unreadable.keys() == {"0" * 32}
 
 
 def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: MemoryStore, tmp_path: Path) -> None:

@@ -182,11 +182,6 @@ def test_the_crop_of_a_mirrored_image_is_the_one_that_its_trainer_records() -> N
         assert mirrored.seen_crop == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
 
 
-def test_an_image_of_which_kohya_makes_no_bucket_has_none() -> None:
-    rule = BucketRule(BucketsConfig(rule="kohya", upscale=False))
-    assert rule.geometry(Size(40, 500)) is None and rule.geometry(Size(64, 500)) is not None
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -209,12 +204,6 @@ def test_settings_that_do_not_fit_the_rule_are_config_errors(settings: dict[str,
     dataset = {"name": "photos", "source": {"path": "photos"}, "buckets": settings}
     with pytest.raises(ConfigError, match=message):
         parse_config({"datasets": [dataset]})
-
-
-def test_a_dump_of_all_settings_is_read_again() -> None:
-    for config in CHOICES:
-        assert BucketsConfig.model_validate(config.model_dump()) == config
-        assert BucketsConfig.model_validate(config.model_dump(exclude_defaults=True)) == config
 
 
 @pytest.mark.parametrize("settings", [{"area": 16384**2, "step": 8, "max_aspect": 64.0}, {"rule": "kohya", "step": 8}])

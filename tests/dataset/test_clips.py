@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +28,6 @@ from latentcache.errors import ConfigError, ImageRefused, StoreError
 from latentcache.families import family_named
 from latentcache.identity import Preparation
 from latentcache.models.vae import encode_images
-from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.types import ClipSize, Crop, Geometry, Size
 
@@ -84,12 +82,6 @@ def test_a_still_image_stays_one(photos: Path) -> None:
     data = (photos / "a.png").read_bytes()
     assert probe_clip(data, "a.png", IMAGES, FramesConfig()) == (Size(80, 144), None)
     assert probe_clip(clip_file([40]), "a.gif", IMAGES, FramesConfig())[1] is None
-
-
-def test_a_frame_of_no_time_is_shown_for_a_tenth_of_a_second() -> None:
-    data = clip_file([0, 0, 0, 200])
-    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=10))[1] == 5
-    assert shown(data, 5, 10) == [0, 1, 2, 3, 3]
 
 
 def test_a_png_whose_first_picture_is_no_frame() -> None:
@@ -264,49 +256,6 @@ def test_a_family_of_images_takes_no_clips(cached: Config) -> None:
     assert caught.value.key == "datasets.frames"
 
 
-def test_few_videos_are_in_memory_at_once(cached: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(12):
-        (tmp_path / f"{number}.mp4").write_bytes(bytes(8))
-    alive, seen = [0], []
-
-    def counted(*_: Any) -> Any:
-        alive[0] += 1
-        seen.append(alive[0])
-        time.sleep(0.01)
-        alive[0] -= 1
-        raise ImageRefused("a", "corrupt", "it is empty")
-
-    monkeypatch.setattr("latentcache.precache.plan.probe_clip", counted)
-    encode = cached.encode.model_copy(update={"num_workers": 12})
-    config = changed(cached, source=SourceConfig(path=tmp_path)).model_copy(update={"encode": encode})
-    assert run_precache(config, dry_run=True).num_refused == 12
-    assert 1 < max(seen) <= 4
-
-
-def test_explain_names_the_frames(cached: Config) -> None:
-    assert "(9 frames of 48x64)" in explain(cached, "a.gif").to_text()
-
-
-SLOWER = "fps changed (10.0 -> 5.0)"
-
-
-@pytest.mark.parametrize(
-    ("frames", "reasons"),
-    [
-        ({"count": 9, "fps": 5}, {f"{SLOWER}, number of frames changed (9 -> 5)": 2, SLOWER: 1}),
-        ({"count": 8, "fps": 10}, {"number of frames changed (9 -> 5)": 2}),
-        ({"count": 9, "fps": 10, "start": "middle"}, {"start changed (first -> middle)": 3}),
-        ({"count": 11, "fps": 10}, {}),
-    ],
-)
-def test_the_rule_of_frames_counts_for_clips_alone(
-    frames: dict[str, Any], reasons: dict[str, int], cached: Config
-) -> None:
-    report = run_precache(changed(cached, frames=FramesConfig(**frames)), dry_run=True)
-    found = {name: number for name, number in report.misses_by_reason.items() if not name.startswith("refused before")}
-    assert found == reasons
-
-
 def test_a_batch_of_clips_goes_from_the_cache_into_the_denoiser(cached: Config) -> None:
     family, dataset = family_named("wan"), LatentDataset(cached.cache.path)
     with LatentCache(cached.cache.path) as cache:
@@ -416,24 +365,6 @@ def test_a_video_without_time_or_width_stops_no_run(whole: bytes, damaged: bytes
     with pytest.raises(ImageRefused) as caught:
         probe_clip(data.replace(whole, damaged), "a.webm", IMAGES, FramesConfig(fps=fps))
     assert caught.value.reason == "corrupt"
-
-
-def test_sound_beside_the_pictures_changes_nothing() -> None:
-    av = pytest.importorskip("av")
-    buffer = io.BytesIO()
-    with av.open(io.BytesIO(video([100] * 9))) as source, av.open(buffer, "w", format="mov") as file:
-        pictures = file.add_stream_from_template(source.streams.video[0])
-        sound = file.add_stream("pcm_s16le", rate=48_000, layout="mono")
-        for packet in source.demux(source.streams.video[0]):
-            if packet.dts is not None:
-                packet.stream = pictures
-                file.mux(packet)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 43_200), np.int16), format="s16", layout="mono")
-        frame.sample_rate = 48_000
-        file.mux(sound.encode(frame))
-        file.mux(sound.encode())
-    assert probe_clip(buffer.getvalue(), "a.mov", IMAGES, FramesConfig(fps=10)) == (WHOLE, 9)
-    assert np.array_equal(clip(buffer.getvalue(), 9, 10), clip(video([100] * 9), 9, 10))
 
 
 def test_a_folder_has_videos_where_they_become_clips(tmp_path: Path) -> None:

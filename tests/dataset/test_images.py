@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import subprocess
 import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,13 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_images import HEIGHT, WIDTH, Odd, over, photo
 from odd_rasters import RASTERS
-from PIL import Image, ImageCms
+from PIL import ImageCms
 from skimage.transform import resize as reference_resize
 
 from latentcache.config import ImagesConfig
-from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, preparation_policy, prepare, probe
-from latentcache.errors import ConfigError, ImageRefused
+from latentcache.errors import ImageRefused
 from latentcache.identity import Preparation
 from latentcache.types import Crop, Geometry, Size
 
@@ -77,18 +74,6 @@ def test_each_odd_image_meets_its_verdict(name: str) -> None:
     assert difference(pixels, odd.pixels) <= odd.tolerance
 
 
-def test_probing_decodes_no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(self: Image.Image) -> None:
-        raise AssertionError("pixels were decoded")
-
-    accepted = [odd for odd in map(made, CORPUS) if odd.reason is None]
-    for name in ("Png", "WebP", "Avif", "Tiff"):
-        monkeypatch.setattr(f"PIL.{name}ImagePlugin.{name}ImageFile.load", load)
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
-    for odd in accepted:
-        probe(odd.data, odd.path, POLICY)
-
-
 def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
     """Each in a second and 64 MiB at most; a child process is measured."""
     for name in BOMBS:
@@ -115,16 +100,6 @@ def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
     assert all(seconds < 1 and kibibytes < 64 << 10 for _, seconds, kibibytes in seen.values()), seen
 
 
-def test_the_pixel_limit_needs_no_global_setting() -> None:
-    before = Image.MAX_IMAGE_PIXELS
-    bomb = made("bomb-12000")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        size = probe(bomb.data, bomb.path, ImagesConfig(min_side=16, max_pixels=200_000_000))
-    assert size == Size(12_000, 12_000)
-    assert before == Image.MAX_IMAGE_PIXELS
-
-
 @pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif", "animated-gif", "animated-tiff"])
 def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
     odd = made(name)
@@ -144,14 +119,6 @@ def test_a_profile_that_is_srgb_changes_nothing() -> None:
     assert difference(decode(odd_images.png(photo(), icc_profile=profile), "s.png", POLICY), photo()) == 0
 
 
-@pytest.mark.parametrize("name", ["icc-broken", "icc-of-grey-on-rgb", "cmyk-icc-of-rgb"])
-def test_an_ignored_profile_is_logged_with_the_path(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    odd = made(name)
-    with caplog.at_level(logging.WARNING, logger="latentcache"):
-        decode(odd.data, odd.path, POLICY)
-    assert odd.path in caplog.text and "ignored" in caplog.text
-
-
 def test_threads_get_the_same_pixels() -> None:
     odds = [odd for odd in map(made, CORPUS) if odd.reason is None]
     alone = [decode(odd.data, odd.path, POLICY).tobytes() for odd in odds]
@@ -163,24 +130,6 @@ def test_threads_get_the_same_pixels() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(result == alone for result in pool.map(all_of_them, range(4)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "key"),
-    [
-        ({"alpha_colour": "white"}, "alpha_colour"),
-        ({"alpha_colour": "#fff"}, "alpha_colour"),
-        ({"animated": "all"}, "animated"),
-        ({"max_pixels": 0}, "max_pixels"),
-        ({"max_aspect": 0.5}, "max_aspect"),
-        ({"max_aspect": float("nan")}, "max_aspect"),
-        ({"min_side": 0}, "min_side"),
-    ],
-)
-def test_a_wrong_policy_is_refused(wrong: dict, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config({"datasets": [{"name": "photos", "source": {"path": "photos"}, "images": wrong}]})
-    assert caught.value.key == f"datasets.0.images.{key}"
 
 
 def test_the_identity_names_what_changes_pixels_and_nothing_else() -> None:
@@ -201,12 +150,6 @@ def test_prepare_resizes_crops_and_mirrors() -> None:
     mirrored = prepare(pixels, Geometry(Size(120, 200), Size(60, 100), Crop(4, 18), Size(48, 64), flip=True))
     assert mirrored.flags.c_contiguous and mirrored.flags.writeable
     np.testing.assert_array_equal(mirrored, result[:, ::-1])
-
-
-def test_prepare_without_a_resize_keeps_the_pixels() -> None:
-    pixels = photo()
-    geometry = Geometry(Size(HEIGHT, WIDTH), Size(HEIGHT, WIDTH), Crop(3, 5), Size(40, 50))
-    np.testing.assert_array_equal(prepare(pixels, geometry), pixels[3:43, 5:55])
 
 
 @pytest.mark.parametrize(

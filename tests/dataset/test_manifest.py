@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 from latentcache.dataset.manifest import MARK, Manifest, manifest_parts, prompts_name, read_manifest
@@ -82,24 +79,6 @@ def test_no_update_undoes_another(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     found = ManifestFolder(tmp_path / "manifests").read("photos")
     assert found is not None and len(found.rows) == 3 * num_updates + 1
-
-
-@given(st.lists(st.text(st.characters(), max_size=20), unique=True, max_size=5))
-def test_any_names_and_captions_come_back(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
-    folder = ManifestFolder(tmp_path_factory.mktemp("manifests"))
-    folder.write(manifest(*names))
-    assert folder.read("photos") == manifest(*names)
-
-
-def test_others_may_read_it(tmp_path: Path) -> None:
-    """A cache is shared: the manifest must not be more private than the packs."""
-    before = os.umask(0o022)
-    try:
-        folder = ManifestFolder(tmp_path)
-        folder.write(manifest("one"))
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "photos.safetensors").stat().st_mode) == 0o644
 
 
 WHOLE = b"".join(manifest_parts(manifest("one", "two")))

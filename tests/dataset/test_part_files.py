@@ -174,26 +174,12 @@ def test_a_control_that_would_be_the_image_itself_is_refused(tmp_path: Path) -> 
         opened({"path": tmp_path}, control={"path": tmp_path})
 
 
-def test_alpha_is_a_short_form() -> None:
-    [dataset] = config_of({"path": "photos"}, mask="alpha").datasets
-    assert dataset.mask is not None and dataset.mask.alpha and dataset.part_files == ()
-
-
 def test_an_image_whose_name_ends_like_a_part_is_a_sample_where_there_is_no_other(tmp_path: Path) -> None:
     for number, name in enumerate(("cat.png", "cat_1.png", "photo_1.png")):
         put(tmp_path / name, number)
     found, refused = read(opened({"path": tmp_path}, control={"suffix": "_1"}))
     assert found == {"cat.png": [png(1)]}
     assert refused.keys() == {"photo_1.png"} and refused["photo_1.png"][0] == "missing"
-
-
-def test_a_folder_of_parts_above_the_images_holds_samples_too(tmp_path: Path) -> None:
-    put(tmp_path / "data/images/cat.png", 1)
-    control = put(tmp_path / "data/cat_c.png", 2)
-    found, refused = read(
-        opened({"path": tmp_path / "data/images"}, control={"path": tmp_path / "data", "suffix": "_c"})
-    )
-    assert found == {"cat.png": [control]} and refused == {}
 
 
 def test_images_that_lines_name_as_parts_or_of_refused_samples_are_in_the_metadata(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import logging
@@ -153,21 +152,6 @@ class TestAllSources:
             assert sample.captions == (captions or ("",))
             assert sample.has_caption == bool(captions)
 
-    def test_twice_the_same(self, source: SampleSource) -> None:
-        assert list(source.samples()) == list(source.samples())
-
-    def test_paths_are_real_and_signatures_are_of_the_file(
-        self, kind: str, source: SampleSource, tmp_path: Path
-    ) -> None:
-        for sample in samples(source):
-            file = sample.path.split("#")[0]
-            status = os.stat(file)
-            assert sample.path.startswith(str(tmp_path)) and ("#" in sample.path) == (kind in ("webdataset", "parquet"))
-            assert sample.signature is not None
-            assert sample.signature.to_text() == (
-                f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-            )
-
     def test_reading_in_any_order_from_threads(self, source: SampleSource) -> None:
         found = samples(source)
         wanted = [data for data, _ in PHOTOS.values()]
@@ -189,14 +173,6 @@ class TestAllSources:
         (tmp_path / "notes.md").write_text("no images here")
         with pytest.raises(DatasetError, match=r"holds no|has no"):
             list(open_source(kind, tmp_path).samples())
-
-    def test_the_root_may_be_relative(
-        self, kind: str, source: SampleSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path.parent)
-        relative = open_source(kind, tmp_path.name)
-        monkeypatch.chdir("/")
-        assert list(relative.samples()) == list(source.samples())
 
 
 def test_unknown_kinds_and_settings_are_refused(tmp_path: Path) -> None:
@@ -353,12 +329,6 @@ class TestImageFolder:
         (sample,) = samples(open_source("imagefolder", tmp_path, caption_columns=columns))
         assert sample.captions == captions and sample.has_caption == (captions != ("",))
 
-    def test_a_column_that_some_line_has_may_be_absent_elsewhere(self, tmp_path: Path) -> None:
-        write(tmp_path, "a.png", "b.png")
-        metadata(tmp_path, {"file_name": "a.png", "text": "t"}, {"file_name": "b.png"})
-        found = samples(open_source("imagefolder", tmp_path, caption_columns=("text",)))
-        assert [sample.captions for sample in found] == [("t",), ("",)]
-
     def test_bad_lines_are_refused_by_number_and_the_rest_goes_on(self, tmp_path: Path) -> None:
         write(tmp_path, "a.png", "b.png", "c.png")
         metadata(
@@ -417,6 +387,11 @@ class TestWebDataset:
             ("s.tar/y", ("y",)),
         ]
 
+    def test_members_of_a_key_may_be_apart(self, tmp_path: Path) -> None:
+        write_tar(tmp_path / "s.tar", {"a.txt": b"a", "b.png": IMAGE, "a.png": IMAGE, "b.txt": b"b"})
+        found = samples(open_source("webdataset", tmp_path))
+        assert [(sample.sample_id, sample.captions) for sample in found] == [("s.tar/a", ("a",)), ("s.tar/b", ("b",))]
+
     def test_the_image_is_the_member_with_nothing_before_its_suffix(self, tmp_path: Path) -> None:
         """Tars are sorted by name: the depth map comes first."""
         depth = PHOTOS["b"][0]
@@ -427,11 +402,6 @@ class TestWebDataset:
         assert isinstance(sample, Sample) and source.read(sample) == IMAGE and sample.captions == ("a cat",)
         assert isinstance(refusal, Refusal) and (refusal.sample_id, refusal.reason) == ("s.tar/dog", "missing")
         assert refusal.path.endswith("#dog.depth.png") and "name the column" in refusal.detail
-
-    def test_members_of_a_key_may_be_apart(self, tmp_path: Path) -> None:
-        write_tar(tmp_path / "s.tar", {"a.txt": b"a", "b.png": IMAGE, "a.png": IMAGE, "b.txt": b"b"})
-        found = samples(open_source("webdataset", tmp_path))
-        assert [(sample.sample_id, sample.captions) for sample in found] == [("s.tar/a", ("a",)), ("s.tar/b", ("b",))]
 
     @pytest.mark.parametrize(("columns", "captions"), [(None, ("t",)), (("caption", "tags"), ("c", "1"))])
     def test_json_comes_first_if_columns_are_configured(
@@ -528,15 +498,6 @@ class TestWebDataset:
             assert all(sample.captions == ("caption",) for sample in found[:-1])
             assert refused[-1].sample_id == "cut.tar" and refused[-1].reason == "truncated"
 
-    def test_a_tar_that_ends_inside_an_image_loses_that_one_alone(self, tmp_path: Path) -> None:
-        path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE, "a.txt": b"a", "b.png": IMAGE})
-        with tarfile.open(path) as tar:
-            end = tar.getmember("b.png").offset_data + 10
-        path.write_bytes(path.read_bytes()[:end])
-        source = open_source("webdataset", path)
-        assert ids(source) == ["s.tar/a"]
-        assert refusals(source) == [("s.tar/b", "truncated"), ("s.tar", "truncated")]
-
     def test_several_tars_in_one_file_are_named(self, tmp_path: Path) -> None:
         first, second = (write_tar(tmp_path / f"{name}.tar", {f"{name}.png": IMAGE}) for name in "ab")
         (tmp_path / "both.tar").write_bytes(first.read_bytes() + second.read_bytes())
@@ -607,23 +568,6 @@ class TestParquet:
             source.read(second)
         assert caught.value.reason == "missing"
 
-    def test_a_struct_with_a_path_but_no_bytes_is_missing(self, tmp_path: Path) -> None:
-        write_parquet(
-            tmp_path / "p.parquet", {"image": [{"bytes": None, "path": "a.png"}, {"bytes": IMAGE, "path": ""}]}
-        )
-        source = open_source("parquet", tmp_path)
-        first, second = samples(source)
-        with pytest.raises(ImageRefused, match="missing"):
-            source.read(first)
-        assert source.read(second) == IMAGE
-
-    def test_several_caption_columns_and_none(self, tmp_path: Path) -> None:
-        write_parquet(tmp_path / "p.parquet", {"image": [IMAGE], "short": ["s"], "long": [["l", "m"]]})
-        (sample,) = samples(open_source("parquet", tmp_path, caption_columns=("long", "short")))
-        assert sample.captions == ("l", "m", "s")
-        (sample,) = samples(open_source("parquet", tmp_path))
-        assert sample.captions == ("",) and not sample.has_caption
-
     @pytest.mark.parametrize(
         ("columns", "options", "message"),
         [
@@ -665,21 +609,6 @@ class TestParquet:
         with pytest.raises(ImageRefused) as caught:
             source.read(found[2])
         assert caught.value.reason == "corrupt"
-
-    def test_without_pyarrow_the_error_says_what_to_install(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        make_parquet(tmp_path)
-        genuine = builtins.__import__
-
-        def without(name: str, *arguments: object, **options: object) -> object:
-            if name.split(".")[0] == "pyarrow":
-                raise ImportError(name)
-            return genuine(name, *arguments, **options)
-
-        monkeypatch.setattr(builtins, "__import__", without)
-        with pytest.raises(ConfigError, match=r"pip install 'latentcache\[parquet\]'"):
-            open_source("parquet", tmp_path)
 
 
 def test_the_lines_of_a_caption_file_may_be_one_caption(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from latentcache.identity import (
     encoding_json,
     key_of,
 )
-from latentcache.provenance import Provenance
+from latentcache.provenance import provenance_json
 from latentcache.store import DiskStore
 from latentcache.types import Entry, Geometry, Record, Refusal, Size
 
@@ -77,7 +77,9 @@ def image_entry(sample_id: str, path: Path, pixels: np.ndarray, source: str, geo
     policy = with_filter(preparation_policy(ImagesConfig()), "lanczos")
     identity = ImageIdentity(source, Preparation.of(policy, geometry), IMAGE).to_json()
     models = {"vae": "stabilityai/stable-diffusion-xl-base-1.0"}
-    provenance = Provenance(sample_id, str(path), models, "cuda:0", "float32").to_json()
+    provenance = provenance_json(
+        sample_id=sample_id, source_path=str(path), models=models, device="cuda:0", computed_dtype="float32"
+    )
     return Entry(Record(key_of(identity), "image", identity, provenance), {"moments": moments})
 
 
@@ -85,7 +87,9 @@ def text_entry(sample_id: str, caption: str, num_tokens: int) -> Entry:
     """A tiny entry of a caption."""
     identity = TextIdentity(caption_digest(caption), TEXT).to_json()
     models = dict.fromkeys(("text_encoder", "text_encoder_2"), "stabilityai/stable-diffusion-xl-base-1.0")
-    provenance = Provenance(sample_id, "", models, "cuda:0", "float16", num_tokens=num_tokens).to_json()
+    provenance = provenance_json(
+        sample_id=sample_id, models=models, device="cuda:0", computed_dtype="float16", num_tokens=num_tokens
+    )
     tensors = {"prompt_embeds": torch.ones(2, 4).half(), "pooled_prompt_embeds": torch.ones(4).half()}
     return Entry(Record(key_of(identity), "text", identity, provenance), tensors)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from helpers.photo_files import write_photo
 
@@ -68,10 +67,3 @@ def test_an_image_without_a_bucket_is_refused_by_name(
     with LatentCache(config.cache.path) as cache:
         assert sorted(cache.sample_ids()) == ["a.png", "b.png", "c.png", "d.png", "sub/e.png"]
     assert [refusal.reason for refusal in run_precache(config).refused] == ["no-bucket"]
-
-
-@pytest.mark.parametrize("rule", ["simpletuner", "onetrainer", "diffusers"])
-def test_every_rule_runs(make_config: Callable[..., Config], rule: str) -> None:
-    buckets = {"rule": rule, "resolution": 96} | ({} if rule == "diffusers" else {"step": 32})
-    report = run_precache(make_config(**{"datasets.0.buckets": buckets}))
-    assert (report.num_samples, report.refused) == (5, [])

@@ -15,9 +15,8 @@ from PIL import Image
 
 import latentcache.identity as fingerprint
 from latentcache import LatentCache
-from latentcache.config import Config, ImagesConfig
+from latentcache.config import Config
 from latentcache.config_file import parse_config
-from latentcache.dataset.images import decode
 from latentcache.dataset.masks import luma, prepare_mask
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError
@@ -114,15 +113,6 @@ def test_a_control_image_is_the_mean_of_its_posterior_in_the_bucket_of_its_image
     assert control == dataclasses.replace(image, original_size=Size(40, 72)), "it lies on its image"
 
 
-def test_a_control_image_of_other_proportions_fills_the_bucket(pairs: Path) -> None:
-    write_photo(pairs / "before/a.png", 7, (100, 60))
-    config = config_of(pairs)
-    run(config)
-    geometry = row_of(config, "a.png").parts[0].geometry
-    assert geometry.target_size == row_of(config, "a.png").images[0].geometry.target_size
-    assert geometry.resized_size.width == geometry.target_size.width < geometry.resized_size.height
-
-
 def test_a_control_image_may_have_buckets_of_its_own(pairs: Path) -> None:
     config = config_of(pairs, control={"path": pairs / "before", "area": 64 * 64})
     run(config)
@@ -187,12 +177,6 @@ def test_luma_is_that_of_pillow() -> None:
     assert np.array_equal(luma(pixels), np.asarray(Image.fromarray(pixels).convert("L")))
     with pytest.raises(ValueError, match="is needed"):
         prepare_mask(luma(pixels), Geometry(Size(1, 1), Size(1, 1), Crop(0, 0), Size(1, 1)), 1)
-
-
-def test_alpha_alone_is_decoded(tmp_path: Path) -> None:
-    Image.new("RGB", (20, 10)).save(tmp_path / "plain.png")
-    found = decode((tmp_path / "plain.png").read_bytes(), "plain.png", ImagesConfig(min_side=1), alpha_only=True)
-    assert found.shape == (10, 20) and (found == 255).all()
 
 
 def truncate(path: Path) -> None:
@@ -379,14 +363,3 @@ def test_a_damaged_control_image_costs_the_text_of_its_sample_alone(pairs: Path)
 def test_a_family_that_reads_control_images_needs_them(pairs: Path) -> None:
     with pytest.raises(ConfigError, match="sdxl reads captions together with control images; give dataset pairs some"):
         run(config_of(pairs, control=[]))
-
-
-def test_the_text_of_other_families_does_not_depend_on_parts(pairs: Path) -> None:
-    config = config_of(pairs)
-    run(config)
-    key = row_of(config, "a.png").captions[0].key
-    other_control(pairs)
-    run(config)
-    assert row_of(config, "a.png").captions[0].key == key
-    with LatentCache(config.cache) as cache:
-        assert "controls" not in cache.get(key).record.identity

@@ -18,13 +18,12 @@ from helpers.photo_files import write_photo
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.devices.transfer import StreamTransfer
-from latentcache.errors import ImageRefused, StoreError
+from latentcache.errors import StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import decoding, encoding_stage, encodings
+from latentcache.precache import encoding_stage, tasks
 from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import ImageTask
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Entry
@@ -76,38 +75,6 @@ def test_launching_ahead_changes_no_entry(
         assert all(torch.equal(tensor, two[key][name]) for name, tensor in tensors.items())
 
 
-def test_the_next_batch_is_launched_before_the_last_one_is_fetched(
-    make_config: Callable[..., Config], more_photos: int, overlapping: Streams
-) -> None:
-    parts = tiny_parts()
-    parts["vae"].encoder.register_forward_hook(lambda *arguments: overlapping.log.append("vae"))
-    parts["text_encoder"].register_forward_hook(lambda *arguments: overlapping.log.append("text"))
-    run_precache(make_config(**{"encode.batch_size": 4}), models=LoadedModels(**parts))
-    for launched in ("text", "vae"):
-        steps = [step for step in overlapping.log if step == launched or step.startswith("host")]
-        steps = steps[steps.index(launched) :]
-        assert steps[:5] == [launched, launched, steps[2], launched, steps[4]], steps
-        assert steps[2].startswith("host") and steps[4].startswith("host")
-
-
-def test_tokens_are_on_the_device_before_they_are_encoded(
-    make_config: Callable[..., Config], overlapping: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else `encode_prompt` copies them, and waits for the batch before: nothing would be launched ahead."""
-    uploaded, upload = [], StreamTransfer.upload
-
-    def remember(self: StreamTransfer, tensor: torch.Tensor) -> torch.Tensor:
-        uploaded.append(upload(self, tensor.clone()))
-        return uploaded[-1]
-
-    monkeypatch.setattr(StreamTransfer, "upload", remember)
-    parts, seen = tiny_parts(), []
-    for name in ("text_encoder", "text_encoder_2"):
-        parts[name].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    run_precache(make_config(), models=LoadedModels(**parts))
-    assert seen and all(any(ids is tensor for tensor in uploaded) for ids in seen)
-
-
 @pytest.mark.parametrize("slow", ["encoder", "writer", "decoder"])
 def test_memory_stays_flat(
     make_config: Callable[..., Config],
@@ -125,7 +92,7 @@ def test_memory_stays_flat(
         with lock:
             live -= 1
 
-    real = decoding.prepare
+    real = tasks.prepare
 
     def counted(*arguments: Any) -> np.ndarray:
         nonlocal live, most
@@ -152,7 +119,7 @@ def test_memory_stays_flat(
 
     for number in range(24):
         write_photo(tmp_path / "photos" / f"without-caption{number}.png", 200 + number, (64, 64))
-    monkeypatch.setattr(decoding, "prepare", counted)
+    monkeypatch.setattr(tasks, "prepare", counted)
     parts = tiny_parts()
     if slow == "encoder":
         parts["vae"].encoder.register_forward_hook(lambda *arguments: time.sleep(0.02))
@@ -225,40 +192,3 @@ def test_a_stop_while_batches_are_under_way(
     second = run_precache(config)
     assert not second.interrupted and second.num_hits == first.num_encoded
     assert second.num_encoded >= more_photos - 6
-
-
-def test_a_stop_while_only_refused_images_come(
-    make_config: Callable[..., Config], more_photos: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop, num_refused = threading.Event(), 0
-
-    class Stops(Progress):
-        stage = ""
-
-        def start(self, stage: str, total: int | None) -> None:
-            self.stage = stage
-
-        def advance(self, count: int = 1) -> None:
-            nonlocal num_refused
-            if self.stage == "encode images":
-                num_refused += count
-                stop.set()
-
-    def changed(task: Any) -> np.ndarray:
-        raise ImageRefused(task.sample.path, "changed", "the file changed during the run")
-
-    monkeypatch.setattr(ImageTask, "pixels", changed)
-    report = run_precache(make_config(), progress=Stops(), stop=stop)
-    assert report.interrupted and num_refused == 1
-
-
-def test_captions_are_encoded_in_groups_that_ranks_agree_on(
-    make_config: Callable[..., Config], more_photos: int, overlapping: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an accelerator captions go in batches; each is there once."""
-    monkeypatch.setattr(encodings, "text_batch_size", lambda device: 16)
-    parts, sizes = tiny_parts(), []
-    parts["text_encoder_2"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    config = make_config()
-    report = run_precache(config, models=LoadedModels(**parts))
-    assert report.num_refused == 0 and sizes[0] == 16 and sum(sizes) == report.num_encoded - more_photos

@@ -417,22 +417,6 @@ def test_what_does_not_change_a_value_is_a_hit(
     assert report.num_samples >= 5 and report.num_refused == 0
 
 
-def test_a_caption_edit_leaves_the_latents_alone_and_a_vae_swap_the_embeddings(
-    make_config: Callable[..., Config], photos: Path
-) -> None:
-    config = make_config()
-    run_precache(config, models=LoadedModels(**tiny_parts()))
-    caption_byte(photos)
-    report = run_precache(config, models=LoadedModels(**tiny_parts()))
-    assert report.misses_by_reason == {"caption changed": 1} and report.num_encoded == 1
-
-    parts = tiny_parts()
-    one_bit("vae")(parts)
-    report = run_precache(config, models=LoadedModels(**parts))
-    assert list(report.misses_by_reason.values()) == [5] and report.num_encoded == 5
-    assert next(iter(report.misses_by_reason)).startswith("vae changed (")
-
-
 def test_several_causes_are_all_named(make_config: Callable[..., Config], photos: Path) -> None:
     run_precache(make_config(), models=LoadedModels(**tiny_parts()))
     one_pixel(photos)

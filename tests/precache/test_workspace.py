@@ -7,7 +7,6 @@ import os
 import random
 import sqlite3
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.photo_files import write_photo
 
-from latentcache.config import Config, SourceConfig
+from latentcache.config import SourceConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset import samples
-from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.samples import SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.identity import digest
@@ -122,50 +120,12 @@ def test_a_flipped_bit_gives_no_other_text_and_is_mended(tmp_path: Path) -> None
     assert num_absent > 0
 
 
-class _Foreign(dict[str, str]):
-    """A memo in which every row says something else."""
-
-    def __init__(self, text: str):
-        self.text, self.names = text, set[str]()
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __getitem__(self, name: str) -> str:
-        self.names.add(name.partition(" ")[0])
-        return self.get_own(name)
-
-    def get_own(self, name: str) -> str:
-        return super().get(name, self.text)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "no json", "[" * 100_000, "null", "7", "-7", "NaN", "1e999", '"7"', "{}", "[]", "[1, 2, 3]", '["a", -1, 5]',
-     f'["{"a" * 64}", 0, 5]', '{"class_name": 7, "weights": 7, "config": 7}', "\ud800"],
-)  # fmt: skip
-def test_a_row_that_is_no_value_is_found_out_anew(make_config: Callable[..., Config], text: str) -> None:
-    memo = _Foreign(text)
-    config = make_config()
-    clean = run_precache(config)
-    before = ManifestFolder(config.cache.path / "manifests").read("photos")
-    with Workspace(memo=memo) as workspace:
-        report = run_precache(config, workspace=workspace)
-        after = workspace.manifests.read("photos")
-    assert report.num_encoded == clean.num_encoded
-    assert before is not None and after is not None and before.rows == after.rows
-    assert memo.names == {"image/2", "recipe", "text"}
-
-
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memo knows a row's image by the path of the row, which is the same for each column."""
     monkeypatch.setattr(samples, "SETTLED_NS", -1)
     before, after = (write_photo(tmp_path / f"{seed}.png", seed).read_bytes() for seed in (1, 2))
     pq.write_table(pa.table({"before": [before], "after": [after]}), tmp_path / "a.parquet")
-    memo: dict[str, str] = {}
+    memo = Memo()
     for column, data in (("before", before), ("after", after), ("before", before)):
         source = {"kind": "parquet", "path": tmp_path / "a.parquet", "image_column": column}
         buckets = {"area": 96 * 96, "step": 32}
@@ -196,7 +156,7 @@ def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
         (tmp_path / "current").unlink(missing_ok=True)
         (tmp_path / "current").symlink_to(tmp_path / version)
 
-    memo: dict[str, str] = {}
+    memo = Memo()
 
     def planned() -> Refusal | str | None:
         source = {"kind": kind, "path": tmp_path / "current"}
