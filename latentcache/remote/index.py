@@ -82,10 +82,13 @@ class FarIndex:
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
         """Find which of the keys are there, and stay: what lies only in packs that are listed for removal is not found.
 
-        A writer that counted on such an entry would lose it with its pack. So it stores it once more, and no manifest
-        is written that needs a pack which an earlier look showed to be on a list. The packs are listed at most once a
-        minute for keys that are known, and, if it was not done in the last `max_age_s`, for others.
+        Where the cache has an index of its own that is asked, and only damage that this process found is left out.
+        Elsewhere: a writer that counted on such an entry would lose it with its pack. So it stores it once more, and no
+        manifest is written that needs a pack which an earlier look showed to be on a list. The packs are listed at most
+        once a minute for keys that are known, and, if it was not done in the last `max_age_s`, for others.
         """
+        if (known := self._transport.find(list(keys))) is not None:
+            return known - self.table.damaged().keys()
         self.refresh(LISTED_S)
         found = self.table.find(list(keys)) - self._leaving_keys
         if len(found) < len(set(keys)):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ from latentcache.remote.transport import (
     open_transport,
     packs_in,
     read_checked,
-    read_pack,
     removals_in,
 )
+from latentcache.store.base import Report
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack, map_pack
@@ -58,7 +58,7 @@ Location = str | Path
 
 
 @dataclass(slots=True)
-class TransferReport:
+class TransferReport(Report):
     """What moved from `source` to `target` or, with `dry_run`, what would. `refused`: pack or manifest -> reason."""
 
     source: str
@@ -78,9 +78,9 @@ class TransferReport:
         """Whether nothing was refused."""
         return not self.refused
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self) | {"ok": self.ok}
+        return super(TransferReport, self).to_json() | {"ok": self.ok}
 
     def to_text(self) -> str:
         """The report for people."""
@@ -188,8 +188,7 @@ class End:
 
     def find(self, keys: Collection[str]) -> set[str]:
         """Find which of the keys have entries there that stay."""
-        found = self.transport.find(list(keys))
-        return self.index.find(keys) if found is None else found
+        return self.index.find(keys)
 
     def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
@@ -283,7 +282,7 @@ class Move:
 
     def _send(self, pack: str, missing: set[str]) -> int:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
-        whole, problems = read_checked(partial(read_pack, self.source.transport), pack)
+        whole, problems = read_checked(self.source.transport, pack)
         if not problems and pack not in self._there:
             self.target.send(whole)
             return whole.data.size

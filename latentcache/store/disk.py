@@ -50,9 +50,9 @@ class DiskStore(PackReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
-        super().__init__()
+        super().__init__(str(path))
         self.read_only = read_only
-        self._table, self._is_closed = LocationTable(), False
+        self._table = LocationTable()
         self._position: Position | None = None
         self._index: Index | None = None
         """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
@@ -178,18 +178,12 @@ class DiskStore(PackReader):
         self._load_index(anew=True)
         return self._reconcile()
 
-    def close(self) -> None:
-        """Release files. Tensors that were returned are copies and stay."""
-        self._is_closed = True
-        self.release_all()
-
     # Looking up
 
     @property
     def table(self) -> LocationTable:
         """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
-        if self._is_closed:
-            raise StoreError(f"{self.path}: the store is closed; open it again")
+        self.check_open()
         return self._table
 
     @contextmanager
