@@ -9,9 +9,7 @@ import random
 import shutil
 import signal
 import sqlite3
-import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from helpers.other_users import open_to_others
@@ -232,35 +230,6 @@ def test_a_death_at_each_step(root, name, call, survives):
         assert_holds(store, 0, 1)
 
 
-def kill_soon(root, numbers):
-    with DiskStore(root) as store, store.writer() as writer:
-        for number in numbers:
-            writer.add(sample(number))
-            writer.seal()
-            (root.parent / "acknowledged").open("a").write(f"{number}\n")
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_kills_at_random_lose_nothing_that_was_acknowledged(root):
-    source = random.Random(3)
-    for attempt in range(5):
-        process = fork.Process(target=kill_soon, args=(root, range(attempt * 1000, attempt * 1000 + 1000)))
-        process.start()
-        until = time.monotonic() + 30  # the first must come to something, also on a busy machine
-        while not (root.parent / "acknowledged").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        process.join(source.uniform(0.05, 0.4))
-        process.kill()
-        process.join(60)
-    acknowledged = [int(line) for line in (root.parent / "acknowledged").read_text().split()]
-    assert acknowledged
-    with DiskStore(root) as store:
-        assert_holds(store, *acknowledged)
-        assert len(store.find(store.keys())) <= len(acknowledged) + 5
-        names = [name for name in listing(root)[:-1] if name != "index/cache.db-journal"]
-        assert names == CLEAN
-
-
 # A full disk and other refusals ------------------------------------------------------------------------------------
 
 
@@ -380,14 +349,6 @@ def test_what_is_found_damaged_after_it_was_read_is_not_returned_any_more(root, 
             with pytest.raises(EntryDamagedError):
                 read_batch(store, [key(0), key(1)])
         assert_holds(store, 1)
-
-
-def test_a_closed_store_keeps_no_pack_mapped(root):
-    store = DiskStore(root)
-    store.add(samples(0))
-    assert_holds(store, 0)
-    store.close()
-    assert not Path("/proc/self/maps").exists() or str(root) not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
