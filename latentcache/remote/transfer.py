@@ -54,8 +54,6 @@ NUM_THREADS = 8
 REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
 """Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
-Location = str | Path
-
 
 @dataclass(slots=True)
 class TransferReport(Report):
@@ -147,7 +145,7 @@ class End:
         self.index = FarIndex(transport)
 
     @staticmethod
-    def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
+    def open(location: str | Path, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
         """The cache that a user names: a directory, or a URL. `is_target`: it is sent to, from the `source`.
 
         StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
@@ -380,8 +378,8 @@ def merged(theirs: Manifest, ours: Manifest) -> Manifest:
 
 
 def transfer(
-    source: Location,
-    target: Location,
+    source: str | Path,
+    target: str | Path,
     *,
     manifests: Sequence[str] = (),
     replace: bool = False,
