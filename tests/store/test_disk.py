@@ -15,6 +15,7 @@ import pytest
 from helpers.other_users import open_to_others
 from store_samples import (
     CLEAN,
+    assert_holds,
     before_call,
     die,
     flip,
@@ -45,16 +46,6 @@ from latentcache.store import writer as writer_module
 from latentcache.store.batch import read_batch
 from latentcache.store.index import Index
 from latentcache.store.upkeep import rebuild, verify
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "cache"
-
-
-def assert_holds(store, *numbers):
-    for number in numbers:
-        assert same(store.get(key(number)), sample(number))
 
 
 def test_a_cache_holds_what_it_should_and_nothing_else(root):

@@ -6,7 +6,7 @@ import errno
 import os
 
 import pytest
-from store_samples import key, same, sample, samples
+from store_samples import assert_holds, key, sample, samples
 
 from latentcache.errors import StoreError
 from latentcache.store import DiskStore, disk, pack
@@ -14,16 +14,6 @@ from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.upkeep import rebuild, verify
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "cache"
-
-
-def assert_holds(store, *numbers):
-    for number in numbers:
-        assert same(store.get(key(number)), sample(number))
 
 
 def leave_an_unknown_pack(store, number):

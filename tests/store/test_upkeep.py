@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from store_samples import (
     CLEAN,
+    assert_holds,
     before_call,
     die,
     flip,
@@ -32,19 +33,9 @@ from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 
 @pytest.fixture
-def root(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def store(root):
     with DiskStore(root) as store:
         yield store
-
-
-def assert_holds(store, *numbers):
-    for number in numbers:
-        assert same(store.get(key(number)), sample(number))
 
 
 def add_packs(store, *groups):
