@@ -16,7 +16,7 @@ from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.layout import KEY_BYTES, Location, PackRow
+from latentcache.store.layout import KEY_BYTES, Location, PackRow, key_names
 from latentcache.store.pack import PackBytes, read_row, row_in
 from latentcache.store.table import LocationTable
 
@@ -148,7 +148,7 @@ class FarIndex:
         # Full packs first: what a compaction copied that died counts in its new pack. Damaged ones last.
         rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
         _drop_copies(rows)
-        going = [row.live_names() for row in rows if row.pack.id in leaving]
+        going = [key_names(row.keys[row.live]) for row in rows if row.pack.id in leaving]
         table = LocationTable(rows)
         # Before the table: a writer that finds a key there must see that it goes.
         self.leaving, self._leaving_keys = leaving, set(chain.from_iterable(going))

@@ -182,11 +182,7 @@ class End:
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries; in a directory of those that its index has. FileNotFoundError; PackError."""
         keys = self.index.row(pack, num_bytes).names()
-        return list(self.find(keys)) if self.is_here else keys
-
-    def find(self, keys: Collection[str]) -> set[str]:
-        """Find which of the keys have entries there that stay."""
-        return self.index.find(keys)
+        return list(self.index.find(keys)) if self.is_here else keys
 
     def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
@@ -229,7 +225,7 @@ class Move:
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         for pack, lost in self._lost.items():
-            if self.target.find(lost) == lost:  # another pack had them
+            if self.target.index.find(lost) == lost:  # another pack had them
                 self.report.refused.pop(pack, None)
         return self.report
 
@@ -261,7 +257,7 @@ class Move:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
                     return None
-            missing = set(keys) - self.target.find(keys)
+            missing = set(keys) - self.target.index.find(keys)
             if not missing or self.dry_run:
                 return sizes[pack] if missing else 0
             return self._send(pack, missing)
@@ -332,13 +328,13 @@ class Move:
         if not self.dry_run:
             self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
         keys = manifest.keys()
-        missing = keys - self.target.find(keys)
+        missing = keys - self.target.index.find(keys)
         if self.dry_run:  # the entries of packs that go are in the source's table after `find`
-            missing -= self.source.find(missing) | self.source.index.table.find(list(missing))
+            missing -= self.source.index.find(missing) | self.source.index.table.find(list(missing))
         elif missing:
             for _ in self._moved(sorted(sizes), sizes, missing):
                 pass
-            missing = keys - self.target.find(keys)
+            missing = keys - self.target.index.find(keys)
         if missing:
             row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
             raise DatasetError(

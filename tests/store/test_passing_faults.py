@@ -99,12 +99,3 @@ def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, erro
         with DiskStore(root) as again:
             assert_holds(again, 0, 1)
         assert_holds(store, 0, 1)
-
-
-def test_an_opening_sweeps_the_manifests_too(root):
-    DiskStore(root).close()
-    (root / "manifests").mkdir()
-    (root / "manifests" / ".train.safetensors.0.tmp").write_text("half")
-    (root / "manifests" / "train.safetensors").write_text("whole")
-    DiskStore(root).close()
-    assert os.listdir(root / "manifests") == ["train.safetensors"]

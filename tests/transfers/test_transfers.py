@@ -245,8 +245,8 @@ def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
         return target_finds(keys)
 
     here, there = End.open(source), End.open(target, is_target=True)
-    target_finds = there.find
-    monkeypatch.setattr(there, "find", find)
+    target_finds = there.index.find
+    monkeypatch.setattr(there.index, "find", find)
     report = Move(here, there).run()
     for end in (here, there):
         end.transport.close()
