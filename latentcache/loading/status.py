@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from latentcache.location import kind_of
 from latentcache.remote.tier import snapshot
 from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
-from latentcache.store.base import Store
+from latentcache.store.base import Report, Store
 from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import Progress, VerifyReport
 
@@ -41,7 +41,7 @@ class ManifestStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(Report):
     """A cache as a whole. Precache re-encodes what was lost and what is damaged."""
 
     path: str
@@ -55,10 +55,6 @@ class Status:
     num_refused: int
     """Samples that cannot be used."""
     manifests: tuple[ManifestStatus, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The status as one JSON document."""
-        return asdict(self)
 
     def to_text(self) -> str:
         """The status for people."""

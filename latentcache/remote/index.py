@@ -16,7 +16,7 @@ from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.layout import KEY_BYTES, Location, PackRow
+from latentcache.store.layout import KEY_BYTES, Location, PackRow, key_names
 from latentcache.store.pack import PackBytes, read_row, row_in
 from latentcache.store.table import LocationTable
 
@@ -82,10 +82,13 @@ class FarIndex:
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
         """Find which of the keys are there, and stay: what lies only in packs that are listed for removal is not found.
 
-        A writer that counted on such an entry would lose it with its pack. So it stores it once more, and no manifest
-        is written that needs a pack which an earlier look showed to be on a list. The packs are listed at most once a
-        minute for keys that are known, and, if it was not done in the last `max_age_s`, for others.
+        Where the cache has an index of its own that is asked, and only damage that this process found is left out.
+        Elsewhere: a writer that counted on such an entry would lose it with its pack. So it stores it once more, and no
+        manifest is written that needs a pack which an earlier look showed to be on a list. The packs are listed at most
+        once a minute for keys that are known, and, if it was not done in the last `max_age_s`, for others.
         """
+        if (known := self._transport.find(list(keys))) is not None:
+            return known - self.table.damaged().keys()
         self.refresh(LISTED_S)
         found = self.table.find(list(keys)) - self._leaving_keys
         if len(found) < len(set(keys)):
@@ -145,7 +148,7 @@ class FarIndex:
         # Full packs first: what a compaction copied that died counts in its new pack. Damaged ones last.
         rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
         _drop_copies(rows)
-        going = [row.live_names() for row in rows if row.pack.id in leaving]
+        going = [key_names(row.keys[row.live]) for row in rows if row.pack.id in leaving]
         table = LocationTable(rows)
         # Before the table: a writer that finds a key there must see that it goes.
         self.leaving, self._leaving_keys = leaving, set(chain.from_iterable(going))

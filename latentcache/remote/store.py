@@ -55,19 +55,13 @@ class RemoteStore(PackReader):
         local: str | Path | None = None,
         local_max_bytes: int | None = None,
     ):
-        super().__init__()
+        super().__init__(transport.url)
         self.transport, self.url, self._read_only = transport, transport.url, read_only
         self.tier = Tier(transport, local, local_max_bytes, self.release)
         self.index = FarIndex(transport, self.tier)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
         self._looks: dict[tuple[str, int], tuple[int, float]] = {}  # by place: how many, and when the last was
-        self._is_closed = False
-
-    def check_open(self) -> None:
-        """StoreError if it was closed."""
-        if self._is_closed:
-            raise StoreError(f"{self.url}: the store is closed; open it again")
 
     @property
     @override
@@ -120,10 +114,7 @@ class RemoteStore(PackReader):
         self.check_open()
         for key in keys:
             check_key(key)
-        found = self.transport.find(keys)
-        if found is None:
-            return self.index.find(keys, max_age_s)
-        return found - self.index.table.damaged().keys()
+        return self.index.find(keys, max_age_s)
 
     @override
     def can_tell(self) -> bool:
@@ -143,7 +134,8 @@ class RemoteStore(PackReader):
     @override
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         self.check_open()
-        self.index.find([check_key(key) for key in keys])
+        self.index.refresh(LISTED_S)
+        self.index.look_up(keys)  # again for what is not there
         return self.index.table.places(keys)
 
     # Reading
@@ -233,12 +225,12 @@ class RemoteStore(PackReader):
         self.index.refresh()
         return self._stats(self.index.sizes, 0)
 
+    @override
     def close(self) -> None:
         """End what is on its way. What was returned stays readable, and packs stay on this disk."""
-        self._is_closed = True
+        super().close()
         self.tier.close()
         self.transport.close()
-        self.release_all()
 
 
 def open_remote(

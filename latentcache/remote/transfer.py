@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ from latentcache.remote.transport import (
     open_transport,
     packs_in,
     read_checked,
-    read_pack,
     removals_in,
 )
+from latentcache.store.base import Report
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack, map_pack
@@ -54,11 +54,9 @@ NUM_THREADS = 8
 REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
 """Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
-Location = str | Path
-
 
 @dataclass(slots=True)
-class TransferReport:
+class TransferReport(Report):
     """What moved from `source` to `target` or, with `dry_run`, what would. `refused`: pack or manifest -> reason."""
 
     source: str
@@ -78,9 +76,9 @@ class TransferReport:
         """Whether nothing was refused."""
         return not self.refused
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self) | {"ok": self.ok}
+        return super(TransferReport, self).to_json() | {"ok": self.ok}
 
     def to_text(self) -> str:
         """The report for people."""
@@ -147,7 +145,7 @@ class End:
         self.index = FarIndex(transport)
 
     @staticmethod
-    def open(location: Location, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
+    def open(location: str | Path, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
         """The cache that a user names: a directory, or a URL. `is_target`: it is sent to, from the `source`.
 
         StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
@@ -184,12 +182,7 @@ class End:
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
         """The keys of a pack's entries; in a directory of those that its index has. FileNotFoundError; PackError."""
         keys = self.index.row(pack, num_bytes).names()
-        return list(self.find(keys)) if self.is_here else keys
-
-    def find(self, keys: Collection[str]) -> set[str]:
-        """Find which of the keys have entries there that stay."""
-        found = self.transport.find(list(keys))
-        return self.index.find(keys) if found is None else found
+        return list(self.index.find(keys)) if self.is_here else keys
 
     def send(self, whole: WholePack) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
@@ -232,7 +225,7 @@ class Move:
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         for pack, lost in self._lost.items():
-            if self.target.find(lost) == lost:  # another pack had them
+            if self.target.index.find(lost) == lost:  # another pack had them
                 self.report.refused.pop(pack, None)
         return self.report
 
@@ -264,7 +257,7 @@ class Move:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
                     return None
-            missing = set(keys) - self.target.find(keys)
+            missing = set(keys) - self.target.index.find(keys)
             if not missing or self.dry_run:
                 return sizes[pack] if missing else 0
             return self._send(pack, missing)
@@ -283,7 +276,7 @@ class Move:
 
     def _send(self, pack: str, missing: set[str]) -> int:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
-        whole, problems = read_checked(partial(read_pack, self.source.transport), pack)
+        whole, problems = read_checked(self.source.transport, pack)
         if not problems and pack not in self._there:
             self.target.send(whole)
             return whole.data.size
@@ -335,13 +328,13 @@ class Move:
         if not self.dry_run:
             self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
         keys = manifest.keys()
-        missing = keys - self.target.find(keys)
+        missing = keys - self.target.index.find(keys)
         if self.dry_run:  # the entries of packs that go are in the source's table after `find`
-            missing -= self.source.find(missing) | self.source.index.table.find(list(missing))
+            missing -= self.source.index.find(missing) | self.source.index.table.find(list(missing))
         elif missing:
             for _ in self._moved(sorted(sizes), sizes, missing):
                 pass
-            missing = keys - self.target.find(keys)
+            missing = keys - self.target.index.find(keys)
         if missing:
             row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
             raise DatasetError(
@@ -381,8 +374,8 @@ def merged(theirs: Manifest, ours: Manifest) -> Manifest:
 
 
 def transfer(
-    source: Location,
-    target: Location,
+    source: str | Path,
+    target: str | Path,
     *,
     manifests: Sequence[str] = (),
     replace: bool = False,

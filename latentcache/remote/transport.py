@@ -133,14 +133,14 @@ def read_pack(transport: Transport, pack: str) -> memoryview:
     return transport.read(pack_name(pack))[0]
 
 
-def read_checked(read: Callable[[str], memoryview], pack: str) -> tuple[WholePack, dict[str, str]]:
-    """A pack that `read` gives, and why entries are not what was stored, by key: what does not fit is read once more.
+def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, str]]:
+    """A pack, and why entries are not what was stored, by key: what does not fit is read once more.
 
     FileNotFoundError if it is gone; PackError if its records cannot be read.
     """
     for is_last in (False, True):
         try:
-            found = WholePack.in_memory(pack, read(pack))
+            found = WholePack.in_memory(pack, read_pack(transport, pack))
             problems = dict(found.problems())
         except PackError:
             if is_last:

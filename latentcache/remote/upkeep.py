@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
-from typing import Any
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.bucket import PROBES, BucketTransport
@@ -29,9 +27,9 @@ from latentcache.remote.transport import (
     in_threads,
     packs_in,
     read_checked,
-    read_pack,
     removals_in,
 )
+from latentcache.store.base import Report
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import new_pack_id
 from latentcache.store.table import LocationTable
@@ -111,7 +109,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
     Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
     """
     try:
-        found, problems = read_checked(partial(read_pack, transport), pack)
+        found, problems = read_checked(transport, pack)
     except FileNotFoundError:
         return set(), {}, 0
     except PackError as error:
@@ -133,7 +131,7 @@ def _checked(transport: Transport, pack: str, unreadable: dict[str, str]) -> tup
 
 
 @dataclass(slots=True)
-class PruneReport:
+class PruneReport(Report):
     """What was done in a bucket or, with `dry_run`, what would be."""
 
     url: str
@@ -152,10 +150,6 @@ class PruneReport:
     num_unused: int = 0
     """Entries that no manifest needs, those included that stay because their pack has others."""
     unreadable: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON."""
-        return asdict(self)
 
 
 def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry_run: bool = False) -> PruneReport:

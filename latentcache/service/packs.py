@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
@@ -14,7 +13,7 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, ConfigDict, StringConstraints
 from starlette.requests import ClientDisconnect
 
-from latentcache.errors import PackError, RequestRefused
+from latentcache.errors import RequestRefused
 from latentcache.service.state import ServiceState
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
@@ -35,8 +34,6 @@ FILE: dict[int | str, dict[str, Any]] = {
     304: {"description": "The client has it already."},
 }
 """What OpenAPI says of files that come, and of those that are sent."""
-
-logger = logging.getLogger("latentcache")
 
 
 class PackFacts(BaseModel):
@@ -198,23 +195,12 @@ def has_tag(tags: str, etag: str) -> bool:
 
 
 def _take(state: ServiceState, pack: str, request: Request) -> tuple[int, bool]:
-    """Add a pack: how many entries are new, and whether its file is.
+    """Add a pack: how many entries are new, and whether it is.
 
-    If it was there the body is read to its end all the same: a client sends it before it listens. A file that is there,
-    damaged, and not in the index gives way to what is sent.
+    The body of one that is there is read to its end all the same: a client sends it before it listens.
     """
-    chunks = body_chunks(request)
-    is_there = state.store.directory.pack_path(pack).exists()
-    if is_there:
-        try:
-            num_added = state.store.take_sealed(pack)
-        except PackError as error:
-            logger.warning("%s; the upload of this pack takes its place", error)
-        else:
-            for _ in chunks:
-                pass
-            return num_added, False
-    return state.store.take_pack(pack, chunks, length_of(request.headers), replace=is_there), True
+    is_new = not state.store.knows(pack)
+    return state.store.take_pack(pack, body_chunks(request), length_of(request.headers)), is_new
 
 
 def body_chunks(request: Request) -> Iterator[bytes]:

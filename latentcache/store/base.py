@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from latentcache.store.writer import Writer
 
 
-@dataclass(frozen=True, slots=True)
-class StoreReport:
-    """Counts, sizes and reasons."""
+class Report:
+    """A dataclass of counts, sizes and reasons."""
+
+    __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON."""
-        return asdict(self)
+        return asdict(self)  # type: ignore[call-overload,no-any-return]  # each report is a dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStats(StoreReport):
+class StoreStats(Report):
     """Counts and sizes of a store. `payload_bytes` are those of live entries, `file_bytes` those of the packs."""
 
     num_entries: dict[str, int]

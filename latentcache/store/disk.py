@@ -37,6 +37,10 @@ _MAX_REASON_CHARS = 500
 logger = logging.getLogger("latentcache")
 
 
+class _KnownError(Exception):
+    """Another client sent the same pack meanwhile."""
+
+
 class DiskStore(PackReader):
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
@@ -50,9 +54,9 @@ class DiskStore(PackReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
-        super().__init__()
+        super().__init__(str(path))
         self.read_only = read_only
-        self._table, self._is_closed = LocationTable(), False
+        self._table = LocationTable()
         self._position: Position | None = None
         self._index: Index | None = None
         """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
@@ -178,18 +182,12 @@ class DiskStore(PackReader):
         self._load_index(anew=True)
         return self._reconcile()
 
-    def close(self) -> None:
-        """Release files. Tensors that were returned are copies and stay."""
-        self._is_closed = True
-        self.release_all()
-
     # Looking up
 
     @property
     def table(self) -> LocationTable:
         """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
-        if self._is_closed:
-            raise StoreError(f"{self.path}: the store is closed; open it again")
+        self.check_open()
         return self._table
 
     @contextmanager
@@ -323,49 +321,35 @@ class DiskStore(PackReader):
         return self.add_row(row), row.pack.file_bytes
 
     def take_pack(
-        self,
-        pack: str,
-        chunks: Iterable[bytes | memoryview],
-        num_bytes: int,
-        *,
-        row: PackRow | None = None,
-        replace: bool = False,
+        self, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, *, row: PackRow | None = None
     ) -> int:
         """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
 
-        `chunks` are its bytes, and `num_bytes` says how many there should be, for the message of StorageFullError.
-        Nothing is sealed unless each payload has its digest and each key follows from its record's identity: PackError.
-        `row` is that of a pack that was checked. An error of `chunks` leaves nothing either. With `replace` it takes
-        the place of a file that the index does not know. ReadOnlyError; StoreBusyError while upkeep works on the cache.
+        `chunks` are its bytes, which are read to their end, and `num_bytes` says how many there should be, for the
+        message of StorageFullError. Nothing is sealed unless each payload has its digest and each key follows from its
+        record's identity: PackError. `row` is that of a pack that was checked. An error of `chunks` leaves nothing
+        either. A pack that the index knows stays as it is; a file of its name that it does not know, as after a death
+        between the two, gives way. ReadOnlyError; StoreBusyError while upkeep works on the cache.
         """
-        path = self.directory.new_pack_path(pack)
-        with ExitStack() as held:
-            try:
-                with sealed_file(path, num_bytes, is_new=not replace) as fd:
-                    for part in chunks:
-                        write_all(fd, part)
-                    row = row or WholePack.in_file(path, fd).checked_row(path)
-                    # From here on upkeep must not see a pack that the index does not know.
-                    held.enter_context(self.lock("taking a pack", shared=True))
-                    if replace and self._knows(pack):
-                        raise StoreBusyError(path, "another client sent this pack meanwhile; send it again")
-            except FileExistsError:  # another one sent it meanwhile: what is there stays
-                held.close()
-                return self.take_sealed(pack)
-            return self.add_row(row)
-
-    def take_sealed(self, pack: str) -> int:
-        """Take in a pack that lies in the cache, and that the index may not know: an error came between the two.
-
-        Returns how many entries are new. Errors as for `take_pack`; FileNotFoundError: there is no such pack.
-        """
-        if self._knows(pack):
+        if self.knows(pack):
+            for _ in chunks:
+                pass
             return 0
-        path = self.directory.pack_path(pack)
-        with self.lock("taking a pack", shared=True):
-            return self.add_row(WholePack.in_file(path).checked_row(path))
+        path = self.directory.new_pack_path(pack)
+        with ExitStack() as held, suppress(_KnownError):
+            with sealed_file(path, num_bytes) as fd:
+                for part in chunks:
+                    write_all(fd, part)
+                row = row or WholePack.in_file(path, fd).checked_row(path)
+                # From here on upkeep must not see a pack that the index does not know.
+                held.enter_context(self.lock("taking a pack", shared=True))
+                if self.knows(pack):
+                    raise _KnownError
+            return self.add_row(row)
+        return 0
 
-    def _knows(self, pack: str) -> bool:
+    def knows(self, pack: str) -> bool:
+        """Whether the index has this pack."""
         with self.current() as table:
             return pack in table.packs
 

@@ -207,10 +207,6 @@ class PackRow:
         """The keys as text, in the order of the rows."""
         return key_names(self.keys)
 
-    def live_names(self) -> list[str]:
-        """The keys of the entries that are live, in the order of the rows."""
-        return key_names(self.keys[self.live])
-
     def location(self, row: int) -> Location:
         """Where the entry of a row lies."""
         return Location(self.pack, row, self.digests[row].tobytes(), self.pack.group_of(row))

@@ -45,7 +45,9 @@ class PackReader(Store):
     fit is given to `relocate`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """`name` is what errors call it."""
+        self._name, self._is_closed = name, False
         self._maps: dict[str, _Mapping] = {}
         self._whole_pack = lru_cache(_MAX_RECORDS)(WholePack.in_file)
 
@@ -208,6 +210,16 @@ class PackReader(Store):
         """Release what is kept of all packs. Arrays that were returned keep their memory."""
         self._maps.clear()
         self._whole_pack.cache_clear()
+
+    def close(self) -> None:
+        """Release files. What was returned stays readable."""
+        self._is_closed = True
+        self.release_all()
+
+    def check_open(self) -> None:
+        """StoreError if it was closed."""
+        if self._is_closed:
+            raise StoreError(f"{self._name}: the store is closed; open it again")
 
     def _stats(self, sizes: Mapping[str, int], index_bytes: int) -> StoreStats:
         """Counts and sizes. `sizes`: bytes of each pack's file."""

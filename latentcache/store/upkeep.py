@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from typing import Any
 from typing_extensions import override
 
 from latentcache.errors import PackError, StoreBusyError, StoreError
-from latentcache.store.base import StoreReport
+from latentcache.store.base import Report
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore, read_rows
 from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location
 from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
 from latentcache.store.table import LocationTable
-from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
+from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import locked, readers_since
 
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport(StoreReport):
+class VerifyReport(Report):
     """What was read, and what is wrong.
 
     `damaged`: key -> reason, found now. `known_damaged`: found earlier and not stored again since. `unreadable`:
@@ -67,11 +67,11 @@ class VerifyReport(StoreReport):
 
     @override
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"orphans": list(self.orphans), "ok": self.ok}
+        return super(VerifyReport, self).to_json() | {"orphans": list(self.orphans), "ok": self.ok}
 
 
 @dataclass(frozen=True, slots=True)
-class RebuildReport(StoreReport):
+class RebuildReport(Report):
     """Entries and packs that were found. `unreadable`: file -> reason."""
 
     num_entries: int
@@ -80,7 +80,7 @@ class RebuildReport(StoreReport):
 
 
 @dataclass(frozen=True, slots=True)
-class PruneReport(StoreReport):
+class PruneReport(Report):
     """Entries removed and their payload; packs that held nothing else, and the bytes of their files."""
 
     num_entries: int
@@ -93,7 +93,7 @@ class PruneReport(StoreReport):
 
 
 @dataclass(frozen=True, slots=True)
-class CompactReport(StoreReport):
+class CompactReport(Report):
     """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied.
 
     `put_aside`: pack -> reason, of packs that cannot be read and in which the index has nothing: they were moved to the
@@ -323,7 +323,7 @@ def _longest_unused(disk: DiskStore, sizes: Mapping[str, int], kept: Collection[
     return chosen
 
 
-def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False) -> CompactReport:
+def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
     """Rewrite packs that are mostly dead, or small, into full ones, and delete those that hold nothing live.
 
     Packs that cannot be read, and that the index does not know, are moved to the folder `damaged`. Each entry is
@@ -385,7 +385,7 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
     copies, num_copied = _copies(disk, frozenset(chosen), old, damaged, unreadable), 0
     while True:
         disk.drop_empty()
-        buffer = PackBuffer(PACK_AGE_S)
+        buffer = PackBuffer()
         for copy in copies:
             buffer.add(copy)
             if buffer.is_full():

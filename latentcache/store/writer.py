@@ -23,10 +23,9 @@ columns, and few specs keep the header of a pack below 16 KiB."""
 
 
 class PackBuffer:
-    """Entries that are to be one pack, by key. After `age_s` seconds they are enough for one."""
+    """Entries that are to be one pack, by key. After PACK_AGE_S seconds they are enough for one."""
 
-    def __init__(self, age_s: float) -> None:
-        self._age_s = age_s
+    def __init__(self) -> None:
         self.entries: dict[str, OwnedEntry] = {}
         self._payload_bytes = self._record_bytes = 0
         self._specs: set[Any] = set()
@@ -47,7 +46,7 @@ class PackBuffer:
             or self._record_bytes >= PACK_RECORD_BYTES
             or len(self.entries) >= PACK_ENTRIES
             or len(self._specs) >= PACK_SPECS
-            or time.monotonic() - self._first_at >= self._age_s
+            or time.monotonic() - self._first_at >= PACK_AGE_S
         )
 
 
@@ -81,7 +80,7 @@ class Writer:
         self._claims: Claims | None = None
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
-        self._buffer = PackBuffer(PACK_AGE_S)
+        self._buffer = PackBuffer()
         self._sealing: Sequence[OwnedEntry] = ()
 
     def __enter__(self) -> Writer:
@@ -143,7 +142,7 @@ class Writer:
         worker.finish()  # before the buffer is emptied: an error of the last seal leaves it as it is
         if self._buffer.entries:
             self._sealing = entries = list(self._buffer.entries.values())
-            self._buffer = PackBuffer(PACK_AGE_S)
+            self._buffer = PackBuffer()
             worker.call(self._seal, entries)
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> None:

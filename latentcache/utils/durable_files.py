@@ -77,11 +77,10 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 @contextmanager
-def sealed_file(path: Path, num_bytes: int, *, is_new: bool = False) -> Iterator[int]:
+def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
     """Yield the descriptor of a temporary sibling, which becomes `path`, durably. An error leaves nothing.
 
-    `num_bytes` is the size of the file, for the message of StorageFullError. With `is_new` a file that is there stays:
-    FileExistsError.
+    `num_bytes` is the size of the file, for the message of StorageFullError.
     """
     with typed_errors(path, num_bytes):
         fd, temporary = _locked_sibling(path)
@@ -92,18 +91,12 @@ def sealed_file(path: Path, num_bytes: int, *, is_new: bool = False) -> Iterator
                 os.fsync(fd)
                 if os.name == "nt":
                     opened.close()  # Windows renames no open file
-                is_there = is_new and path.exists()
-                if not is_there:
-                    os.replace(temporary, path)
+                os.replace(temporary, path)
         except BaseException:
             with suppress(PermissionError):  # Windows removes no file that is mapped: the next sweep does
                 temporary.unlink(missing_ok=True)
             raise
-        if is_there:
-            temporary.unlink()
         sync_folder(path.parent)
-    if is_there:
-        raise FileExistsError(path)
 
 
 def write_sealed(path: Path, data: bytes) -> None:

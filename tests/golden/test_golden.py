@@ -10,7 +10,7 @@ import pytest
 from golden.golden_contents import contents
 
 from latentcache import DiskStore, LatentCache
-from latentcache.errors import DatasetError, PackError, SchemaError
+from latentcache.errors import DatasetError, PackError
 from latentcache.store.directory import SCHEMA
 from latentcache.store.pack import read_row
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -61,13 +61,6 @@ def test_it_survives_upkeep(golden: Path) -> None:
         assert prune(store, keys).num_entries == 0
         assert compact(store).num_entries == len(keys)
     assert contents(golden) == expected(golden)
-
-
-def test_a_newer_cache_is_refused(golden: Path) -> None:
-    mark = golden / "CACHE.json"
-    mark.write_text(mark.read_text().replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA + 1}'))
-    with pytest.raises(SchemaError, match=f"format {SCHEMA + 1}.*reads format {SCHEMA}"):
-        LatentCache(golden)
 
 
 def test_a_newer_manifest_is_refused(golden: Path) -> None:

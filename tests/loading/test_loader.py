@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loading import by_hand, ids, lose_image, make_cache, num_threads, plain, wait_for_no_thread
+from loading import by_hand, ids, lose_image, num_threads, plain, wait_for_no_thread
 
 from latentcache import LatentDataset
 from latentcache.config import Config
@@ -26,17 +25,6 @@ from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_cache(tmp_path_factory.mktemp("loader"))
-
-
-@pytest.fixture
-def path(made: Path, tmp_path: Path) -> Path:
-    """A cache of this test's own."""
-    return shutil.copytree(made, tmp_path / "cache")
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import ConfigError, StoreError
-from latentcache.families import FAMILIES, FamilyName, family_named
-from latentcache.loading import sample
+from latentcache.errors import StoreError
+from latentcache.families import FamilyName
 from latentcache.store import DiskStore
 
 LENGTHS = (3, 9, 2, 7, 1, 5, 4, 8, 6)
@@ -259,21 +258,3 @@ def test_a_prompt_is_padded_by_the_same_rule(open_cache: Callable[..., LatentCac
     assert cache.text_shapes() == {"prompt_embeds": (LENGTHS[0], 6)}
     entry = cache.get(cache.row("1")[1].captions[0].key)
     assert entry.ragged == {"prompt_embeds"} and torch.equal(entry.tensors["prompt_embeds"], text_of(1, LENGTHS[1]))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_negative_prompt_is_looked_up_by_the_recipe_that_precache_gives_it(family: FamilyName) -> None:
-    choices: list[dict[str, Any]] = [{}, {"max_length": 20}, {"padding": "keep"}, {"clip_skip": 1}]
-    allowed = 0
-    for settings_ in choices:
-        try:
-            recipe = family_named(family).text_recipe(**settings_)
-        except ConfigError:
-            continue  # a setting that the family does not have
-        allowed += 1
-        common = {"schema": 1, "salt": "", "family": family, "text_encoding": {"store_dtype": "bfloat16", **recipe}}
-        negative = family_named(family).text_recipe(negative=True, **settings_)
-        for is_negative, expected_recipe in ((False, recipe), (True, negative)):
-            found = sample.prompt_identity(common, negative=is_negative)
-            assert found["encoding"] == {"store_dtype": "bfloat16", **expected_recipe}
-    assert allowed >= (1 if family_named(family).text_reads_control else 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loading import make_cache, plain
+from loading import plain
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.dataset.row_table import CaptionRef
@@ -26,17 +25,6 @@ from latentcache.store.upkeep import compact
 from latentcache.types import Entry, Record, Refusal
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_cache(tmp_path_factory.mktemp("remembered"))
-
-
-@pytest.fixture
-def path(made: Path, tmp_path: Path) -> Path:
-    """A cache of this test's own: moments in float32, embeddings too, flips, two captions of one sample."""
-    return shutil.copytree(made, tmp_path / "cache")
 
 
 @pytest.fixture

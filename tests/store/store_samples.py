@@ -41,6 +41,12 @@ def same(left, right):
     )
 
 
+def assert_holds(store, *numbers):
+    """The store gives these samples, to the last bit."""
+    for number in numbers:
+        assert same(store.get(key(number)), sample(number))
+
+
 def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 

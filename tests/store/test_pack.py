@@ -119,21 +119,6 @@ def test_the_header_stays_small(path, num):
     assert last == entries[-1].record
 
 
-def test_every_tensor_starts_on_64_bytes_and_padding_is_rare(path):
-    entries = [sample(n, odd=torch.ones(n % 3 + 1), even=torch.ones(16), scalar=torch.tensor(n)) for n in range(7)]
-    entries += [text(7, 3), text(8, 1)]
-    write(path, entries)
-    header, start = raw_header(path)
-    assert start % 64 == 0
-    columns = {name: part["data_offsets"] for name, part in header.items() if name != "__metadata__"}
-    assert all(begin % 64 == 0 for name, (begin, _) in columns.items() if not name.startswith("_padding/"))
-    ends = [end for name, (_, end) in columns.items() if not name.startswith("_padding/")]
-    num_uneven = sum(end % 64 != 0 for end in ends)
-    # The last of them needs no padding.
-    assert len(columns) - len(ends) in (num_uneven, num_uneven - 1)
-    assert_reads(path, entries)
-
-
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
 
@@ -304,18 +289,6 @@ def test_every_truncation_and_extension_is_refused(path):
         path.write_bytes(data + bytes(more))
         with pytest.raises(PackError):
             read_row(path)
-
-
-def test_entries_come_back_from_memory(path):
-    entries = [own_entry(entry) for entry in [*samples(0, 1, 2), text(3, 2)]]
-    write_pack(path, entries)
-    for kind in (bytes, bytearray, memoryview):
-        whole = WholePack.in_memory(path.stem, kind(path.read_bytes()))
-        assert whole.row.pack == read_row(path).pack
-        for at, entry in enumerate(entries):
-            back = whole.copy(entry.key, whole.row.location(at))
-            assert back.record == entry.record and back.digest() == entry.digest()
-            assert all(torch.equal(back.tensors[name], tensor) for name, tensor in entry.tensors.items())
 
 
 # Damage --------------------------------------------------------------------------------------------------------------

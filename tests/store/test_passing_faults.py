@@ -6,7 +6,7 @@ import errno
 import os
 
 import pytest
-from store_samples import key, mark, same, sample, samples
+from store_samples import assert_holds, key, sample, samples
 
 from latentcache.errors import StoreError
 from latentcache.store import DiskStore, disk, pack
@@ -14,16 +14,6 @@ from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.upkeep import rebuild, verify
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "cache"
-
-
-def assert_holds(store, *numbers):
-    for number in numbers:
-        assert same(store.get(key(number)), sample(number))
 
 
 def leave_an_unknown_pack(store, number):
@@ -53,29 +43,6 @@ def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypat
             monkeypatch.undo()
             assert opened.damaged() == {}
             assert_holds(opened, 0, 1, 2)
-
-
-def test_what_another_process_removed_or_marked_is_stored_again(root):
-    with DiskStore(root) as store, DiskStore(root) as other:
-        store.add(samples(0, 1))
-        assert_holds(store, 0, 1)
-        other.remove([key(0)])
-        mark(other, 1)
-        assert store.add(samples(0, 1)) == 2
-        assert other.find([key(0), key(1)]) == {key(0), key(1)} and other.damaged() == {}
-        assert_holds(other, 0, 1)
-        other.remove([key(0)])
-        with store.writer() as writer:
-            writer.add(sample(0))
-        assert writer.num_added == 1
-
-
-def test_a_lock_shows_what_is_there_once_it_is_held(root):
-    with DiskStore(root) as store, DiskStore(root) as other:
-        store.add(samples(0, 1))
-        other.remove([key(0)])
-        with store.lock("precache", shared=True):
-            assert store.find([key(0), key(1)]) == {key(1)}
 
 
 # Passing faults ------------------------------------------------------------------------------------------------------
@@ -132,12 +99,3 @@ def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, erro
         with DiskStore(root) as again:
             assert_holds(again, 0, 1)
         assert_holds(store, 0, 1)
-
-
-def test_an_opening_sweeps_the_manifests_too(root):
-    DiskStore(root).close()
-    (root / "manifests").mkdir()
-    (root / "manifests" / ".train.safetensors.0.tmp").write_text("half")
-    (root / "manifests" / "train.safetensors").write_text("whole")
-    DiskStore(root).close()
-    assert os.listdir(root / "manifests") == ["train.safetensors"]

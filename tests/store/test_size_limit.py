@@ -26,7 +26,7 @@ from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
-from latentcache.store.upkeep import prune, verify
+from latentcache.store.upkeep import prune
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 STEPS = int(os.environ.get("LATENTCACHE_LIMIT_STEPS", "300"))
@@ -207,16 +207,6 @@ def cache(tmp_path: Path) -> Path:
 def left(cache: Path) -> set[int]:
     with DiskStore(cache, read_only=True) as store:
         return {number for number in range(8) if store.find([key(number)])}
-
-
-def test_packs_of_which_something_stays_are_rewritten(cache: Path) -> None:
-    entry_bytes = entry(0).num_bytes
-    report = shrink(cache, 7 * entry_bytes + 40_000)
-    assert left(cache) == {0, 2, 3, 4, 5, 6, 7} and report.num_entries == 1
-    assert packs_bytes(cache) == report.file_bytes_left <= 7 * entry_bytes + 40_000
-    report = shrink(cache, 0)
-    assert left(cache) == {0, 4} and report.file_bytes_left > 0
-    assert verify(cache).ok
 
 
 @pytest.mark.parametrize("max_bytes", [0, None], ids=["to a limit", "all"])

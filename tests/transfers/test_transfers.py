@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -15,7 +17,7 @@ from helpers.remote_samples import entries_of, make_manifest
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import CaptionRef
-from latentcache.errors import DatasetError, StoreError
+from latentcache.errors import DatasetError, StorageFullError, StoreError
 from latentcache.remote.transfer import End, Move, merged, transfer
 from latentcache.store import DiskStore
 from latentcache.store.upkeep import compact, rebuild, verify
@@ -243,8 +245,8 @@ def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
         return target_finds(keys)
 
     here, there = End.open(source), End.open(target, is_target=True)
-    target_finds = there.find
-    monkeypatch.setattr(there, "find", find)
+    target_finds = there.index.find
+    monkeypatch.setattr(there.index, "find", find)
     report = Move(here, there).run()
     for end in (here, there):
         end.transport.close()
@@ -252,6 +254,25 @@ def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
     assert all("is gone since it was listed: run the same command again" in report.refused[pack] for pack in gone)
     assert transfer(source, target).ok
     check(target, range(32))
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing half written is left, and the same command goes on when there is room."""
+    source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
+    real = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if len(data) > 4096:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageFullError, match="free some space"):
+            transfer(source, target)
+    assert packs_of(target) == {} and not list(target.rglob("*.tmp"))
+    assert transfer(source, target).ok
+    check(target, range(16))
 
 
 def test_a_source_is_not_written(tmp_path: Path) -> None:

@@ -174,17 +174,3 @@ threading.Thread(target=consume).start()
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.stdout.strip(), ran.stderr) == ("[0, 1, 2, 3]", "")
-
-
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "signal.raise_signal(signal.SIGINT)"])
-def test_the_process_ends_in_the_middle_of_an_iteration(ending: str) -> None:
-    program = f"""
-import itertools, signal
-from latentcache.utils.concurrency import Prefetcher
-signal.signal(signal.SIGINT, signal.default_int_handler)
-items = Prefetcher((number for number in itertools.count()), 2)
-assert next(items) == 0
-{ending}
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == (0 if not ending else 3 if "SystemExit" in ending else -2), ran.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -47,29 +46,6 @@ def test_a_refused_write_leaves_the_old_file(
     assert (tmp_path / "file").read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
 
-def test_a_sweep_of_what_cannot_be_listed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sweep_temporaries(tmp_path / "none")
-    assert "not searched" in caplog.text
-
-
-def test_a_disk_that_fills_up_while_a_file_is_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, num_calls = os.write, 0
-
-    def fill_up(fd: int, view: memoryview) -> int:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, view[:8192])
-
-    monkeypatch.setattr(os, "write", fill_up)
-    with pytest.raises(StorageFullError), sealed_file(tmp_path / "file", 40_000) as fd:
-        write_all(fd, bytes(40_000))
-    assert num_calls == 3 and os.listdir(tmp_path) == []
-
-
 def test_a_small_file_is_read_and_a_large_one_refused(tmp_path: Path) -> None:
     write_sealed(tmp_path / "file", b"data")
     assert read_small_file(tmp_path / "file", 4) == b"data"
@@ -88,10 +64,3 @@ def test_what_dead_writers_left_is_swept_and_what_others_write_stays(tmp_path: P
         assert not (tmp_path / ".dead.tmp").exists()
         write_all(fd, b"data")
     assert os.listdir(tmp_path) == ["alive"]
-
-
-def test_a_new_file_replaces_none(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "file", b"old")
-    with pytest.raises(FileExistsError), sealed_file(tmp_path / "file", 3, is_new=True) as fd:
-        write_all(fd, b"new")
-    assert (tmp_path / "file").read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]

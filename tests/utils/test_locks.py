@@ -152,20 +152,6 @@ def test_a_disk_that_fails_is_our_own_error(tmp_path: Path, monkeypatch: pytest.
         pass
 
 
-def test_one_byte_is_locked_and_closing_another_descriptor_frees_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "a.lock"
-    one, two, three = (os.open(path, file_locks.OPEN_FLAGS) for _ in range(3))
-    assert file_locks.take(one, at=5) and not file_locks.take(two, at=5) and file_locks.take(two, at=6)
-    os.close(three)
-    assert not file_locks.take(two, shared=True, at=5)
-    file_locks.release(one, 5)
-    assert file_locks.take(two, shared=True, at=5) and file_locks.take(one, shared=True, at=5)
-    assert not file_locks.take(one, at=5), "the other one shares it"
-    os.close(two)
-    assert file_locks.take(one, at=5)
-    os.close(one)
-
-
 def test_a_disk_without_room_for_the_note_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.lock"
 
