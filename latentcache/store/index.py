@@ -61,9 +61,10 @@ process_lock = threading.RLock()
 
 A new lock in the child would not do: SQLite would roll back there what the parent is writing.
 """
-os.register_at_fork(
-    before=process_lock.acquire, after_in_parent=process_lock.release, after_in_child=process_lock.release
-)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(
+        before=process_lock.acquire, after_in_parent=process_lock.release, after_in_child=process_lock.release
+    )
 
 
 class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types

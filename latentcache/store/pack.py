@@ -355,9 +355,12 @@ def read_row(path: Path) -> PackRow:
     about what it holds.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
-        fd = file.fileno()
-        source = PackBytes(path, os.fstat(fd).st_size, lambda offset, number: os.pread(fd, number, offset))
-        return row_in(path.stem, source)[0]
+
+        def fetch(offset: int, number: int) -> bytes:
+            file.seek(offset)  # Windows has no pread
+            return file.read(number)
+
+        return row_in(path.stem, PackBytes(path, os.fstat(file.fileno()).st_size, fetch))[0]
 
 
 def map_pack(path: Path, num_bytes: int) -> np.ndarray:
