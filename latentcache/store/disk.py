@@ -457,12 +457,12 @@ class DiskStore(PackReader):
             empty = table.empty_packs()
             if packs is not None:
                 empty &= set(packs)
+            self.release(empty)  # before: Windows removes no file that is mapped
             gone = {pack for pack in empty if self.directory.remove_pack(pack)}
             if gone:
                 with self._changing() as rows:
                     for pack in gone:
                         rows.remove(pack)
-        self.release(gone)
         return gone
 
 
