@@ -103,7 +103,9 @@ class DiskStore(PackReader):
             logger.warning("%s", error)  # what is there can be read all the same, and removed
 
     def _read_packs(self, error: StoreError) -> None:
-        logger.warning("%s The packs' headers are read instead; nothing is written.", error)
+        # A snapshot of the hub has no index.
+        level = logging.WARNING if self.directory.index.exists() else logging.INFO
+        logger.log(level, "%s The packs' headers are read instead; nothing is written.", error)
         self._index = None
         rows, refused = read_rows(self.directory, self.directory.pack_sizes())
         self._table = LocationTable(rows.values())

@@ -58,7 +58,7 @@ def keeps_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refusing(call: Any, target: int) -> Any:
         def replaced(*paths: Any, **options: Any) -> Any:
-            if any(line.endswith(os.path.realpath(paths[target])) for line in MAPS.read_text().splitlines()):
+            if f"{os.path.realpath(paths[target])}\n" in MAPS.read_text():
                 raise PermissionError(13, "in use", str(paths[target]))
             return call(*paths, **options)
 
