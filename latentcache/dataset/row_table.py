@@ -393,7 +393,7 @@ class RowTable(Mapping[str, Row]):
         for place in range(found.shape[1]):
             here = np.flatnonzero(starts + place < ends)
             found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
-        return found.reshape(len(numbers), -1)
+        return found.reshape(len(numbers), 2 * found.shape[1])
 
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: uint32 [m]."""

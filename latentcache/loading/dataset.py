@@ -27,6 +27,7 @@ from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import SIZES, ManifestSamples, SampleRef, common_facts, remembered
 from latentcache.loading.sampler import Visit
+from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
 from latentcache.types import Batch, ClipSize, Extent, Size
@@ -122,6 +123,8 @@ class LatentDataset(Dataset[Batch]):
         """The number of the caption, where it is not drawn at each visit (`draws`)."""
         self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
         self._opened: tuple[int, LatentCache] | None = None
+        if kind_of(self.path) == "hub":  # workers read this snapshot too: there may be a newer one
+            self._options |= {"path": self.cache.path, "read_only": True, "unverified": self.cache.unverified}
         known = self.cache.dataset_names()
         self.names = known if manifest is None else [manifest] if isinstance(manifest, str) else list(manifest)
         """The names of the manifests."""

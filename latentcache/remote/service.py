@@ -20,7 +20,7 @@ from urllib3.response import BaseHTTPResponse
 from latentcache.config import RETRY_S, TOKEN_VARIABLE
 from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
-from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport
+from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, NUM_THREADS, Listed, Transport
 from latentcache.store.directory import pack_name
 from latentcache.store.entry import check_key, is_pack_id
 from latentcache.utils.json_document import to_bytes
@@ -36,7 +36,7 @@ UPLOAD_ANSWER_S = 300.0
 _CONNECT_S = 5.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 2.0
 _ATTEMPTS = 3  # that fit into the time for retries where a service accepts a connection, and then says nothing
-_MAX_CONNECTIONS = 8  # that are kept
+_MAX_CONNECTIONS = NUM_THREADS  # that are kept; urllib3 warns of each that it drops
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING = (408, 429, 502, 503, 504)  # while a service, or a proxy before it, is overloaded or starts
 _PARTIAL, _UNAUTHORIZED, _MISSING, _CHANGED = 206, 401, 404, 412

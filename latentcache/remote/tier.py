@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from latentcache.errors import RemoteError, StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.location import HUB
 from latentcache.remote.transport import Transport, read_pack
+from latentcache.store.directory import KEEPS_MAPPED
 from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
 
@@ -23,6 +25,7 @@ NUM_THREADS = 4
 MAX_AHEAD = 32
 """The most packs that may be on their way ahead of their use: a window of pack order and one more. Any others are
 fetched when they are read."""
+_PART = ".part"
 _LEFT_S = 3600.0  # what a dead process left half written is removed after this
 
 logger = logging.getLogger("latentcache")
@@ -155,11 +158,13 @@ class Tier:
         self._make_room(pack)
 
     def _write(self, path: Path, data: memoryview) -> None:
-        temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
+        temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}{_PART}")
         try:
             path.parent.mkdir(exist_ok=True)
             try:
                 temporary.write_bytes(data)
+                if KEEPS_MAPPED and path.exists():
+                    path.rename(path.with_suffix(f".{uuid.uuid4().hex[:8]}{_PART}"))  # swept when nobody has it mapped
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -179,14 +184,11 @@ class Tier:
                 for path, status in files:
                     if num_bytes <= self._max_bytes:
                         break
-                    if path.stem != wanted:
-                        with suppress(FileNotFoundError):
-                            path.unlink()
+                    if path.stem != wanted and self._remove(path):
                         num_bytes -= status.st_size
                         gone.append(path.stem)
         except StoreBusyError:
             return  # another process makes room
-        self._release(gone)
         if not self._has_warned and not self._fetched.isdisjoint(gone):
             self._has_warned = True
             logger.warning(
@@ -195,6 +197,17 @@ class Tier:
                 self._packs.parent,
                 f"{self._max_bytes:,}",
             )
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a pack's file. False if that must wait: Windows removes no file that is mapped."""
+        self._release([path.stem])  # before: this process may have mapped it
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if not (KEEPS_MAPPED and isinstance(error, PermissionError)):
+                raise _not_kept(path, error) from error
+            return False
+        return True
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = []
@@ -206,12 +219,11 @@ class Tier:
     def remove(self, packs: Collection[str]) -> None:
         """Remove packs that are gone there."""
         for pack in packs:
-            with suppress(OSError):
-                self.path(pack).unlink(missing_ok=True)
-        self._release(packs)
+            with suppress(StoreError):
+                self._remove(self.path(pack))
 
     def _sweep(self) -> None:
-        for path in self._packs.glob("*/*.part"):
+        for path in self._packs.glob(f"*/*{_PART}"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _LEFT_S:
                     path.unlink()

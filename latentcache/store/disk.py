@@ -107,7 +107,9 @@ class DiskStore(PackReader):
             logger.warning("%s", error)  # what is there can be read all the same, and removed
 
     def _read_packs(self, error: StoreError) -> None:
-        logger.warning("%s The packs' headers are read instead; nothing is written.", error)
+        # A snapshot of the hub has no index.
+        level = logging.WARNING if self.directory.index.exists() else logging.INFO
+        logger.log(level, "%s The packs' headers are read instead; nothing is written.", error)
         self._index = None
         rows, refused = read_rows(self.directory, self.directory.pack_sizes())
         self._table = LocationTable(rows.values())
@@ -441,12 +443,12 @@ class DiskStore(PackReader):
             empty = table.empty_packs()
             if packs is not None:
                 empty &= set(packs)
+            self.release(empty)  # before: Windows removes no file that is mapped
             gone = {pack for pack in empty if self.directory.remove_pack(pack)}
             if gone:
                 with self._changing() as rows:
                     for pack in gone:
                         rows.remove(pack)
-        self.release(gone)
         return gone
 
 

@@ -192,7 +192,7 @@ class Index:
             # One at a time: making the tables is not one transaction. Half of them are a damaged index.
             with process_lock, locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
                 if not self._database.exists():
-                    with self.transaction():
+                    with self._begun():
                         pass  # it makes the tables, and the first generation
 
     def _check_exists(self) -> None:
@@ -210,6 +210,12 @@ class Index:
         """Hold the database alone. Inside, use the transaction's methods only. Durable when the block is left."""
         if self.read_only:
             raise ReadOnlyError(self.path)
+        self._check_exists()  # else diskcache makes another one, in which no pack is known
+        with self._begun() as transaction:
+            yield transaction
+
+    @contextmanager
+    def _begun(self) -> Iterator[Transaction]:
         with process_lock, self._typed_errors():
             if self._cache is None:  # as late as possible: opening one writes all its settings, row by row
                 try:
@@ -237,7 +243,6 @@ class Index:
                 # A live writer's journal can look like a dead one's for a moment, which a reader may not roll back.
                 passes = self.read_only and _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
                 if not passes or time.monotonic() >= until:
-                    self._check_exists()
                     raise
             time.sleep(_POLL_S)
 
@@ -265,6 +270,8 @@ class Index:
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
         elif isinstance(error, FileExistsError | NotADirectoryError):
             return IndexDamagedError(self.path, "it is no folder")
+        elif code == sqlite3.SQLITE_CANTOPEN and not self._database.exists():
+            return IndexDamagedError(self.path, "it does not exist")
         elif isinstance(error, OSError) or code in _UNREACHABLE:
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.remote_samples import COMMON, make_cache
 from torch.utils.data import DataLoader
 
-from latentcache import LatentCache, LatentDataset
+from latentcache import LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.row_table import Row
 from latentcache.errors import SampleError, StoreError
+from latentcache.loading.dataset import Order
 from latentcache.loading.sampler import BucketBatchSampler, Visit
 from latentcache.precache.run import run_precache
+from latentcache.types import Refusal
 
 
 @pytest.fixture
@@ -113,6 +119,22 @@ def test_what_a_dataset_cannot_give_is_refused_when_it_is_made(make_config: Call
         run_precache(make_config(**{"datasets.0.name": "other"}))
         with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
             LatentDataset(config.cache.path, names)
+
+
+@pytest.mark.parametrize("order", ["random", "packs"])
+def test_a_manifest_in_which_all_is_refused_has_no_items(tmp_path: Path, order: Order) -> None:
+    path = make_cache(tmp_path / "cache")
+    refusal = Refusal("x.png", "x.png", "truncated", "ends too early")
+    rows = {"x.png": Row("x.png", "x.png", None, (), (), refusal)}
+    ManifestFolder(path / "manifests").write(Manifest("refused", "train", 3, COMMON, rows))
+    for names, num_items in ((["refused"], 0), (["served", "refused"], 48), (["refused", "served"], 48)):
+        dataset = LatentDataset(path, names, order=order)
+        with LatentLoader(BucketBatchSampler(dataset, 4), device="cpu") as loader:
+            assert sum(len(batch["sample_id"]) for batch in loader) == len(dataset) == num_items
+            loader.load_state_dict(loader.state_dict())
+            if not num_items:
+                with pytest.raises(StoreError, match="no batch"):
+                    loader.forever()
 
 
 def test_a_sample_without_captions_is_named_when_one_is_drawn(config: Config) -> None:

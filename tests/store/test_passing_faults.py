@@ -91,7 +91,7 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
 def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, error):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
-        monkeypatch.setattr(os, "pread", lambda *_, **__: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(os, "read", lambda *_, **__: (_ for _ in ()).throw(error))
         report = rebuild(store)
         assert len(report.unreadable) == 1
         monkeypatch.undo()

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from store_samples import assert_holds, flip, key, pack_of, payload, sample, samples
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError
+from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreBusyError
 from latentcache.store import DiskStore, disk
 from latentcache.store.upkeep import compact, prune, rebuild, verify
+from latentcache.utils.durable_files import remove_whole
 
 NUMBERS = range(14)
 
@@ -185,3 +186,15 @@ def test_a_pack_that_was_put_back_is_read_again(root):
         rebuild(store)
         assert_holds(store, *[0, 1])
         assert verify(store).ok
+
+
+def test_an_index_that_is_deleted_under_a_store_is_not_replaced_by_an_empty_one(root):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        remove_whole(root / "index")
+        for change in (lambda: store.add(samples(2)), lambda: store.remove([key(1)])):
+            with pytest.raises(IndexDamagedError, match="latentcache rebuild"):
+                change()
+        assert same(store.get(key(0)), sample(0)), "what is known is read all the same"
+        rebuild(store)
+        assert_knows(store, [0, 1, 2])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.hub_snapshot import snapshot_of
 from helpers.remote_samples import NUM_SAMPLES, make_cache, make_manifest
+from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import CacheConfig
@@ -41,7 +42,9 @@ def asked(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     return requests
 
 
-def test_a_snapshot_is_read_as_a_cache(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_snapshot_is_read_as_a_cache(
+    cache: Path, asked: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with LatentCache(URL) as there, LatentCache(cache) as here:
         assert there.sample_ids() == here.sample_ids() and len(there.sample_ids()) == NUM_SAMPLES
         for ids in (here.sample_ids()[0::2], here.sample_ids()[1::2]):
@@ -49,6 +52,7 @@ def test_a_snapshot_is_read_as_a_cache(cache: Path, asked: list[dict[str, Any]],
             assert torch.equal(left["moments"], right["moments"])
             assert torch.equal(left["prompt_embeds"], right["prompt_embeds"])
         assert there.manifests.read("served") == make_manifest()
+    assert not caplog.records, "nothing is wrong"
     [request] = asked
     assert request["repository"] == "someone/photos" and request["repo_type"] == "dataset"
     folder = tmp_path / "xdg" / "latentcache"
@@ -66,6 +70,16 @@ def test_a_loader_reads_it_in_both_orders(cache: Path, asked: list[dict[str, Any
             dataset.cache.close()
         assert all(map(torch.equal, *found)) and len(found[0]) == NUM_SAMPLES // 4
     assert {request["revision"] for request in asked} == {"v1"}
+
+
+def test_workers_read_the_snapshot_that_the_dataset_was_made_with(
+    cache: Path, asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = LatentDataset(URL)
+    newer = snapshot_of(make_cache(tmp_path / "newer", num_samples=16), tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repository, **options: str(newer))
+    batches = DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, 4), num_workers=1)
+    assert sorted(name for batch in batches for name in batch["sample_id"]) == sorted(dataset.cache.sample_ids())
 
 
 def test_it_is_verified_pulled_and_not_written(
