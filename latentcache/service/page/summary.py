@@ -10,10 +10,10 @@ import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import RowTable, hex_of
+from latentcache.dataset.row_table import RowTable
 from latentcache.errors import LatentCacheError
 from latentcache.identity import PartIdentity
-from latentcache.service.page.views import CutCaptions, Gallery, Manifests
+from latentcache.service.page.views import Gallery, Manifests
 from latentcache.store.base import StoreStats
 from latentcache.store.disk import DiskStore
 from latentcache.types import Refusal
@@ -21,8 +21,6 @@ from latentcache.types import Refusal
 _LOOKED_AT = 64
 """Samples of a dataset that are asked where the models came from."""
 _CHUNK = 256
-_KEYS = 4096
-"""Keys that are in memory as text at once: those of a million samples take 100 MB."""
 LISTED = 200
 """Rows that a table of the page shows, at most."""
 
@@ -67,13 +65,14 @@ def overview(gallery: Gallery) -> Overview:
         except LatentCacheError as error:
             datasets.append(DatasetSummary(name, None, str(error)))
     tables = [found.manifest.rows for found in datasets if found.manifest is not None]
+    cut = gallery.cut_captions.flags_of
     return Overview(
         store.stats(),
         tuple(datasets),
         num_samples=sum(map(len, tables)),
         num_refused=sum(len(table.refusals) for table in tables),
         num_uncaptioned=sum(map(_num_uncaptioned, tables)),
-        num_cut=sum(_num_cut(table, gallery.cut_captions) for table in tables),
+        num_cut=sum(len(table.rows_with_captions(cut(table.columns["caption/keys"]))) for table in tables),
     )
 
 
@@ -81,15 +80,6 @@ def _num_uncaptioned(table: RowTable) -> int:
     """How many usable rows have no caption, or empty ones."""
     ends = table.columns["caption/text/offsets"][table.columns["caption/offsets"]]
     return int((ends[1:] == ends[:-1])[table.usable()].sum())
-
-
-def _num_cut(table: RowTable, cut_captions: CutCaptions) -> int:
-    """How many usable rows have a caption that was cut off."""
-    keys = table.columns["caption/keys"]
-    flags = [cut_captions.flags(hex_of(keys[at : at + _KEYS])) for at in range(0, len(keys), _KEYS)]
-    ends = np.concatenate([[0], np.concatenate([np.zeros(0, np.bool_), *flags]).cumsum()])
-    ends = ends[table.columns["caption/offsets"]]
-    return int((ends[1:] > ends[:-1])[table.usable()].sum())
 
 
 def models_of(store: DiskStore, datasets: Iterable[DatasetSummary]) -> list[Model]:

@@ -1,0 +1,75 @@
+"""Which captions of a cache are cut: they have more tokens than the text encoders read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from latentcache.errors import PackError
+from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.store.disk import DiskStore
+from latentcache.store.pack import WholePack
+
+_KEYS = 4096
+"""Keys that are in memory as text at once: those of a million samples take 100 MB."""
+
+
+def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -> int:
+    """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
+
+    It is 0 where nobody counted the tokens, and for a family that is unknown here.
+    """
+    encoding, num_tokens = identity.get("encoding"), provenance.get("num_tokens")
+    recipe = encoding if isinstance(encoding, Mapping) else {}
+    family = recipe.get("family", DEFAULT)
+    if type(num_tokens) is not int or family not in FAMILIES:
+        return 0
+    numbers = {name: value for name, value in recipe.items() if type(value) is int}
+    return max(0, num_tokens - family_named(family).token_limit({}, numbers))
+
+
+class CutCaptions:
+    """Knows which captions their text encoders did not read to the end. Threads may share it.
+
+    Records say it. Those of a pack are read once: a pack never changes.
+    """
+
+    def __init__(self, store: DiskStore):
+        self._store = store
+        self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
+
+    def flags_of(self, digests: np.ndarray) -> np.ndarray:
+        """As `flags`, of the keys in a column: uint8 [n, 32]."""
+        flags = np.zeros(len(digests), np.bool_)
+        for at in range(0, len(digests), _KEYS):
+            flags[at : at + _KEYS] = self.flags([digest.tobytes().hex() for digest in digests[at : at + _KEYS]])
+        return flags
+
+    def flags(self, keys: Sequence[str]) -> np.ndarray:
+        """Whether each caption was cut off: bool [n]. Those of a damaged pack are not known to be."""
+        packs, places = self._store.places(keys)
+        flags = np.zeros(len(keys), np.bool_)
+        for number in np.unique(places[:, 0]).tolist():
+            if number >= 0:
+                here = places[:, 0] == number
+                flags[here] = self._cut_in(packs[number])[places[here, 1]]
+        return flags
+
+    def _cut_in(self, pack: str) -> np.ndarray:
+        if (known := self._by_pack.get(pack)) is not None:
+            return known
+        path = self._store.path_of(pack)
+        try:
+            whole = WholePack.in_file(path)
+        except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
+            return np.zeros(self._store.table.packs[pack].num_entries, np.bool_)
+        cut = np.zeros(len(whole.row.keys), np.bool_)
+        for row in range(len(cut)):
+            if whole.row.pack.group_of(row).kind == "text":
+                record = msgspec.json.decode(whole.json(row))
+                cut[row] = num_cut_tokens(record["identity"], record["provenance"]) > 0
+        self._by_pack[pack] = cut
+        return cut
