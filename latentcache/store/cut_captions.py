@@ -17,18 +17,43 @@ _KEYS = 4096
 """Keys that are in memory as text at once: those of a million samples take 100 MB."""
 
 
+class _Identity(msgspec.Struct, gc=False):
+    encoding: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Provenance(msgspec.Struct, gc=False):
+    num_tokens: Any = None
+
+
+class _Record(msgspec.Struct, gc=False):
+    """What counts of the record of a text. Texts of a pack have one recipe or a few: it is decoded once."""
+
+    identity: _Identity
+    provenance: _Provenance
+
+
+_RECORDS = msgspec.json.Decoder(_Record)
+
+
 def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -> int:
     """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
 
     It is 0 where nobody counted the tokens, and for a family that is unknown here.
     """
-    encoding, num_tokens = identity.get("encoding"), provenance.get("num_tokens")
+    return _num_above(_limit_of(identity.get("encoding")), provenance.get("num_tokens"))
+
+
+def _limit_of(encoding: Any) -> int | None:
+    """How many tokens the text encoders read with this recipe; None for a family that is unknown here."""
     recipe = encoding if isinstance(encoding, Mapping) else {}
     family = recipe.get("family", DEFAULT)
-    if type(num_tokens) is not int or family not in FAMILIES:
-        return 0
-    numbers = {name: value for name, value in recipe.items() if type(value) is int}
-    return max(0, num_tokens - family_named(family).token_limit({}, numbers))
+    if family not in FAMILIES:
+        return None
+    return family_named(family).token_limit({}, {name: value for name, value in recipe.items() if type(value) is int})
+
+
+def _num_above(limit: int | None, num_tokens: Any) -> int:
+    return 0 if limit is None or type(num_tokens) is not int else max(0, num_tokens - limit)
 
 
 class CutCaptions:
@@ -40,6 +65,7 @@ class CutCaptions:
     def __init__(self, store: DiskStore):
         self._store = store
         self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
+        self._limits = dict[bytes, int | None]()  # by recipe
 
     def flags_of(self, digests: np.ndarray) -> np.ndarray:
         """As `flags`, of the keys in a column: uint8 [n, 32]."""
@@ -69,7 +95,10 @@ class CutCaptions:
         cut = np.zeros(len(whole.row.keys), np.bool_)
         for row in range(len(cut)):
             if whole.row.pack.group_of(row).kind == "text":
-                record = msgspec.json.decode(whole.json(row))
-                cut[row] = num_cut_tokens(record["identity"], record["provenance"]) > 0
+                record = _RECORDS.decode(whole.json(row))
+                recipe = bytes(record.identity.encoding)
+                if recipe not in self._limits:
+                    self._limits[recipe] = _limit_of(msgspec.json.decode(recipe))
+                cut[row] = _num_above(self._limits[recipe], record.provenance.num_tokens) > 0
         self._by_pack[pack] = cut
         return cut
