@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,14 +11,11 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import RowTable
 from latentcache.errors import LatentCacheError
-from latentcache.identity import PartIdentity
 from latentcache.service.page.views import Gallery, Manifests
 from latentcache.store.base import StoreStats
 from latentcache.store.disk import DiskStore
 from latentcache.types import Refusal
 
-_LOOKED_AT = 64
-"""Samples of a dataset that are asked where the models came from."""
 _CHUNK = 256
 LISTED = 200
 """Rows that a table of the page shows, at most."""
@@ -32,15 +28,6 @@ class DatasetSummary:
     name: str
     manifest: Manifest | None
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One part of the models that a cache was encoded with: classes with their identities, and where they were from."""
-
-    part: str
-    names: Sequence[str]
-    origins: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +67,6 @@ def _num_uncaptioned(table: RowTable) -> int:
     """How many usable rows have no caption, or empty ones."""
     ends = table.columns["caption/text/offsets"][table.columns["caption/offsets"]]
     return int((ends[1:] == ends[:-1])[table.usable()].sum())
-
-
-def models_of(store: DiskStore, datasets: Iterable[DatasetSummary]) -> list[Model]:
-    """The models that the manifests name, and where they were loaded from, as a few records of each dataset say."""
-    names: dict[str, set[str]] = {}
-    origins: dict[str, set[str]] = {}
-    for manifest in (dataset.manifest for dataset in datasets):
-        if manifest is None:
-            continue
-        for encoding in ("image_encoding", "text_encoding"):
-            for part, value in (manifest.common.get(encoding) or {}).items():
-                if isinstance(value, Mapping):
-                    names.setdefault(part, set()).add(f"{value.get('class_name', '')} {_short_name(value)}")
-        rows = [row for row in manifest.rows.rows(0, _LOOKED_AT) if row.refusal is None]
-        keys = [row.images[0].key for row in rows if row.images][:1]
-        keys += [row.captions[0].key for row in rows if row.captions][:1]
-        for key in store.find(keys):
-            models = store.record(key).provenance.get("models")
-            for part, origin in models.items() if isinstance(models, Mapping) else ():
-                origins.setdefault(str(part), set()).add(str(origin))
-    return [Model(part, sorted(names[part]), sorted(origins.get(part, ()))) for part in names]
-
-
-def _short_name(part: Mapping[str, Any]) -> str:
-    try:
-        return PartIdentity(**part).name
-    except TypeError:
-        return "?"
 
 
 @dataclass(frozen=True, slots=True)
