@@ -141,7 +141,7 @@ class BucketsConfig(Section):
     """`latentcache`: longest side of a bucket divided by its shortest, at most."""
     resolution: int = Field(1024, ge=64, le=_MAX_SIDE)
     """All other rules: the trainer's resolution, the side of its square in pixels. An area of 1.0 in SimpleTuner is
-    1000."""
+    1000. `latentcache`: without `area`, the side of a square of that area."""
     step: int = Field(64, ge=8, le=1024, multiple_of=8)
     """Height and width of a bucket are multiples of this many pixels. `diffusers` has none."""
     square: bool = False
@@ -160,6 +160,15 @@ class BucketsConfig(Section):
     Without any, every image is cropped to one square."""
     resample: Literal["lanczos", "bilinear"] | None = None
     """`diffusers`: image_interpolation_mode. null: lanczos, and bilinear for `sizes`, as the scripts have it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolution_as_area(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or "area" in value or value.get("rule", "latentcache") != "latentcache":
+            return value
+        side = str(value.get("resolution", ""))
+        rest = {name: setting for name, setting in value.items() if name != "resolution"}
+        return {**rest, "area": int(side) ** 2} if side.isdecimal() else value
 
     @model_validator(mode="after")
     def _fit_the_rule(self) -> BucketsConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 import types
 import typing
@@ -66,7 +67,8 @@ def _checked(section: type[Checked], settings: Mapping[str, Any], source: str | 
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
         first = ".".join(str(part) for part in faults[0]["loc"])
-        raise ConfigError("\n  ".join(_describe(fault) for fault in faults), source=source, key=first) from None
+        lines = dict.fromkeys(map(_describe, faults))  # each member of a union has a fault of its own
+        raise ConfigError("\n  ".join(lines), source=source, key=first) from None
 
 
 def _describe(fault: Mapping[str, Any]) -> str:
@@ -81,7 +83,19 @@ def _describe(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ")
         return f"{dotted}: {message}" if location else message
-    return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
+    return f"{dotted}: {_wanted(dotted, fault) or fault['msg']} (met: {fault['input']!r})"
+
+
+def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
+    """What a setting takes, where the schema's own words do not help; None for the others."""
+    if dotted == "encode.batch_size":
+        return "give 'auto' or a whole number from 1"
+    if dotted.endswith(".area") and fault["type"] == "int_parsing":
+        return "give a number of pixels, such as 1048576 for 1024x1024"
+    if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
+        near = re.sub("[^A-Za-z0-9_-]+", "-", fault["input"]).strip("-_")[:64]
+        return "a name has at most 64 letters, digits, - and _" + (f"; {near!r} would do" if near else "")
+    return None
 
 
 MEANT = {"datasets.N.path": "datasets.N.source.path"}

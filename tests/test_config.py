@@ -130,12 +130,41 @@ def test_flags_that_no_control_image_or_mask_has_are_named(
         load_config(path, overrides={"datasets": {"photos": flags}})
 
 
+@pytest.mark.parametrize("flags", [{}, {"resolution": "512"}, {"resolution": "512", "area": "65536"}], ids=str)
+def test_resolution_is_the_side_of_an_area(tmp_path: Path, flags: dict[str, str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], "buckets": {"resolution": 768}}]}))
+    if "area" in flags:  # which of them counts?
+        with pytest.raises(ConfigError, match="resolution is no setting of rule latentcache"):
+            load_config(path, overrides={"datasets": {"0": {"buckets": flags}}})
+        return
+    [found] = load_config(path, overrides={"datasets": {"0": {"buckets": flags}}}).datasets
+    assert found.buckets.area == int(flags.get("resolution", 768)) ** 2
+
+
+@pytest.mark.parametrize("dataset", [{}, {"mask": None}, {"mask": {"suffix": "_x"}}, {"mask": "alpha"}], ids=str)
+def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: dict[str, Any]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
+    flags = {"mask": {"suffix": "_m", "alpha": "false"}}
+    [found] = load_config(path, overrides={"datasets": {"0": flags}}).datasets
+    assert found.mask is not None and (found.mask.suffix, found.mask.alpha) == ("_m", False)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
         ({"encode": {"vae_dtype": "fp8"}}, r"encode\.vae_dtype: .*'float16'.*met: 'fp8'"),
-        ({"encode": {"batch_size": 0}}, r"encode\.batch_size: .*greater than or equal to 1.*met: 0"),
+        (
+            {"encode": {"batch_size": 0}},
+            r"encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$",
+        ),
+        (
+            {"datasets": [{"name": "a", "source": {"path": "x"}, "buckets": {"area": "1024x1024"}}]},
+            r"buckets\.area: give a number of pixels, such as 1048576 for 1024x1024 \(met: '1024x1024'\)$",
+        ),
+        ({"datasets": [{"name": "my style!", "source": {"path": "x"}}]}, r"datasets\.0\.name: .*'my-style' would do"),
         ({"encode": {"cache_latents": True}}, r"encode\.cache_latents: unknown setting$"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
         ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from latentcache.cli.options import AsJson, Switch
+from latentcache.cli.options import AsJson, Strict, Switch
 from latentcache.cli.output import finish
 from latentcache.config import CacheConfig, Config, location_of
 from latentcache.config_file import load_config, number_of_bytes, parse_buckets
@@ -55,6 +55,7 @@ class ImportOptions:
     """Chooses the entries that are encoded again."""
     no_scale_check: Switch = False
     """Do not compare the latents' standard deviation with the family's: they are of another VAE."""
+    strict: Strict = False
     as_json: AsJson = False
 
 
@@ -70,6 +71,7 @@ class SourceOptions:
     """Also export entries that were imported and not verified."""
     seed: int | None = None
     """Export a draw of the moments with this seed. Default: their mean."""
+    strict: Strict = False
     as_json: AsJson = False
 
 
@@ -250,7 +252,8 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
             verification=verification,
             progress=ShownProgress(),
         )
-    return finish(report, options.as_json, has_faults=report.has_faults)
+    is_lacking = options.strict and bool(report.refused or report.incomplete)
+    return finish(report, options.as_json, has_faults=is_lacking or bool(report.unequal))
 
 
 def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
@@ -264,7 +267,8 @@ def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
         if source.manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
         report = export(cache, source.manifest or names[0], seed=source.seed, progress=ShownProgress())
-    return finish(report, source.as_json, has_faults=report.has_faults)
+    has_faults = bool(report.num_unread or (source.strict and report.skipped))
+    return finish(report, source.as_json, has_faults=has_faults)
 
 
 def _lines(path: Path) -> tuple[str, ...]:

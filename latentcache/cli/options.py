@@ -51,7 +51,7 @@ Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, o
 LocalTarget = Annotated[str | None, Parameter(help="The cache's directory, or a config: no URL.")]
 StoredTarget = Annotated[str | None, Parameter(help="The cache's directory, the URL of a bucket, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
-Strict = Annotated[bool, Parameter(negative="", help="Make the exit code 1 where samples are refused.")]
+Strict = Annotated[bool, Parameter(negative="", help="Make the exit code 1 also where something is refused.")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
 

@@ -400,6 +400,10 @@ class RowTable(Mapping[str, Row]):
         refused = self.columns["refusal/rows"]
         return np.setdiff1d(np.arange(len(self), dtype=np.uint32), refused, assume_unique=True)
 
+    def rows_with_captions(self, flags: np.ndarray) -> np.ndarray:
+        """The numbers of the usable rows with a caption whose flag is set, ascending. `flags`: bool [captions]."""
+        return np.intersect1d(self._rows_of({"caption": np.flatnonzero(flags)}), self.usable())
+
     def unverified(self) -> np.ndarray:
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
         return self._rows_of({name: np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES})

@@ -180,6 +180,7 @@ class Export:
             return None
 
     def _skip_unread(self, sample: ExportSample | Row, error: StoreError) -> None:
+        self.report.num_unread += 1
         self.skip(sample, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
 
     def _latents(self, ref: ImageRef | PartRef) -> _Latents:

@@ -89,11 +89,6 @@ class ImportReport(InteropReport):
     seconds: float = 0.0
     cache: str | None = None
 
-    @property
-    def has_faults(self) -> bool:
-        """Whether anything was refused, is incomplete, or is known to differ from what encoding gives."""
-        return bool(self.refused or self.incomplete or self.unequal)
-
     def to_json(self) -> dict[str, Any]:
         """All fields and the numbers of refusals, with seconds to the millisecond."""
         counts = {"num_refused": len(self.refused), "num_incomplete": len(self.incomplete)}
@@ -129,15 +124,12 @@ class ExportReport(InteropReport):
     num_files: int = 0
     skipped: list[Refusal] = field(default_factory=list)
     """Samples that were not exported: they are refused in the manifest, or the format cannot express them."""
+    num_unread: int = 0
+    """Of these, samples with an entry that is damaged or gone: precache encodes it again."""
     num_other_buckets: int = 0
     """Samples whose bucket the trainer would not make of that image."""
     buckets: dict[str, Any] = field(default_factory=dict)
     """The trainer's buckets that were compared with; empty for what was imported from it."""
-
-    @property
-    def has_faults(self) -> bool:
-        """Whether any sample was skipped."""
-        return bool(self.skipped)
 
     def to_text(self) -> str:
         """The report for people."""

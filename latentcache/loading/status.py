@@ -18,8 +18,10 @@ from latentcache.remote.tier import snapshot
 from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
 from latentcache.store.base import Report, Store
+from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import Progress, VerifyReport
+from latentcache.utils.wording import MAX_NAMED, cut_note
 
 MIN_PREFIX = 6
 """Fewest digits that may stand for a key."""
@@ -38,6 +40,10 @@ class ManifestStatus:
     """Samples with an entry that was imported and not verified."""
     imported_from: str | None
     """The format that the manifest was imported from; None for what precache made."""
+    num_cut: int | None = None
+    """Samples with a caption that is longer than the text encoders read; None where the cache is elsewhere."""
+    cut: tuple[str, ...] = ()
+    """The sample_ids of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +79,30 @@ class Status(Report):
             if manifest.imported_from is not None:
                 line += f"; imported from {manifest.imported_from}, {manifest.num_unverified} unverified"
             lines.append(line)
+            if manifest.num_cut:
+                lines.append(f"          {cut_note(manifest.num_cut, manifest.cut)}")
         return "\n".join(lines)
 
 
 def status(path: str | Path | CacheConfig) -> Status:
-    """Count what the cache at `path` (see `LatentCache`) holds. Reads the index and the manifests, no payload."""
+    """Count what the cache at `path` (see `LatentCache`) holds: by the index, manifests and records of texts."""
     with LatentCache(path, read_only=True) as cache:
-        return status_of(cache.store, cache.manifests, cache.path)
+        captions = CutCaptions(cache.store) if isinstance(cache.store, DiskStore) else None
+        return status_of(cache.store, cache.manifests, cache.path, captions)
 
 
-def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> Status:
+def status_of(
+    store: Store, manifests: Manifests, path: Path | str | None, captions: CutCaptions | None = None
+) -> Status:
     """Count what a store and manifests that are open hold; see `status`. `path` names them."""
     present = set(store.keys())
     unused, counted = set(present), []
     for manifest in filter(None, map(manifests.read, manifests.names())):  # one may be gone since it was listed
         rows, usable = manifest.rows, manifest.rows.usable()
         unused.difference_update(rows.entry_keys())
+        cut = None
+        if captions is not None and manifest.role != "prompts":
+            cut = rows.rows_with_captions(captions.flags_of(rows.columns["caption/keys"]))
         lacking = rows.rows_with(set(rows.entry_keys(usable=True)) - present)
         counted.append(
             ManifestStatus(
@@ -99,6 +113,8 @@ def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> St
                 num_lost=len(np.intersect1d(lacking, usable)),
                 num_unverified=len(np.intersect1d(rows.unverified(), usable)),
                 imported_from=manifest.imported_from,
+                num_cut=None if cut is None else len(cut),
+                cut=() if cut is None else tuple(rows.row(number).sample_id for number in cut[:MAX_NAMED].tolist()),
             )
         )
     stats = store.stats()

@@ -31,12 +31,13 @@ from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
-from latentcache.precache.report import MAX_NAMED, Report
+from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
+from latentcache.utils.wording import MAX_NAMED
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""

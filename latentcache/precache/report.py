@@ -9,10 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from latentcache.types import Refusal
-from latentcache.utils.wording import counted, first_of, size
-
-MAX_NAMED = 5
-"""How many samples of one kind a report for people names."""
+from latentcache.utils.wording import MAX_NAMED, counted, cut_note, first_of, size
 
 
 @dataclass(slots=True)
@@ -36,7 +33,8 @@ class Report:
     mostly_cut: list[str] = field(default_factory=list)
     """The sample_ids of the first of them."""
     num_truncated_captions: int = 0
-    """Captions, of those encoded in this run, with more tokens than the text encoders read."""
+    """Samples with a caption that has more tokens than the text encoders read. Of a cache elsewhere, captions that
+    this run encoded."""
     truncated_captions: list[str] = field(default_factory=list)
     """The sample_ids of the first of them."""
     num_retried_in_float32: int = 0
@@ -120,8 +118,7 @@ class Report:
             named = first_of(self.missing_captions, count)
             yield f"{counted(count, 'sample')} {verbs[0]} no caption, and {verbs[1]} on the empty one: {named}"
         if count := self.num_truncated_captions:
-            verb, named = "is" if count == 1 else "are", first_of(self.truncated_captions, count)
-            yield f"{counted(count, 'caption')} {verb} cut: longer than the text encoders read: {named}"
+            yield cut_note(count, self.truncated_captions)
         if count := self.num_retried_in_float32:
             yield f"{counted(count, 'entry')} encoded again in float32"
         if count := self.num_mostly_cut:

@@ -31,10 +31,13 @@ from latentcache.precache.report import Failure, Report, timed
 from latentcache.precache.tasks import Plan, Shard
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.store.cut_captions import CutCaptions
+from latentcache.store.disk import DiskStore
 from latentcache.store.entry import dtype_name
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
+from latentcache.utils.wording import MAX_NAMED
 
 logger = logging.getLogger("latentcache")
 
@@ -98,6 +101,7 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
                 run.plan(verify_sources)
                 if not dry_run:
                     run.encode()
+                run.count_cut_captions()
             except Stopped:
                 report.interrupted = True
             finally:
@@ -190,6 +194,16 @@ class _Run:
         if not report.interrupted:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
+
+    def count_cut_captions(self) -> None:
+        """Count them in all of the datasets, as the records on this disk say; elsewhere, those encoded by this run."""
+        if isinstance(store := self.workspace.store, DiskStore):
+            captions, report = CutCaptions(store), self.report
+            report.num_truncated_captions, report.truncated_captions = 0, []
+            for table in (manifest.rows for manifest in self._plan.manifests if manifest.role != "prompts"):
+                cut = table.rows_with_captions(captions.flags_of(table.columns["caption/keys"]))
+                first = [table.row(number).sample_id for number in cut[:MAX_NAMED].tolist()]
+                report.add_truncated(*first, count=len(cut))
 
     def _context(self, store: Callable[[Entry], None], fail: Callable[[str, Failure], None]) -> RunContext:
         encode, progress = self.config.encode, self.progress

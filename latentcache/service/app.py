@@ -29,6 +29,7 @@ from latentcache.service.packs import length_of, pack_router
 from latentcache.service.page.routes import Pages, page_router
 from latentcache.service.page.text import STATIC
 from latentcache.service.state import Limits, ServiceSettings, ServiceState
+from latentcache.store.cut_captions import CutCaptions
 
 API = "/v1/"
 LOGIN = "/login"
@@ -103,12 +104,13 @@ class ServerHealth(BaseModel):
 
 
 def _cache_router(state: ServiceState) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["cache"])
+    router, captions = APIRouter(prefix="/v1", tags=["cache"]), CutCaptions(state.store)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
         """What `latentcache status --json` prints: entries, bytes, manifests and damage."""
-        return (await state.view(status_of, state.store, state.manifests, state.store.path)).to_json()
+        found = await state.view(status_of, state.store, state.manifests, state.store.path, captions)
+        return found.to_json()
 
     text = {"description": "For Prometheus.", "content": {"text/plain": {}}}
 

@@ -92,22 +92,12 @@ def encode_router(state: ServiceState) -> APIRouter:
             await asyncio.to_thread(to_close.close)
 
     state.telemetry.registry.register(_EncoderCollector(encoder))
-    routes, router = EncodeRoutes(state, encoder), APIRouter(prefix="/v1", tags=["encode"], lifespan=lifespan)
+    entries, receiving = _Requested(state, encoder), asyncio.Semaphore(MAX_IMAGES)
+    router = APIRouter(prefix="/v1", tags=["encode"], lifespan=lifespan)
     options: dict[str, Any] = {"responses": _ANSWER, "response_class": Response}
-    router.post("/prompts:encode", **options)(routes.encode_prompts)
-    body = {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}, "required": True}
-    router.post("/images:encode", openapi_extra={"requestBody": body}, **options)(routes.encode_image)
-    return router
 
-
-class EncodeRoutes:
-    """What the routes share: the encoder, and how many requests wait for it."""
-
-    def __init__(self, state: ServiceState, encoder: MissEncoder):
-        self._state, self._encoder = state, encoder
-        self._receiving, self._num_requests = asyncio.Semaphore(MAX_IMAGES), 0
-
-    async def encode_prompts(self, body: PromptsToEncode, request: Request) -> Response:
+    @router.post("/prompts:encode", **options)
+    async def encode_prompts(body: PromptsToEncode, request: Request) -> Response:
         """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
 
         Where the server has a writing token, what is not cached needs it.
@@ -118,14 +108,16 @@ class EncodeRoutes:
         """
 
         def tasks_of() -> list[Task]:
-            return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in body.prompts]
+            return [encoder.prompt(prompt.text, negative=prompt.negative) for prompt in body.prompts]
 
-        tasks = await self._state.read(tasks_of)
+        tasks = await state.read(tasks_of)
         headers = {KEYS_HEADER: ",".join(task.key for task in tasks)}
-        return await self._answer(request, tasks, [{"key": task.key} for task in tasks], body.wanted, headers)
+        return await entries.answer(request, tasks, [{"key": task.key} for task in tasks], body.wanted, headers)
 
+    content = {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}, "required": True}
+
+    @router.post("/images:encode", openapi_extra={"requestBody": content}, **options)
     async def encode_image(
-        self,
         request: Request,
         dataset: Annotated[str | None, Query(description="The dataset as whose image it is prepared.")] = None,
         name: Annotated[str, Query(max_length=1000, description="The image's file name, for messages.")] = "",
@@ -139,14 +131,23 @@ class EncodeRoutes:
         header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
         is the answer, as `{"entries": [...]}` with `cached` for each.
         """
-        async with self._receiving:
+        async with receiving:
             data = await request.body()
-        images = await self._state.read(partial(self._encoder.image, data, dataset=dataset, name=name))
+        images = await state.read(partial(encoder.image, data, dataset=dataset, name=name))
         facts = [{"key": ref.key, **ref.geometry.to_json()} for ref, _ in images]
         tasks = [task for _, task in images]
-        return await self._answer(request, tasks, facts, wanted, {IMAGES_HEADER: json.dumps(facts)})
+        return await entries.answer(request, tasks, facts, wanted, {IMAGES_HEADER: json.dumps(facts)})
 
-    async def _answer(
+    return router
+
+
+class _Requested:
+    """Entries that are encoded where they are not there. It counts the requests that wait for the encoder."""
+
+    def __init__(self, state: ServiceState, encoder: MissEncoder):
+        self._state, self._encoder, self._num_requests = state, encoder, 0
+
+    async def answer(
         self,
         request: Request,
         tasks: Sequence[Task],

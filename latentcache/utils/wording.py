@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_NAMED = 5
+"""How many samples of one kind a report for people names."""
+
 
 def size(num_bytes: int) -> str:
     """A number of bytes: `1.8 MB`."""
@@ -29,3 +32,10 @@ def first_of(names: Sequence[str], count: int) -> str:
 def short(text: str) -> str:
     """At most 100 characters of a text."""
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def cut_note(count: int, sample_ids: Sequence[str]) -> str:
+    """Say of how many samples a caption is cut, and of which first."""
+    verb = "has" if count == 1 else "have"
+    ends = "a caption that is cut: longer than the text encoders read"
+    return f"{counted(count, 'sample')} {verb} {ends}: {first_of(sample_ids, count)}"

@@ -21,6 +21,7 @@ from peft import LoraConfig
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.integrations.diffusers import save_lora
+from latentcache.loading.cache import LatentCache
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
 
@@ -63,10 +64,10 @@ def test_import_tells_what_it_did(
     (foreign / latents_name("d", 80, 144)).write_bytes(b"PK")
     cache = tmp_path / "imported"
     code, report = run_json("import", "kohya", foreign, "--cache", cache)
-    assert code == 1 and report["name"] == "kohya" and report["cache"] == str(cache)
+    assert code == 0 and report["name"] == "kohya" and report["cache"] == str(cache)
     assert (report["num_samples"], report["num_unverified"], report["num_verified"]) == (2, 4, 0)
     assert [refusal["reason"] for refusal in report["refused"]] == ["truncated"]
-    code, out, _ = run("import", "kohya", foreign, "--cache.path", cache, "--name", "again")
+    code, out, _ = run("import", "kohya", foreign, "--cache.path", cache, "--name", "again", "--strict")
     assert code == 1 and "imported  2 samples from kohya as again" in out
     assert "d_0080x0144_sdxl.npz: truncated" in out
     code, status = run_json("status", cache)
@@ -178,7 +179,7 @@ def test_export_needs_a_dataset_and_trust(
     assert code == 0 and report["num_images"] == 2
     with np.load(out / latents_name("a", 144, 80)) as after, np.load(foreign / latents_name("a", 144, 80)) as before:
         assert all(np.array_equal(before[name], after[name]) for name in before)
-    code, out_text, _ = run("export", "kohya", out, "--cache", cache, "--manifest", "two", "--unverified")
+    code, out_text, _ = run("export", "kohya", out, "--cache", cache, "--manifest", "two", "--unverified", "--strict")
     assert code == 1 and "skipped   4" in out_text
 
 
@@ -187,12 +188,28 @@ def test_export_compares_with_the_buckets_of_the_training(
 ) -> None:
     flags = ("export", "kohya", tmp_path / "out", "--cache", config.cache.path, "--buckets")
     code, report = run_json(*flags, "resolution=128, step=32, min_side=32")
-    assert code == 1 and (report["num_images"], report["num_texts"], report["num_other_buckets"]) == (0, 5, 5)
+    assert code == 0 and (report["num_images"], report["num_texts"], report["num_other_buckets"]) == (0, 5, 5)
     assert report["buckets"]["resolution"] == 128 and report["buckets"]["upscale"] is True
     code, _, err = run(*flags, "area=9216")
     assert code == 2 and "--buckets" in err and "area is no setting of rule kohya" in err
     code, _, err = run(*flags, "resolution")
     assert code == 2 and "resolution: Input should be a valid integer" in err
+
+
+def test_an_export_that_lacks_entries_is_no_success(
+    config: Config, photos: Path, tmp_path: Path, run_json: Callable[..., Any]
+) -> None:
+    """A refused sample is the user's to judge; an entry that cannot be read is damage."""
+    (photos / "broken.png").write_bytes(b"\x89PNG")
+    run_precache(config)
+    flags = ("--cache", config.cache.path)
+    code, report = run_json("export", "webdataset", tmp_path / "refused", *flags)
+    assert code == 0 and [each["sample_id"] for each in report["skipped"]] == ["broken.png"]
+    assert run_json("export", "webdataset", tmp_path / "strict", *flags, "--strict")[0] == 1
+    with LatentCache(config.cache.path) as cache:
+        cache.store.remove([cache.manifest("photos").rows["a.png"].images[0].key])
+    code, report = run_json("export", "webdataset", tmp_path / "lacking", *flags)
+    assert code == 1 and report["num_unread"] == 1 and len(report["skipped"]) == 2
 
 
 def test_verify_makes_precache_hit(
@@ -333,5 +350,5 @@ def test_other_formats_take_their_own_options(
     torch.save(torch.randn(4, 18, 10), tmp_path / "vae" / latents)
     flags = ("--images", photos, "--captions", photos / "a.txt", "--cache", tmp_path / "imported")
     code, report = run_json("import", "simpletuner", tmp_path / "vae", *flags)
-    assert code == 1 and (report["num_images"], report["refused"]) == (1, [])
+    assert code == 0 and (report["num_images"], report["refused"]) == (1, [])
     assert [each["sample_id"] for each in report["incomplete"]] == ["c.png"], "it has no text"

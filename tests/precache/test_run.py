@@ -33,6 +33,7 @@ from latentcache.errors import (
     StoreError,
     TrainableEncoderError,
 )
+from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.models.vae import encode_images
@@ -486,6 +487,18 @@ def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Con
     assert run_precache(config).num_hits == 12
     with LatentCache(config.cache.path) as cache:
         assert len(cache.sample_ids()) == 5
+
+
+def test_long_captions_are_counted(make_config: Callable[..., Config], photos: Path) -> None:
+    for name in ("a", "b"):  # one caption, and two samples that have it
+        (photos / f"{name}.txt").write_text("word " * 100)
+    config = make_config()
+    for _ in range(2):  # encoded, then a hit
+        report = run_precache(config)
+        assert (report.num_truncated_captions, report.truncated_captions) == (2, ["a.png", "b.png"])
+    [found] = [each for each in status(config.cache.path).manifests if each.role != "prompts"]
+    assert (found.num_cut, found.cut) == (2, ("a.png", "b.png"))
+    assert "2 samples have a caption that is cut" in status(config.cache.path).to_text()
 
 
 def test_manifests_are_left_alone_until_the_last_rank_is_done(

@@ -115,8 +115,7 @@ def assert_inert(page: Page) -> None:
 
 def test_the_overview_says_what_the_cache_holds(base: str) -> None:
     text = fetch(base, "/").text
-    models = ("AutoencoderKL", "stabilityai/stable-diffusion-xl-base-1.0")
-    for shown in ("Usable samples42of 43", "Refused1", "photos", "held-out", "validation", "Damaged entries0", *models):
+    for shown in ("Usable samples42of 43", "Refused1", "photos", "held-out", "validation", "Damaged entries0"):
         assert shown in text.replace("\n", ""), shown
     assert "Nothing is lost or damaged" in fetch(base, "/health").text
 

@@ -6,9 +6,15 @@ import json
 
 import torch
 from helpers.pack_answers import entries_in
+from helpers.pack_damage import damage
+from helpers.serving import serving_here
+from service_samples import fill
 
 from latentcache.dataset.manifest import manifest_parts, read_head
 from latentcache.loading.status import status
+from latentcache.service.state import Limits
+from latentcache.store import DiskStore
+from latentcache.store.upkeep import compact
 
 
 def assert_is(found, entry):
@@ -90,3 +96,28 @@ def test_metrics_count(served):
     assert added == {"hits": 2, "misses": 1, "read": 1, "missing": 1}
     served.server.request("BREW", "/v1/pot")
     assert value('latentcache_requests_total{method="other",route="none",status="404"}') >= 1
+
+
+def test_only_what_is_damaged_on_the_disk_becomes_a_miss(tmp_path):
+    """Not what another process has moved or removed meanwhile."""
+    cache = fill(tmp_path / "cache")
+    with serving_here(cache.path, Limits(max_keys=20)) as server:
+
+        def verify(keys, token=server.write_token):
+            return server.post("/v1/verify", {"keys": keys}, token=token)
+
+        assert verify([*cache.keys, "0" * 64]).json() == {"damaged": {}}
+        with DiskStore(cache.path) as store:
+            for number in (5, 7):
+                damage(cache.path, store.get(cache.keys[number]).tensors["moments"].numpy().tobytes())
+        assert verify([cache.keys[5]], None).status == 401
+        assert verify(["no key"]).status == 422 and verify(["0" * 64] * 21).status == 413
+        found = verify([cache.keys[5], cache.keys[6]]).json()["damaged"]
+        assert found.keys() == {cache.keys[5]} and "digest" in found[cache.keys[5]]
+        there = server.post("/v1/entries:find", {"keys": cache.keys}).json()["found"]
+        assert there == [key for key in cache.keys if key != cache.keys[5]]
+        assert verify([cache.keys[5], cache.keys[7]]).json()["damaged"].keys() == {cache.keys[5], cache.keys[7]}
+        with DiskStore(cache.path) as other:
+            other.remove(cache.keys[:2])
+            compact(other)
+        assert verify(cache.keys[:2] + cache.keys[8:]).json() == {"damaged": {}}

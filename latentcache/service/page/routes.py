@@ -14,7 +14,7 @@ from latentcache.service.auth import SESSION_S, Role, cookie_of
 from latentcache.service.errors import problem_of
 from latentcache.service.packs import KeyInPath
 from latentcache.service.page.sample import Explainer, photo_webp, sample_details
-from latentcache.service.page.summary import health, models_of, overview
+from latentcache.service.page.summary import health, overview
 from latentcache.service.page.text import environment, query_of, rendered, url
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
 from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage, Manifests
@@ -191,7 +191,6 @@ class Pages:
             "/",
             cache_name=self._store.path.name,
             overview=found,
-            models=models_of(self._store, found.datasets),
             unfinished=self._manifests.folder.unfinished(),
             gallery=GalleryPage(strip, None, None),
             filters=Filters(),

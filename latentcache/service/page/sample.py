@@ -15,8 +15,9 @@ from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
 from latentcache.service.page.thumbnails import webp_of
-from latentcache.service.page.views import Gallery, num_cut_tokens
+from latentcache.service.page.views import Gallery
 from latentcache.store.base import Store
+from latentcache.store.cut_captions import num_cut_tokens
 from latentcache.store.entry import Description
 from latentcache.types import Geometry, Record
 from latentcache.utils.file_locks import READ_FLAGS

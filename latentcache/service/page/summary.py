@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -13,14 +12,11 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import RowTable, hex_of
 from latentcache.errors import LatentCacheError
-from latentcache.identity import PartIdentity
-from latentcache.service.page.views import CutCaptions, Gallery, Manifests
+from latentcache.service.page.views import Gallery, Manifests
 from latentcache.store.base import StoreStats
 from latentcache.store.disk import DiskStore
 from latentcache.types import Refusal
 
-_LOOKED_AT = 64
-"""Samples of a dataset that are asked where the models came from."""
 _KEYS = 4096
 """Keys that are in memory as text at once: those of a million samples take 100 MB."""
 LISTED = 200
@@ -34,15 +30,6 @@ class DatasetSummary:
     name: str
     manifest: Manifest | None
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One part of the models that a cache was encoded with: classes with their identities, and where they were from."""
-
-    part: str
-    names: Sequence[str]
-    origins: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +54,14 @@ def overview(gallery: Gallery) -> Overview:
         except LatentCacheError as error:
             datasets.append(DatasetSummary(name, None, str(error)))
     tables = [found.manifest.rows for found in datasets if found.manifest is not None]
+    cut = gallery.cut_captions.flags_of
     return Overview(
         store.stats(),
         tuple(datasets),
         num_samples=sum(map(len, tables)),
         num_refused=sum(len(table.refusals) for table in tables),
         num_uncaptioned=sum(map(_num_uncaptioned, tables)),
-        num_cut=sum(_num_cut(table, gallery.cut_captions) for table in tables),
+        num_cut=sum(len(table.rows_with_captions(cut(table.columns["caption/keys"]))) for table in tables),
     )
 
 
@@ -81,12 +69,6 @@ def _num_uncaptioned(table: RowTable) -> int:
     """How many usable rows have no caption, or empty ones."""
     ends = table.columns["caption/text/offsets"][table.columns["caption/offsets"]]
     return int((ends[1:] == ends[:-1])[table.usable()].sum())
-
-
-def _num_cut(table: RowTable, cut_captions: CutCaptions) -> int:
-    """How many usable rows have a caption that was cut off."""
-    flags = np.concatenate([cut_captions.flags(keys) for keys in _keys_of(table, "caption")] or [np.zeros(0, np.bool_)])
-    return int(_rows_with(table, "caption", flags)[table.usable()].sum())
 
 
 def _keys_of(table: RowTable, kind: str) -> Iterator[list[str]]:
@@ -100,34 +82,6 @@ def _rows_with(table: RowTable, kind: str, flags: np.ndarray) -> np.ndarray:
     ends = np.concatenate([[0], flags.cumsum()])[table.columns[f"{kind}/offsets"]]
     found: np.ndarray = ends[1:] > ends[:-1]
     return found
-
-
-def models_of(store: DiskStore, datasets: Iterable[DatasetSummary]) -> list[Model]:
-    """The models that the manifests name, and where they were loaded from, as a few records of each dataset say."""
-    names: dict[str, set[str]] = {}
-    origins: dict[str, set[str]] = {}
-    for manifest in (dataset.manifest for dataset in datasets):
-        if manifest is None:
-            continue
-        for encoding in ("image_encoding", "text_encoding"):
-            for part, value in (manifest.common.get(encoding) or {}).items():
-                if isinstance(value, Mapping):
-                    names.setdefault(part, set()).add(f"{value.get('class_name', '')} {_short_name(value)}")
-        rows = [row for row in manifest.rows.rows(0, _LOOKED_AT) if row.refusal is None]
-        keys = [row.images[0].key for row in rows if row.images][:1]
-        keys += [row.captions[0].key for row in rows if row.captions][:1]
-        for key in store.find(keys):
-            models = store.record(key).provenance.get("models")
-            for part, origin in models.items() if isinstance(models, Mapping) else ():
-                origins.setdefault(str(part), set()).add(str(origin))
-    return [Model(part, sorted(names[part]), sorted(origins.get(part, ()))) for part in names]
-
-
-def _short_name(part: Mapping[str, Any]) -> str:
-    try:
-        return PartIdentity(**part).name
-    except TypeError:
-        return "?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,16 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
-from typing import Any, Literal, NamedTuple
-
-import msgspec
-import numpy as np
+from typing import Literal, NamedTuple
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ConfigError, PackError, RequestRefused, SampleError, StoreError
-from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.errors import ConfigError, RequestRefused, SampleError, StoreError
 from latentcache.service.manifests import served_names
+from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
-from latentcache.store.pack import WholePack
 
 PAGE_SIZE = 24
 """Samples that are loaded together while scrolling."""
@@ -143,57 +139,6 @@ class GalleryPage:
     tiles: tuple[Tile, ...]
     next_start: int | None
     num_found: int | None
-
-
-def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -> int:
-    """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
-
-    It is 0 where nobody counted the tokens, and for a family that is unknown here.
-    """
-    encoding, num_tokens = identity.get("encoding"), provenance.get("num_tokens")
-    recipe = encoding if isinstance(encoding, Mapping) else {}
-    family = recipe.get("family", DEFAULT)
-    if type(num_tokens) is not int or family not in FAMILIES:
-        return 0
-    numbers = {name: value for name, value in recipe.items() if type(value) is int}
-    return max(0, num_tokens - family_named(family).token_limit({}, numbers))
-
-
-class CutCaptions:
-    """Knows which captions their text encoders did not read to the end. Threads may share it.
-
-    Records say it. Those of a pack are read once: a pack never changes.
-    """
-
-    def __init__(self, store: DiskStore):
-        self._store = store
-        self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
-
-    def flags(self, keys: Sequence[str]) -> np.ndarray:
-        """Whether each caption was cut off: bool [n]. Those of a damaged pack are not known to be."""
-        packs, places = self._store.places(keys)
-        flags = np.zeros(len(keys), np.bool_)
-        for number in np.unique(places[:, 0]).tolist():
-            if number >= 0:
-                here = places[:, 0] == number
-                flags[here] = self._cut_in(packs[number])[places[here, 1]]
-        return flags
-
-    def _cut_in(self, pack: str) -> np.ndarray:
-        if (known := self._by_pack.get(pack)) is not None:
-            return known
-        path = self._store.path_of(pack)
-        try:
-            whole = WholePack.in_file(path)
-        except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
-            return np.zeros(self._store.table.packs[pack].num_entries, np.bool_)
-        cut = np.zeros(len(whole.row.keys), np.bool_)
-        for row in range(len(cut)):
-            if whole.row.pack.group_of(row).kind == "text":
-                record = msgspec.json.decode(whole.json(row))
-                cut[row] = num_cut_tokens(record["identity"], record["provenance"]) > 0
-        self._by_pack[pack] = cut
-        return cut
 
 
 class Gallery:

@@ -1,0 +1,104 @@
+"""Which captions of a cache are cut: they have more tokens than the text encoders read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from latentcache.errors import PackError
+from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.store.disk import DiskStore
+from latentcache.store.pack import WholePack
+
+_KEYS = 4096
+"""Keys that are in memory as text at once: those of a million samples take 100 MB."""
+
+
+class _Identity(msgspec.Struct, gc=False):
+    encoding: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Provenance(msgspec.Struct, gc=False):
+    num_tokens: Any = None
+
+
+class _Record(msgspec.Struct, gc=False):
+    """What counts of the record of a text. Texts of a pack have one recipe or a few: it is decoded once."""
+
+    identity: _Identity
+    provenance: _Provenance
+
+
+_RECORDS = msgspec.json.Decoder(_Record)
+
+
+def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -> int:
+    """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
+
+    It is 0 where nobody counted the tokens, and for a family that is unknown here.
+    """
+    return _num_above(_limit_of(identity.get("encoding")), provenance.get("num_tokens"))
+
+
+def _limit_of(encoding: Any) -> int | None:
+    """How many tokens the text encoders read with this recipe; None for a family that is unknown here."""
+    recipe = encoding if isinstance(encoding, Mapping) else {}
+    family = recipe.get("family", DEFAULT)
+    if family not in FAMILIES:
+        return None
+    return family_named(family).token_limit({}, {name: value for name, value in recipe.items() if type(value) is int})
+
+
+def _num_above(limit: int | None, num_tokens: Any) -> int:
+    return 0 if limit is None or type(num_tokens) is not int else max(0, num_tokens - limit)
+
+
+class CutCaptions:
+    """Knows which captions their text encoders did not read to the end. Threads may share it.
+
+    Records say it. Those of a pack are read once: a pack never changes.
+    """
+
+    def __init__(self, store: DiskStore):
+        self._store = store
+        self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
+        self._limits = dict[bytes, int | None]()  # by recipe
+
+    def flags_of(self, digests: np.ndarray) -> np.ndarray:
+        """As `flags`, of the keys in a column: uint8 [n, 32]."""
+        flags = np.zeros(len(digests), np.bool_)
+        for at in range(0, len(digests), _KEYS):
+            flags[at : at + _KEYS] = self.flags([digest.tobytes().hex() for digest in digests[at : at + _KEYS]])
+        return flags
+
+    def flags(self, keys: Sequence[str]) -> np.ndarray:
+        """Whether each caption was cut off: bool [n]. Those of a damaged pack are not known to be."""
+        packs, places = self._store.places(keys)
+        flags = np.zeros(len(keys), np.bool_)
+        for number in np.unique(places[:, 0]).tolist():
+            if number >= 0:
+                here = places[:, 0] == number
+                flags[here] = self._cut_in(packs[number])[places[here, 1]]
+        return flags
+
+    def _cut_in(self, pack: str) -> np.ndarray:
+        if (known := self._by_pack.get(pack)) is not None:
+            return known
+        path = self._store.path_of(pack)
+        try:
+            whole = WholePack.in_file(path)
+        except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
+            return np.zeros(self._store.table.packs[pack].num_entries, np.bool_)
+        cut = np.zeros(len(whole.row.keys), np.bool_)
+        for row in range(len(cut)):
+            if whole.row.pack.group_of(row).kind == "text":
+                record = _RECORDS.decode(whole.json(row))
+                recipe = bytes(record.identity.encoding)
+                if recipe not in self._limits:
+                    self._limits[recipe] = _limit_of(msgspec.json.decode(recipe))
+                cut[row] = _num_above(self._limits[recipe], record.provenance.num_tokens) > 0
+        self._by_pack[pack] = cut
+        return cut
