@@ -93,7 +93,9 @@ class Models(ABC):
     def _tokenizer_identity(self, part: str, tokenizer: Any) -> PartIdentity:
         described = self.family.parts[part]
         found = tokenizer_identity(part, tokenizer, described.settings)
-        return replace(found, class_name="AutoTokenizer") if described.is_any_class else found
+        # transformers chooses the class by the files: another release may choose another one.
+        is_any_class = described.class_name == "transformers.AutoTokenizer"
+        return replace(found, class_name="AutoTokenizer") if is_any_class else found
 
     @abstractmethod
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -13,7 +13,7 @@ import transformers
 from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ModelError
-from latentcache.families import family_named
+from latentcache.families import base, family_named
 from latentcache.families.base import Family
 from latentcache.families.hidden_states import HiddenStates
 
@@ -118,8 +118,9 @@ def hooks_of(module: torch.nn.Module) -> list[int]:
 
 def without_stand_in(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipeline gets the encoder itself, and reads its hidden states by their index."""
-    module = next(each.__module__ for each in type(family).__mro__ if "encode_text" in vars(each))
-    monkeypatch.setattr(sys.modules[module], "HiddenStates", lambda encoder, modules: encoder)
+    own = sys.modules[type(family).__module__]
+    module = own if hasattr(own, "HiddenStates") else base
+    monkeypatch.setattr(module, "HiddenStates", lambda encoder, modules: encoder)
 
 
 @pytest.mark.parametrize("name", READ)

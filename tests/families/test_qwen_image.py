@@ -104,7 +104,7 @@ def test_long_texts_are_cut_as_the_pipeline_cuts_them(parts: dict[str, Any]) -> 
         QWEN.text_recipe(max_length=1025)
 
 
-@pytest.mark.parametrize("family", [QWEN, KREA], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [QWEN, KREA, family_named("z-image")], ids=lambda family: family.name)
 def test_padding_that_the_denoiser_masks_is_not_kept(family: Any) -> None:
     with pytest.raises(ConfigError, match="does not read padding"):
         family.text_recipe(padding="keep")
