@@ -20,9 +20,8 @@ from latentcache.config import ModelConfig, ValidationConfig
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
-from latentcache.models.denoiser import check_fits, load_denoiser
+from latentcache.models.denoiser import check_fits, load_denoiser, load_scheduler
 from latentcache.models.lora import LORA_FILE, load_lora, lora_settings, save_lora
-from latentcache.models.scheduler import load_scheduler
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
     check_sampling,

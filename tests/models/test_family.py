@@ -17,10 +17,9 @@ from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser
 from latentcache.models import files
-from latentcache.models.denoiser import load_denoiser
+from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 

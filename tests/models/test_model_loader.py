@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from latentcache.errors import ModelError, TrainableEncoderError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
-from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.origin import ModelOrigin
+from latentcache.models.model_loader import LoadedModels, ModelLoader, ModelOrigin
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import VaeFacts, encode_images
 

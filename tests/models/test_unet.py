@@ -21,8 +21,8 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.integrations.diffusers import check_conditioning, load_unet
 from latentcache.models import files
+from latentcache.models.denoiser import load_scheduler
 from latentcache.models.lora import lora_settings
-from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
 
 STEM = "diffusion_pytorch_model"
