@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
@@ -53,27 +52,15 @@ def free_cached_memory(device: torch.device) -> None:
         empty_cache()
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """The outcome of a call: its value, the message of a shortage of memory, or another error.
+def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | str | None]:
+    """The value of a call and None, or None and its error: of a shortage of memory the message alone.
 
-    Of a shortage only the message is kept: the frames of its traceback would keep the failed call's tensors alive.
+    The frames of a traceback would keep the failed call's tensors alive.
     """
-
-    value: Any = None
-    shortage: str | None = None
-    error: Exception | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.shortage is not None or self.error is not None
-
-
-def _attempt(function: Callable[[Any], Any], argument: Any) -> _Attempt:
     try:
-        return _Attempt(function(argument))
+        return function(argument), None
     except Exception as error:  # `run_ahead` raises it in its turn
-        return _Attempt(shortage=first_line(error)) if is_out_of_memory(error) else _Attempt(error=error)
+        return None, first_line(error) if is_out_of_memory(error) else error
 
 
 class _Batches(Generic[Item]):
@@ -134,25 +121,25 @@ class BatchRunner(Generic[Item, Result]):
         other items are encoded. Other errors are raised after the results of the batches that were launched before.
         """
         batches = _Batches(groups)
-        under_way: deque[tuple[list[Item], _Attempt]] = deque()
+        under_way: deque[tuple[list[Item], Any, Exception | str | None]] = deque()
         while True:
             # After a failure nothing is launched until its turn has come.
-            while len(under_way) <= num_ahead and not (under_way and under_way[-1][1].has_failed):
+            while len(under_way) <= num_ahead and not (under_way and under_way[-1][2] is not None):
                 if not (batch := batches.take(self.batch_size)):
                     break
-                under_way.append((batch, _attempt(launch, batch)))
+                under_way.append((batch, *_attempt(launch, batch)))
             if not under_way:
                 return
-            batch, attempt = under_way.popleft()
-            if not attempt.has_failed:
-                attempt = _attempt(fetch, attempt.value)
-            if attempt.error is not None:
-                raise attempt.error
-            if attempt.shortage is None:
-                yield batch, attempt.value
-                del attempt  # else one more batch of results is alive while the next ones are computed
+            batch, value, problem = under_way.popleft()
+            if problem is None:
+                value, problem = _attempt(fetch, value)
+            if isinstance(problem, Exception):
+                raise problem
+            if problem is None:
+                yield batch, value
+                del value  # else one more batch of results is alive while the next ones are computed
                 continue
-            batches.put_back(launched for launched, _ in under_way)
+            batches.put_back(launched for launched, _, _ in under_way)
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
@@ -162,7 +149,7 @@ class BatchRunner(Generic[Item, Result]):
                 batches.put_back([batch])
             else:
                 message = (
-                    f"{self.part}: one item alone does not fit in the memory of {self.device} ({attempt.shortage}). "
+                    f"{self.part}: one item alone does not fit in the memory of {self.device} ({problem}). "
                     "Free memory on the device, or use a smaller bucket area or a smaller dtype."
                 )
                 on_failure(batch[0], EncodeError(message, part=self.part, problem="out-of-memory"))

@@ -210,15 +210,3 @@ class Settings(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
-
-
-EXACT = [name for name in FAMILIES if family_named(name).is_exact and not family_named(name).text_reads_control]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_caption_of_forty_tokens_has_a_tenth_of_the_rows(name: str) -> None:
-    family, recipe = family_named(name), family_named(name).text_recipe()
-    parts = tiny_model(family.name)
-    made = family.encode_text(parts, family.tokenize(parts, [" ".join(["a"] * 40)]), recipe)
-    for field in family.fields:
-        assert 40 <= int(made[field + MASK].sum()) <= recipe["max_length"] / 10

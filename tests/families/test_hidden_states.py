@@ -131,29 +131,6 @@ def test_a_text_has_the_bits_of_the_pipelines_own_states(name: str, monkeypatch:
     assert all(map(torch.equal, found, [encoded(family, text, 40) for text in ("cat", "a red cat on the table")]))
 
 
-@pytest.mark.parametrize("name", READ)
-def test_no_index_is_requested_and_nothing_is_run_that_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = family_named(name)
-    encoder = tiny(name)["text_encoder"]
-    decoder = encoder.get_submodule(LAYERS.get(name, ""))
-    given, run, forward, hooks_before = [], [], encoder.forward, hooks_of(encoder)
-    monkeypatch.setattr(encoder, "forward", lambda **options: given.append(options) or forward(**options))
-    hooks = [
-        layer.register_forward_hook(lambda *_, number=n: run.append(number)) for n, layer in enumerate(decoder.layers)
-    ]
-    try:
-        encoded(family)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert [options["output_hidden_states"] for options in given] == [False]
-    last = {"z-image": 2, "qwen-image": 2, "qwen-image-edit": 2}.get(name) or max(
-        map(int, family.text_recipe()["layers"].split())
-    ) - 1
-    assert run == list(range(last + 1))
-    assert hooks_of(encoder) == hooks_before
-
-
 def test_an_encoder_within_a_model_with_a_head_gives_the_same() -> None:
     family, parts = family_named("z-image"), tiny("z-image")
     model = transformers.Qwen3ForCausalLM(parts["text_encoder"].config).eval().requires_grad_(False)
