@@ -226,7 +226,7 @@ class Family(ABC):
     """What `encode.max_length` may be, at most: the pipeline cuts texts there. None where nothing is known."""
     recipe: ClassVar[Mapping[str, Any]] = {}
     """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
-    renders: ClassVar[bool] = False
+    template_needs_tokenizer: ClassVar[bool] = False
     """Whether `rendered` needs the tokenizer, as a chat template does."""
     text_reads_control: ClassVar[bool] = False
     """Whether the text encoder reads a caption together with the sample's control images: `tokenize_with_control`."""
@@ -236,8 +236,8 @@ class Family(ABC):
     """Guidance at which its pipeline has no use for a negative prompt, at most; infinite where it never has."""
     has_zero_negative: ClassVar[bool] = False
     """Whether its pipelines take zeros where there is no negative prompt. Else they take the empty text."""
-    is_exact: ClassVar[bool] = True
-    """Whether texts may be stored without their padding: a batch that is padded again gives the same result."""
+    can_drop_padding: ClassVar[bool] = True
+    """Whether texts may be stored without padding: one that is padded again in a batch gives the same result."""
     can_keep_padding: ClassVar[bool] = True
     """Whether they may be stored with it: not where the denoiser masks it, or its pipeline drops it."""
     timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
@@ -285,7 +285,7 @@ class Family(ABC):
         if settings.get("clip_skip"):
             raise ConfigError(f"{self.name} has no clip_skip; set it to 0", key="encode.clip_skip")
         length, padding = settings.get("max_length"), settings.get("padding", "auto")
-        keeps = padding == "keep" or not self.is_exact
+        keeps = padding == "keep" or not self.can_drop_padding
         if keeps and padding == "drop":
             message = f"padding is drop, but {self.name} attends to padding: its texts are stored with it"
             raise ConfigError(message, key="encode.padding")

@@ -38,7 +38,7 @@ class Flux(PackedFamily):
         "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,), has_rows=False),
     }
     max_length = 512
-    is_exact = False
+    can_drop_padding = False
     reads_controls = True
     no_guidance = math.inf  # guidance is an input of the denoiser
 

@@ -72,7 +72,7 @@ class Flux2(Family):
     fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, layers))}
-    renders, is_exact, reads_controls = True, False, True
+    template_needs_tokenizer, can_drop_padding, reads_controls = True, False, True
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
     @override

@@ -45,7 +45,7 @@ class ZImage(Family):
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512
     can_keep_padding = False  # its pipeline drops it
-    renders = True
+    template_needs_tokenizer = True
     no_guidance = 0.0
 
     @override

@@ -21,8 +21,8 @@ from latentcache.precache.workspace import Workspace
 from latentcache.types import Entry
 
 FLOAT8 = "float8_e4m3fn"
-PADDED = [name for name in FAMILIES if not family_named(name).is_exact]
-EXACT = [name for name in FAMILIES if family_named(name).is_exact]
+PADDED = [name for name in FAMILIES if not family_named(name).can_drop_padding]
+EXACT = [name for name in FAMILIES if family_named(name).can_drop_padding]
 
 
 def models_of(family: Family, **changed: Any) -> LoadedModels:
