@@ -49,8 +49,7 @@ from latentcache.config_file import parse_config
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Sent, Transfer, transfer_to
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.offloading import weight_bytes
-from latentcache.models.running import free_cached_memory, is_out_of_memory, vae_settings
+from latentcache.models.running import free_cached_memory, is_out_of_memory, vae_settings, weight_bytes
 from latentcache.models.tiny import seeded, tiny_denoiser, tiny_parts
 from latentcache.models.vae import decode_fitting, encode_images
 from latentcache.precache.encodings import choose_encodings

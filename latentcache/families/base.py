@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from latentcache.errors import ConfigError
+from latentcache.families.hidden_states import HiddenStates
 from latentcache.types import Geometry, Padding
 
 Role = Literal["vae", "text_encoder", "tokenizer"]
@@ -45,11 +46,6 @@ class Part:
     layout: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     needs: str | None = None
-
-    @property
-    def is_any_class(self) -> bool:
-        """Whether transformers chooses the class by the files: another release may choose another one."""
-        return self.class_name == "transformers.AutoTokenizer"
 
     def load_class(self) -> Any:
         """The class itself."""
@@ -164,6 +160,14 @@ Encoded = dict[str, torch.Tensor]
 Upload = Callable[[torch.Tensor], torch.Tensor] | None
 
 
+def padded(texts: Sequence[torch.Tensor]) -> Encoded:
+    """Texts [n, D] of unequal length as one field with zeros up to the longest, and its mask."""
+    embeds = torch.nn.utils.rnn.pad_sequence([*texts], batch_first=True)
+    lengths = torch.tensor([[len(text)] for text in texts])
+    mask = torch.arange(embeds.shape[1]) < lengths
+    return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.to(embeds.device)}
+
+
 @contextmanager
 def inference(device: torch.device) -> Iterator[None]:
     """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
@@ -222,14 +226,18 @@ class Family(ABC):
     """What `encode.max_length` may be, at most: the pipeline cuts texts there. None where nothing is known."""
     recipe: ClassVar[Mapping[str, Any]] = {}
     """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
-    renders: ClassVar[bool] = False
+    template_needs_tokenizer: ClassVar[bool] = False
     """Whether `rendered` needs the tokenizer, as a chat template does."""
     text_reads_control: ClassVar[bool] = False
     """Whether the text encoder reads a caption together with the sample's control images: `tokenize_with_control`."""
+    guidance_name: ClassVar[str] = "guidance_scale"
+    """What its pipeline calls classifier-free guidance."""
+    no_guidance: ClassVar[float] = 1.0
+    """Guidance at which its pipeline has no use for a negative prompt, at most; infinite where it never has."""
     has_zero_negative: ClassVar[bool] = False
     """Whether its pipelines take zeros where there is no negative prompt. Else they take the empty text."""
-    is_exact: ClassVar[bool] = True
-    """Whether texts may be stored without their padding: a batch that is padded again gives the same result."""
+    can_drop_padding: ClassVar[bool] = True
+    """Whether texts may be stored without padding: one that is padded again in a batch gives the same result."""
     can_keep_padding: ClassVar[bool] = True
     """Whether they may be stored with it: not where the denoiser masks it, or its pipeline drops it."""
     timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
@@ -277,7 +285,7 @@ class Family(ABC):
         if settings.get("clip_skip"):
             raise ConfigError(f"{self.name} has no clip_skip; set it to 0", key="encode.clip_skip")
         length, padding = settings.get("max_length"), settings.get("padding", "auto")
-        keeps = padding == "keep" or not self.is_exact
+        keeps = padding == "keep" or not self.can_drop_padding
         if keeps and padding == "drop":
             message = f"padding is drop, but {self.name} attends to padding: its texts are stored with it"
             raise ConfigError(message, key="encode.padding")
@@ -330,12 +338,32 @@ class Family(ABC):
         `upload` copies a CPU tensor to their device. Without gradients, and without a surrounding autocast.
         """
 
-    @abstractmethod
+    def pipeline_texts(
+        self,
+        parts: Mapping[str, Any],
+        texts: Sequence[Caption],
+        recipe: Mapping[str, Any],
+        states: Mapping[int, str] | None = None,
+        **options: Any,
+    ) -> Sequence[Any]:
+        """What `encode_prompt` of the family's pipeline returns for these texts, with `options` of its own.
+
+        `states` are the hidden states that the pipeline reads of `text_encoder`, and the modules: see `HiddenStates`.
+        """
+        given = {name: parts[name] for name, part in self.parts.items() if part.role != "vae"}
+        encoder = given["text_encoder"]
+        if states is not None:
+            given["text_encoder"] = HiddenStates(encoder, states)
+        options |= {"device": encoder.device, "max_sequence_length": recipe["max_length"]}
+        found: Sequence[Any] = self.pipeline(**given).encode_prompt([text.text for text in texts], **options)
+        return found
+
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The shape of each field of one text with its padding, read from the configs of the encoders.
 
         Where texts are read with control images, and have no padding: of a usual text with one.
         """
+        return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.get_text_config().hidden_size)}
 
     # Images
 
@@ -391,16 +419,20 @@ class Family(ABC):
 
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
         """What the pipeline takes in place of texts; `negative` None: without guidance, or its own default."""
-        texts = {name: embeds[name] for name in self.fields}
-        return texts | ({} if negative is None else {f"negative_{name}": negative[name] for name in self.fields})
+        texts, negatives = self.text_kwargs(embeds), {} if negative is None else self.text_kwargs(negative)
+        return texts | {f"negative_{name}": value for name, value in negatives.items()}
+
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        """What the pipeline takes in place of a text; for the negative one with `negative_` before the names."""
+        return {name: embeds[name] for name in self.fields}
 
     def uses_negative(self, guidance_scale: float) -> bool:
         """Whether the pipeline uses the negative prompt at this guidance."""
-        return guidance_scale > 1
+        return guidance_scale > self.no_guidance
 
     def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
         """The pipeline's arguments for this classifier-free guidance."""
-        return {"guidance_scale": guidance_scale}
+        return {self.guidance_name: guidance_scale}
 
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Scaled latents [B, C, (F,) h, w] of what the pipeline returns for `output_type="latent"`."""

@@ -46,22 +46,15 @@ class Chroma(PackedFamily):
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
-        pipeline = self.pipeline(text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"])
-        embeds, _, mask, *_ = pipeline.encode_prompt(
-            [text.text for text in texts],
-            device=parts["text_encoder"].device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=recipe["max_length"],
-        )
+        embeds, _, mask, *_ = self.pipeline_texts(parts, texts, recipe, do_classifier_free_guidance=False)
         if recipe["keeps_padding"]:
             return {"prompt_embeds": embeds, _MASK: mask}
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask.bool()}
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        length = recipe["max_length"]
-        shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (length, parts["text_encoder"].config.d_model)}
-        return shapes | ({_MASK: (length,)} if recipe["keeps_padding"] else {})
+        mask = {_MASK: (recipe["max_length"],)} if recipe["keeps_padding"] else {}
+        return super().text_shapes(parts, recipe) | mask
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +68,8 @@ class Chroma(PackedFamily):
         }
 
     @override
-    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        kwargs = super().pipeline_kwargs(embeds, negative) | {_MASK: _mask(embeds)}
-        return kwargs | ({} if negative is None else {f"negative_{_MASK}": _mask(negative)})
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        return super().text_kwargs(embeds) | {_MASK: _mask(embeds)}
 
 
 def _mask(batch: Mapping[str, Any]) -> torch.Tensor:

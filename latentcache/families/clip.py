@@ -42,7 +42,7 @@ class ClipFamily(Family):
 
     text_dtype = "float16"
     max_length = 77
-    is_exact = False
+    can_drop_padding = False
     needed_of_scheduler = ("init_noise_sigma", "order", "scale_model_input", "set_timesteps", "step")
     layers_above: ClassVar[int]
     """How many of the last layers are not read with `clip_skip` 0."""
@@ -168,20 +168,7 @@ def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
 def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[int]]:
     """Token ids [B, T], padded and cut, and the uncut lengths."""
     limit = tokenizer.model_max_length
-    tokens = tokenizer(
-        captions,
-        padding="max_length",
-        max_length=limit,
-        truncation=True,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
-    lengths = tokens.attention_mask.sum(1).tolist()
-    # Only a caption that fills its row may have been cut: its length is counted again.
-    full = [number for number, length in enumerate(lengths) if length >= limit]
-    if full:
-        # Without transformers' warning of captions that are too long: `Tokens.num_tokens` reports them.
-        whole = tokenizer([captions[number] for number in full], truncation=False, padding=False, verbose=False)
-        for number, ids in zip(full, whole.input_ids, strict=True):
-            lengths[number] = len(ids)
-    return tokens.input_ids, lengths
+    # Without transformers' warning of captions that are too long: `Tokens.num_tokens` reports them.
+    whole = tokenizer(captions, truncation=False, padding=False, verbose=False).input_ids
+    tokens = tokenizer(captions, padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
+    return tokens.input_ids, [len(ids) for ids in whole]

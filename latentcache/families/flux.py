@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,8 +38,9 @@ class Flux(PackedFamily):
         "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,), has_rows=False),
     }
     max_length = 512
-    is_exact = False
+    can_drop_padding = False
     reads_controls = True
+    no_guidance = math.inf  # guidance is an input of the denoiser
 
     @override
     def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,12 +50,8 @@ class Flux(PackedFamily):
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
-        pipeline = self.pipeline(**{name: parts[name] for name in self.parts if name != "vae"})
-        captions = [text.text for text in texts]
         with pooling(parts["text_encoder"], parts["tokenizer"], recipe):
-            embeds, pooled, _ = pipeline.encode_prompt(
-                captions, device=parts["text_encoder"].device, max_sequence_length=recipe["max_length"]
-            )
+            embeds, pooled, _ = self.pipeline_texts(parts, texts, recipe)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     @override
@@ -78,11 +76,6 @@ class Flux(PackedFamily):
             "txt_ids": text_ids(batch["prompt_embeds"]),
             "img_ids": torch.cat(ids),
         }
-
-    @override
-    def uses_negative(self, guidance_scale: float) -> bool:
-        """Never: guidance is an input of the denoiser."""
-        return False
 
 
 FAMILY = Flux()

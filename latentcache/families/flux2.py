@@ -21,7 +21,6 @@ from latentcache.families.base import (
     TextField,
     Upload,
 )
-from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.scaling import patchified
 
@@ -56,8 +55,6 @@ class Flux2(Family):
     """Of the encoder's hidden states, 0 being its embeddings: the pipeline's `text_encoder_out_layers`."""
     stack: ClassVar[str] = "model.layers"
     """Where its layers lie."""
-    is_guided: ClassVar[bool] = False
-    """Whether guidance is an input of the denoiser, and there is no negative prompt."""
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS, _VAE_SETTINGS, "AutoencoderKL", _RENAMED),
         # A hidden state is the output of the layer before it; those above are not read.
@@ -75,7 +72,7 @@ class Flux2(Family):
     fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, layers))}
-    renders, is_exact, reads_controls = True, False, True
+    template_needs_tokenizer, can_drop_padding, reads_controls = True, False, True
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
     @override
@@ -94,21 +91,14 @@ class Flux2(Family):
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
-        encoder = parts["text_encoder"]
-        states = HiddenStates(encoder, {layer: f"{self.stack}.{layer - 1}" for layer in self.layers})
-        pipeline = self.pipeline(text_encoder=states, tokenizer=parts["tokenizer"])
-        embeds, _ = pipeline.encode_prompt(
-            [text.text for text in texts],
-            device=encoder.device,
-            max_sequence_length=recipe["max_length"],
-            text_encoder_out_layers=self.layers,
-        )
+        states = {layer: f"{self.stack}.{layer - 1}" for layer in self.layers}
+        embeds, _ = self.pipeline_texts(parts, texts, recipe, states, text_encoder_out_layers=self.layers)
         return {"prompt_embeds": embeds}
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        width = parts["text_encoder"].config.get_text_config().hidden_size
-        return {"prompt_embeds": (recipe["max_length"], len(self.layers) * width)}
+        length, width = super().text_shapes(parts, recipe)["prompt_embeds"]
+        return {"prompt_embeds": (length, len(self.layers) * width)}
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +110,7 @@ class Flux2(Family):
             of_controls = diffusers.Flux2Pipeline._prepare_image_ids([each[:1] for each in controls])
             ids.append(of_controls.expand(len(noisy), -1, -1))
         return {
-            "guidance": guidance if self.is_guided else None,
+            "guidance": guidance if self.denoiser_settings["guidance_embeds"] else None,
             "encoder_hidden_states": embeds,
             "txt_ids": diffusers.Flux2Pipeline._prepare_text_ids(embeds).to(noisy.device),
             "img_ids": torch.cat(ids, dim=1).to(noisy.device),
@@ -134,10 +124,6 @@ class Flux2(Family):
         given = torch.cat([each.flatten(2) for each in (noisy, *control_latents(batch, noisy))], dim=2).transpose(1, 2)
         tokens: torch.Tensor = denoiser(given, timestep=timesteps / 1000, return_dict=False, **conditions)[0]
         return tokens[:, : noisy[0, 0].numel()].transpose(1, 2).reshape(noisy.shape)
-
-    @override
-    def uses_negative(self, guidance_scale: float) -> bool:
-        return not self.is_guided and super().uses_negative(guidance_scale)
 
     @override
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:

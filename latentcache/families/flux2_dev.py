@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ class Flux2Dev(Flux2):
     repositories = ("black-forest-labs/FLUX.2-dev",)
     layers, stack = (10, 20, 30), "language_model.layers"
     fields = {"prompt_embeds": TextField("joint_attention_dim", features=(15360,))}
-    is_guided, denoiser_settings = True, {"guidance_embeds": True}
+    denoiser_settings, no_guidance = {"guidance_embeds": True}, math.inf  # guidance is an input of the denoiser
     parts = {
         "vae": Flux2.parts["vae"],
         "text_encoder": Part(

@@ -6,7 +6,7 @@ A pipeline of diffusers reads them by their index, whose meaning is transformers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,13 +24,6 @@ class _States(dict[int, torch.Tensor]):
             "latentcache does not know this version. Install another one.",
             part="text_encoder",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """What a pipeline gets of the encoder."""
-
-    hidden_states: _States
 
 
 class _AllRead(Exception):
@@ -59,8 +52,8 @@ class HiddenStates:
                 )
             self._modules[index] = found[0]
 
-    def __call__(self, **options: Any) -> _Output:
-        """Run the encoder with the arguments of its `forward`, and return the states."""
+    def __call__(self, **options: Any) -> Any:
+        """Run the encoder with the arguments of its `forward`, and return its output: `hidden_states` alone."""
         states = _States()
 
         def keep(index: int) -> Any:
@@ -76,7 +69,7 @@ class HiddenStates:
             # Not the call, which may be compiled: a graph would go on with the hooks that it was made with.
             self._encoder.forward(**{**options, "output_hidden_states": False, "use_cache": False})
         except _AllRead:
-            return _Output(states)
+            return SimpleNamespace(hidden_states=states)
         finally:
             for each in hooks:
                 each.remove()

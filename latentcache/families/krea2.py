@@ -9,17 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import (
-    LLM_SETTINGS,
-    MASK,
-    Caption,
-    Encoded,
-    LatentSpace,
-    Part,
-    TextField,
-    Upload,
-)
-from latentcache.families.hidden_states import HiddenStates
+from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.packed import PackedFamily
 from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
 from latentcache.types import Padding
@@ -41,6 +31,7 @@ class Krea2(PackedFamily):
     name = "krea2"
     pipeline_name = "Krea2Pipeline"
     pipeline_settings = ("is_distilled",)
+    pipeline_options = {"text_encoder_select_layers": _LAYERS}
     repositories = ("krea/Krea-2-Raw",)
     parts = {
         "vae": QwenImage.parts["vae"],
@@ -59,6 +50,7 @@ class Krea2(PackedFamily):
     max_length = 512
     recipe = {"layers": " ".join(map(str, _LAYERS)), "num_dropped": NUM_DROPPED}
     can_keep_padding = False
+    no_guidance = 0.0
 
     @override
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding:
@@ -80,20 +72,16 @@ class Krea2(PackedFamily):
     ) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         check_prefix(parts["tokenizer"], _template()[0])
-        states = HiddenStates(parts["text_encoder"], {k: f"language_model.layers.{k - 1}" for k in _LAYERS})
-        pipeline = self.pipeline(text_encoder=states, tokenizer=parts["tokenizer"], text_encoder_select_layers=_LAYERS)
-        # It states the positions, which skip the padding: without them the rows of the suffix would differ.
-        embeds, mask = pipeline.encode_prompt(
-            [text.text for text in texts],
-            device=parts["text_encoder"].device,
-            max_sequence_length=recipe["max_length"],
+        # The pipeline states the positions, which skip the padding: without them the rows of the suffix would differ.
+        embeds, mask = self.pipeline_texts(
+            parts, texts, recipe, {layer: f"language_model.layers.{layer - 1}" for layer in _LAYERS}
         )
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask}
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        width = parts["text_encoder"].config.text_config.hidden_size
-        return {"prompt_embeds": (recipe["max_length"], len(_LAYERS), width)}
+        length, width = super().text_shapes(parts, recipe)["prompt_embeds"]
+        return {"prompt_embeds": (length, len(_LAYERS), width)}
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,14 +95,8 @@ class Krea2(PackedFamily):
         }
 
     @override
-    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        name = f"prompt_embeds{MASK}"
-        masks = {name: embeds[name]} | ({} if negative is None else {f"negative_{name}": negative[name]})
-        return super().pipeline_kwargs(embeds, negative) | masks
-
-    @override
-    def uses_negative(self, guidance_scale: float) -> bool:
-        return guidance_scale > 0
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: embeds[name] for name in ("prompt_embeds", f"prompt_embeds{MASK}")}
 
 
 @cache

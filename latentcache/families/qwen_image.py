@@ -21,7 +21,6 @@ from latentcache.families.base import (
     TextField,
     Upload,
 )
-from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
 from latentcache.types import Padding
 
@@ -65,6 +64,7 @@ class QwenImage(PackedFamily):
     longest: ClassVar[int | None] = 1024
     recipe = {"layers": "-1", "num_dropped": NUM_DROPPED}
     can_keep_padding = False
+    guidance_name = "true_cfg_scale"
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
@@ -79,18 +79,10 @@ class QwenImage(PackedFamily):
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
-        encoder = parts["text_encoder"]
         check_prefix(parts["tokenizer"], _template(self).partition("{}")[0])
-        pipeline = self.pipeline(text_encoder=HiddenStates(encoder, STATES), tokenizer=parts["tokenizer"])
-        embeds, mask = pipeline.encode_prompt(
-            [text.text for text in texts], device=encoder.device, max_sequence_length=recipe["max_length"]
-        )
+        embeds, mask = self.pipeline_texts(parts, texts, recipe, STATES)
         mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.bool()}
-
-    @override
-    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.text_config.hidden_size)}
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,14 +95,8 @@ class QwenImage(PackedFamily):
         }
 
     @override
-    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        given = {"": embeds} | ({} if negative is None else {"negative_": negative})
-        masks = {f"{name}prompt_embeds{MASK}": needed_mask(each) for name, each in given.items()}
-        return super().pipeline_kwargs(embeds, negative) | masks
-
-    @override
-    def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
-        return {"true_cfg_scale": guidance_scale}
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        return super().text_kwargs(embeds) | {f"prompt_embeds{MASK}": needed_mask(embeds)}
 
 
 @cache

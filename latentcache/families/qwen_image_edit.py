@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError
-from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, Part, Upload
+from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Part, Upload, padded
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image import STATES, QwenImage, check_prefix
@@ -114,9 +114,7 @@ class QwenImageEdit(QwenImage):
         check_prefix(processor.tokenizer, self.rendered(parts, "{}").partition("{}")[0], _NUM_DROPPED)
         pipeline = self.pipeline(text_encoder=HiddenStates(encoder, STATES), processor=processor)
         made = [pipeline.encode_prompt([each.text], [*each.pictures] or None, encoder.device)[0][0] for each in texts]
-        embeds = torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
-        lengths = torch.tensor([[len(each)] for each in made], device=embeds.device)
-        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": torch.arange(embeds.shape[1]).to(lengths) < lengths}
+        return padded(made)
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -74,20 +74,14 @@ class Wan(Family):
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
-        pipeline = self.pipeline(text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"])
-        embeds, _ = pipeline.encode_prompt(
-            [text.text for text in texts],
-            do_classifier_free_guidance=False,
-            max_sequence_length=recipe["max_length"],
-            device=parts["text_encoder"].device,
-        )
+        embeds, _ = self.pipeline_texts(parts, texts, recipe, do_classifier_free_guidance=False)
         embeds = torch.nn.functional.pad(embeds, (0, 0, 0, _ROWS - embeds.shape[1]))
         lengths = torch.tensor([[min(text.num_tokens, recipe["max_length"])] for text in texts])
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": (torch.arange(_ROWS) < lengths).to(embeds.device)}
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (_ROWS, parts["text_encoder"].config.d_model)}
+        return super().text_shapes(parts, {"max_length": _ROWS})
 
     @override
     def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.errors import ConfigError
 from latentcache.families.base import (
     KL_VAE,
     QWEN3_SETTINGS,
@@ -19,8 +18,8 @@ from latentcache.families.base import (
     Part,
     TextField,
     Upload,
+    padded,
 )
-from latentcache.families.hidden_states import HiddenStates
 from latentcache.types import Padding
 
 
@@ -45,14 +44,9 @@ class ZImage(Family):
     patch = 2
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512
-    renders = True
-
-    @override
-    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
-        if settings.get("padding") == "keep":
-            message = f"padding is keep, but {self.name} has no padding to keep: its pipeline drops it. Set it to auto"
-            raise ConfigError(message, key="encode.padding")
-        return super().text_recipe(negative=negative, **settings)
+    can_keep_padding = False  # its pipeline drops it
+    template_needs_tokenizer = True
+    no_guidance = 0.0
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
@@ -68,23 +62,9 @@ class ZImage(Family):
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
-        encoder = parts["text_encoder"]
-        states = HiddenStates(encoder, {-2: f"layers.{encoder.config.num_hidden_layers - 2}"})
-        pipeline = self.pipeline(text_encoder=states, tokenizer=parts["tokenizer"])
-        rows, _ = pipeline.encode_prompt(
-            [text.text for text in texts],
-            device=encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=recipe["max_length"],
-        )
-        lengths = torch.tensor([len(row) for row in rows])
-        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(padded.shape[1]) < lengths[:, None]
-        return {"prompt_embeds": padded, "prompt_embeds_mask": mask.to(padded.device)}
-
-    @override
-    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.hidden_size)}
+        states = {-2: f"layers.{parts['text_encoder'].config.num_hidden_layers - 2}"}
+        rows, _ = self.pipeline_texts(parts, texts, recipe, states, do_classifier_free_guidance=False)
+        return padded(rows)
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,13 +81,8 @@ class ZImage(Family):
         return -torch.stack(found).squeeze(2)
 
     @override
-    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        texts = {"prompt_embeds": _rows(embeds)}
-        return texts | ({} if negative is None else {"negative_prompt_embeds": _rows(negative)})
-
-    @override
-    def uses_negative(self, guidance_scale: float) -> bool:
-        return guidance_scale > 0
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds": _rows(embeds)}
 
 
 def _rows(batch: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -29,10 +29,9 @@ from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
-from latentcache.models.denoiser import check_fits, load_denoiser
+from latentcache.models.denoiser import check_fits, load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share
 from latentcache.models.lora import load_lora, lora_settings, save_lora
-from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Size

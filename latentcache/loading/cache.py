@@ -266,7 +266,7 @@ class LatentCache(Closing):
             family = SampleFacts.of(manifest).family
             # A family that renders texts needs its tokenizer for that, which a reader has not. The identity says how
             # the text was encoded, by which tokenizer too; the service is believed that it is this one.
-            source = found["source"] if family.renders else caption_digest(family.rendered({}, text))
+            source = found["source"] if family.template_needs_tokenizer else caption_digest(family.rendered({}, text))
             if found != {"source": source, **prompt_identity(manifest.common, negative=negative)}:
                 raise StoreError(
                     f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype "

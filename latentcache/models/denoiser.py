@@ -1,4 +1,4 @@
-"""The denoiser of a model of any family, for validation and training. Filling a cache needs none.
+"""The denoiser and the scheduler of a model of any family, for validation and training: filling a cache needs none.
 
 diffusers' `from_single_file` and `from_pretrained` fill in or leave out weights with a warning at most. Here every
 tensor of the denoiser comes from the file, and every tensor of the file's denoiser has its place.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import init_empty_weights
 
@@ -22,11 +22,14 @@ from latentcache.errors import CheckpointError, ModelError
 from latentcache.families.base import Family, class_named
 from latentcache.models.family import family_of
 from latentcache.models.files import (
+    TINY,
     config_folder,
     has_weights,
     is_checkpoint,
     is_tiny,
     load_pretrained,
+    loading,
+    local_folder,
     local_part,
     part_folder,
     read_config,
@@ -34,14 +37,15 @@ from latentcache.models.files import (
     weights_name,
 )
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
-from latentcache.models.single_file import State, converted, empty, fill, is_convertible, read_file
-from latentcache.models.tiny import tiny_denoiser
+from latentcache.models.single_file import State, converted, empty, fill, read_file
+from latentcache.models.tiny import tiny_denoiser, tiny_part
 
 ORIGINAL_PREFIX = "model.diffusion_model."
 """The first part of a denoiser's names in a whole model of the original layout (Stability's, kohya's, ComfyUI's)."""
 
 logger = logging.getLogger("latentcache")
 
+_SCHEDULER_FILE = "scheduler/scheduler_config.json"
 _PEFT_PREFIX = "base_model.model."
 """What peft's own wrapper (`get_peft_model`) puts before a module's names."""
 _PEFT_MARKS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")
@@ -82,48 +86,28 @@ def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ..
         raise refused(family.denoiser, f"{problem}. Name a {word} of the model that made the cache.")
 
 
-@dataclass(frozen=True, slots=True)
 class _Denoisers:
     """Loads denoisers of a family, in `dtype`. `model` is what weights alone take their architecture from."""
 
-    family: Family
-    model: ModelConfig
-    dtype: torch.dtype
+    def __init__(self, family: Family, model: ModelConfig, dtype: torch.dtype):
+        self.family, self.model, self.dtype = family, model, dtype
+        self.part, self.word = family.denoiser, family.denoiser_word
+        self.subfolder = model.denoiser or family.denoiser
+        self.model_class = class_named(family.denoiser_class)
 
     def load(self, name: str) -> Any:
-        part = self.part
         if is_tiny(name, self.family):
             return torch.nn.Module.to(tiny_denoiser(), self.dtype)
         if os.path.isdir(name):
             return self._from_folder(Path(name))
         if is_training_checkpoint(name):
             return self._from_training_checkpoint(Path(name))
-        if is_checkpoint(part, name):
+        if is_checkpoint(self.part, name):
             return self._from_file(Path(name))
         is_model, subfolder = name == self.model.path, self.subfolder
         variant, revision = (self.model.variant, self.model.revision) if is_model else (None, None)
         folder = local_part(subfolder, name, variant, revision)[1]
         return self._from_own_folder(part_folder(folder, subfolder), variant)
-
-    @property
-    def part(self) -> str:
-        """Its name among the parts of a model."""
-        return self.family.denoiser
-
-    @property
-    def subfolder(self) -> str:
-        """Where a diffusers folder has it."""
-        return self.model.denoiser or self.part
-
-    @property
-    def word(self) -> str:
-        """What messages call it."""
-        return self.family.denoiser_word
-
-    @property
-    def model_class(self) -> Any:
-        """Its class in diffusers."""
-        return class_named(self.family.denoiser_class)
 
     # A folder: a diffusers model, or a denoiser alone.
 
@@ -137,11 +121,8 @@ class _Denoisers:
                 f"with config.json and {weights_name(self.part)}.safetensors, or a file of save_checkpoint."
             )
         variant = self.model.variant
-        is_model = str(folder) == self.model.path
-        return self._from_own_folder(own, variant if is_model or self._has_variant(own) else None)
-
-    def _has_variant(self, folder: Path) -> bool:
-        return bool(self.model.variant) and has_weights(self.part, folder, self.model.variant)
+        has_variant = str(folder) == self.model.path or (variant and has_weights(self.part, own, variant))
+        return self._from_own_folder(own, variant if has_variant else None)
 
     def _from_own_folder(self, folder: Path, variant: str | None) -> Any:
         self._read_settings(folder)
@@ -232,11 +213,6 @@ class _Denoisers:
     def _converted(self, original: State, settings: Mapping[str, Any], name: str) -> State:
         """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
         class_name = self.model_class.__name__
-        if not is_convertible(class_name):
-            raise self._refused(
-                f"{name} does not have diffusers' names, and diffusers converts no files of a {class_name}. Name a "
-                "diffusers folder, or a file with diffusers' names."
-            )
         if self.part != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
             original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
         unused = self.family.unused_weights
@@ -293,3 +269,76 @@ class _Denoisers:
             f"{path} is a LoRA, which changes a {self.word} but is none. Name it as the LoRA, and the {self.word} that "
             f"it was trained on as the {self.word}."
         )
+
+
+def load_scheduler(
+    path: str | Path | None = None, *, model: ModelConfig | None = None, family: Family | None = None
+) -> Any:
+    """A new scheduler, of the class and settings that the model's scheduler_config.json states.
+
+    A whole diffusers folder or hub id at `path` has its own. Everything else (a denoiser alone, a checkpoint) has none,
+    and takes that of `model`; a checkpoint file's is that of its configs. The tensors `v_pred` and `ztsnr` in such a
+    file overrule it: by them kohya's and ComfyUI's users mark v-prediction and zero terminal SNR. The `family` is by
+    default that of `model`. Raises ModelError.
+    """
+    model = ModelConfig() if model is None else model
+    marks: dict[str, Any] = {}
+    for name in dict.fromkeys((model.path if path is None else str(path), model.path)):
+        if is_training_checkpoint(name):
+            continue
+        marks |= _scheduler_marks(name)
+        scheduler = None
+        if name == TINY and is_tiny(name, family or family_of(model)[0]):
+            scheduler = tiny_part("scheduler")
+        elif (folder := _scheduler_folder(name, model)) is not None:
+            scheduler = _scheduler_from(name, folder)
+        if scheduler is not None:
+            return type(scheduler).from_config(scheduler.config, **marks) if marks else scheduler
+    raise refused(
+        "scheduler",
+        f"neither {name if path is None else path} nor model.path ({model.path}) has a {_SCHEDULER_FILE}. Name a whole "
+        "diffusers folder as model.path, or as model.config of a checkpoint.",
+    )
+
+
+def _scheduler_folder(name: str, model: ModelConfig) -> Path | None:
+    """The folder with the scheduler's config that belongs to this name, or None."""
+    if os.path.isdir(name) or not is_checkpoint("scheduler", name):
+        revision = model.revision if name == model.path else None
+        folder = local_folder("scheduler", name, [_SCHEDULER_FILE], revision=revision)[1]
+    elif name == model.path:
+        folder = config_folder(model.path, model.config, [_SCHEDULER_FILE])[0]
+    else:
+        return None
+    return folder / "scheduler" if (folder / _SCHEDULER_FILE).is_file() else None
+
+
+def _scheduler_marks(name: str) -> dict[str, Any]:
+    """Settings of the scheduler that a checkpoint file itself states."""
+    if not os.path.isfile(name) or not is_checkpoint("scheduler", name):
+        return {}
+    state = read_file("scheduler", name)
+    if "v_pred" not in state:
+        return {}
+    marks: dict[str, Any] = {"prediction_type": "v_prediction"}
+    if "ztsnr" in state:
+        # "trailing" because only then sampling begins where nothing but noise is left (Lin et al., 2305.08891).
+        marks |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    logger.info("scheduler: %s is marked as v_pred: %s", name, marks)
+    return marks
+
+
+def _scheduler_from(name: str, folder: Path) -> Any:
+    # One class reads the settings of all: they share the file's name.
+    settings = read_config("scheduler", folder, diffusers.EulerDiscreteScheduler, name)
+    class_name = settings.get("_class_name")
+    found: Any = getattr(diffusers, str(class_name), None)
+    if not (isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)):
+        raise refused(
+            "scheduler",
+            f"{folder} names the class {class_name!r}, which is no scheduler of diffusers {diffusers.__version__}. "
+            "Correct _class_name in its scheduler_config.json.",
+        )
+    scheduler_class: Any = found
+    with loading("scheduler", name):
+        return scheduler_class.from_config(settings)

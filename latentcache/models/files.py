@@ -90,18 +90,15 @@ def load_pretrained(
     library = model_class.__module__.split(".")[0]
     if not has_weights(part, folder, variant):
         names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
+        step = "Name a folder that has it, or the variant whose weights are there"
         if names and all(name.endswith(_PICKLED) for name in names):
-            raise refused(
-                part,
-                f"{folder} has its weights only as a pickle ({names[0]}), which can run code when it is loaded. "
-                f"Convert it where that is safe: {library}.{model_class.__name__}.from_pretrained({str(folder)!r}, "
-                f"use_safetensors=False).save_pretrained({str(folder)!r}).",
+            step = (
+                "A pickle can run code when it is loaded. Convert it where that is safe: "
+                f"{library}.{model_class.__name__}.from_pretrained({str(folder)!r}, use_safetensors=False)"
+                f".save_pretrained({str(folder)!r})"
             )
-        raise refused(
-            part,
-            f"{folder} has no {weights_name(part, variant)}.safetensors (it has {', '.join(names) or 'no weights'}). "
-            "Name a folder that has it, or the variant whose weights are there.",
-        )
+        met = f"{folder} has no {weights_name(part, variant)}.safetensors (it has {', '.join(names) or 'no weights'})"
+        raise refused(part, f"{met}. {step}.")
     with loading(part, str(folder)):
         module, info = model_class.from_pretrained(
             folder,

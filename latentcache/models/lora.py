@@ -169,10 +169,8 @@ def lora_settings(denoiser: torch.nn.Module) -> dict[str, Any]:
     return {"adapters": adapters, "active": _active_adapters(denoiser)}
 
 
-def add_adapters(denoiser: Any, settings: Mapping[str, Any] | None) -> None:
+def add_adapters(denoiser: Any, settings: Mapping[str, Any]) -> None:
     """Build the adapters that `lora_settings` describes into a denoiser that has none; their weights are not set."""
-    if settings is None:
-        return
     _need_peft()
     from peft import LoraConfig
 

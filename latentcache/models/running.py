@@ -1,4 +1,4 @@
-"""How models run: in batches that are halved when memory runs out, and with settings that are restored.
+"""How models run: in batches that are halved when memory runs out, layer by layer, with settings that are restored.
 
 Each batch is launched before the one before it is fetched. No thread is involved, so `utils.concurrency` does not serve
 here: the device itself runs concurrently with the host.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from latentcache.errors import EncodeError
+from latentcache.devices.placement import device_of, does_not_fit, free_memory, in_eval_mode, placed
+from latentcache.errors import DeviceError, EncodeError
 from latentcache.models.files import first_line
 
 logger = logging.getLogger("latentcache")
@@ -50,27 +51,15 @@ def free_cached_memory(device: torch.device) -> None:
         empty_cache()
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """The outcome of a call: its value, the message of a shortage of memory, or another error.
+def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | str | None]:
+    """The value of a call and None, or None and its error: of a shortage of memory the message alone.
 
-    Of a shortage only the message is kept: the frames of its traceback would keep the failed call's tensors alive.
+    The frames of a traceback would keep the failed call's tensors alive.
     """
-
-    value: Any = None
-    shortage: str | None = None
-    error: Exception | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.shortage is not None or self.error is not None
-
-
-def _attempt(function: Callable[[Any], Any], argument: Any) -> _Attempt:
     try:
-        return _Attempt(function(argument))
+        return function(argument), None
     except Exception as error:  # `run_ahead` raises it in its turn
-        return _Attempt(shortage=first_line(error)) if is_out_of_memory(error) else _Attempt(error=error)
+        return None, first_line(error) if is_out_of_memory(error) else error
 
 
 class _Batches(Generic[Item]):
@@ -131,25 +120,25 @@ class BatchRunner(Generic[Item, Result]):
         other items are encoded. Other errors are raised after the results of the batches that were launched before.
         """
         batches = _Batches(groups)
-        under_way: deque[tuple[list[Item], _Attempt]] = deque()
+        under_way: deque[tuple[list[Item], Any, Exception | str | None]] = deque()
         while True:
             # After a failure nothing is launched until its turn has come.
-            while len(under_way) <= num_ahead and not (under_way and under_way[-1][1].has_failed):
+            while len(under_way) <= num_ahead and not (under_way and under_way[-1][2] is not None):
                 if not (batch := batches.take(self.batch_size)):
                     break
-                under_way.append((batch, _attempt(launch, batch)))
+                under_way.append((batch, *_attempt(launch, batch)))
             if not under_way:
                 return
-            batch, attempt = under_way.popleft()
-            if not attempt.has_failed:
-                attempt = _attempt(fetch, attempt.value)
-            if attempt.error is not None:
-                raise attempt.error
-            if attempt.shortage is None:
-                yield batch, attempt.value
-                del attempt  # else one more batch of results is alive while the next ones are computed
+            batch, value, problem = under_way.popleft()
+            if problem is None:
+                value, problem = _attempt(fetch, value)
+            if isinstance(problem, Exception):
+                raise problem
+            if problem is None:
+                yield batch, value
+                del value  # else one more batch of results is alive while the next ones are computed
                 continue
-            batches.put_back(launched for launched, _ in under_way)
+            batches.put_back(launched for launched, _, _ in under_way)
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
@@ -159,7 +148,7 @@ class BatchRunner(Generic[Item, Result]):
                 batches.put_back([batch])
             else:
                 message = (
-                    f"{self.part}: one item alone does not fit in the memory of {self.device} ({attempt.shortage}). "
+                    f"{self.part}: one item alone does not fit in the memory of {self.device} ({problem}). "
                     "Free memory on the device, or use a smaller bucket area or a smaller dtype."
                 )
                 on_failure(batch[0], EncodeError(message, part=self.part, problem="out-of-memory"))
@@ -261,3 +250,89 @@ def vae_settings(vae: Any) -> Iterator[None]:
     finally:
         if to_channels_last:
             vae.to(memory_format=torch.contiguous_format)
+
+
+# Text encoders on the device: whole where they fit, else as many layers as fit, and the others one after the other.
+
+WEIGHTS_SHARE = 0.8
+"""Of the free memory that weights may take. The rest is for what the layers compute."""
+
+
+@contextmanager
+def encoders_placed(encoders: Mapping[str, torch.nn.Module], device: torch.device) -> Iterator[dict[str, str]]:
+    """The encoders ready to run on `device`, in eval mode; all is as it was afterwards, to the very parameters.
+
+    Yields, for each that is not there as a whole, its placement and the reason. The smallest are placed first. Weights
+    that stay on the CPU are copied for each batch, layer by layer (accelerate's `dispatch_model`): the same values, to
+    the last bit, in more time. An encoder that is dispatched already is left as it is. DeviceError where not even its
+    first layer fits.
+    """
+    notes: dict[str, str] = {}
+    with ExitStack() as stack:
+        for name, encoder in sorted(encoders.items(), key=lambda item: weight_bytes(item[1])):
+            if hasattr(encoder, "hf_device_map"):
+                continue
+            free_bytes = _free_bytes(encoder, device)
+            if free_bytes is None:
+                stack.enter_context(placed(encoder, device))
+                continue
+            left = stack.enter_context(_dispatched(encoder, device, int(free_bytes * WEIGHTS_SHARE)))
+            notes[name] = (
+                f"{device} layer by layer: {left / 1e9:.3g} of {weight_bytes(encoder) / 1e9:.3g} GB of its weights "
+                f"stay on the CPU and are copied for each batch, because {free_bytes / 1e9:.3g} GB are free on {device}"
+            )
+        yield notes
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the weights and buffers; tied ones count once."""
+    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _free_bytes(encoder: torch.nn.Module, device: torch.device) -> int | None:
+    """The free memory of a device that is too small for this encoder on the CPU; None if it fits, or is not there."""
+    if device.type == "cpu" or device_of(encoder).type != "cpu":
+        return None
+    free_bytes = free_memory(device)
+    if free_bytes is None or weight_bytes(encoder) <= free_bytes * WEIGHTS_SHARE:
+        return None
+    free_cached_memory(device)
+    free_bytes = free_memory(device)
+    return None if free_bytes is None or weight_bytes(encoder) <= free_bytes * WEIGHTS_SHARE else free_bytes
+
+
+@contextmanager
+def _dispatched(encoder: torch.nn.Module, device: torch.device, budget: int) -> Iterator[int]:
+    """The encoder with `budget` bytes of its weights on `device`; yields how many bytes stay on the CPU.
+
+    accelerate puts other Parameter objects in the place of the encoder's own, which are kept and put back.
+    """
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.hooks import remove_hook_from_submodules
+
+    whole: Any = getattr(encoder, "_no_split_modules", None) or []  # residuals cross their layers: these stay together
+    # accelerate names an accelerator by its number alone: 0 stands for `device`.
+    # Buffers, a few kilobytes, are on the device in any case: `offload_buffers` is to leave them out of the account.
+    sizes: Any = {0: budget, "cpu": sys.maxsize}
+    found = infer_auto_device_map(encoder, sizes, no_split_module_classes=list(whole), offload_buffers=True)
+    device_map = {name: device if place == 0 else place for name, place in found.items()}
+    if device not in device_map.values():
+        raise DeviceError(
+            f"{type(encoder).__name__} cannot run on {device}, not even layer by layer: its first layer and its "
+            f"largest one need more than {budget / 1e9:.3g} GB. Free memory there, or set encode.device: cpu"
+        )
+    own = [(part, dict(part._parameters), dict(part._buffers)) for part in encoder.modules()]
+    with in_eval_mode(encoder):
+        try:
+            try:
+                dispatch_model(encoder, device_map, main_device=device)
+            except torch.OutOfMemoryError as error:
+                raise does_not_fit(encoder, device) from error
+            on_device = sum(t.nbytes for t in chain(encoder.parameters(), encoder.buffers()) if t.device == device)
+            yield weight_bytes(encoder) - on_device
+        finally:
+            remove_hook_from_submodules(encoder)
+            encoder.__dict__.pop("hf_device_map", None)
+            for part, parameters, buffers in own:
+                part._parameters.update(parameters)
+                part._buffers.update(buffers)

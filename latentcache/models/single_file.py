@@ -32,13 +32,12 @@ def read_file(part: str, file: Path | str) -> dict[str, torch.Tensor]:
         return found
 
 
-def is_convertible(layout: str) -> bool:
-    """Whether diffusers converts files in the original layout of models of this class."""
-    return layout in SINGLE_FILE_LOADABLE_CLASSES
-
-
 def converted(part: str, layout: str, state: State, settings: Mapping[str, Any], name: str) -> State:
     """Tensors in the original layout of a class, by diffusers' names. Errors call the file `name`. ModelError."""
+    if layout not in SINGLE_FILE_LOADABLE_CLASSES:
+        step = "Name a diffusers folder, or a file with diffusers' names"
+        met = f"{name} does not have diffusers' names, and diffusers converts no files of a {layout}"
+        raise refused(part, f"{met}. {step}.")
     with loading(part, name):
         found: State = SINGLE_FILE_LOADABLE_CLASSES[layout]["checkpoint_mapping_fn"](
             checkpoint=dict(state), config=settings

@@ -194,7 +194,7 @@ def choose_text_encodings(
 def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch.dtype) -> str:
     """ConfigError for float8 where padding need not be stored: there dropping it saves more, and changes nothing."""
     name: str = encode.text_store_dtype
-    if name == "float8_e4m3fn" and family.is_exact:
+    if name == "float8_e4m3fn" and family.can_drop_padding:
         message = f"text_store_dtype is {name}, but {family.name} stores no padding, which saves more; use bfloat16"
         raise ConfigError(message, key="encode.text_store_dtype")
     if name == "auto":

@@ -210,7 +210,7 @@ class TextKeys:
     """
 
     def __init__(self, family: Family, tokenizers: Callable[[], Mapping[str, Any]], encoding: TextEncoding, salt: str):
-        self.family, self._tokenizers = family, tokenizers() if family.renders else {}
+        self.family, self._tokenizers = family, tokenizers() if family.template_needs_tokenizer else {}
         self._encoding, self._salt = encoding, salt
         self._key = keys_like(TextIdentity("", encoding, salt))
 

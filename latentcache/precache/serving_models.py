@@ -13,8 +13,7 @@ from latentcache.config import Config
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceError, ModelError
 from latentcache.models.model_loader import Models
-from latentcache.models.offloading import encoders_placed
-from latentcache.models.running import free_cached_memory
+from latentcache.models.running import encoders_placed, free_cached_memory
 from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, for_images
 from latentcache.precache.image_stage import ImageStage

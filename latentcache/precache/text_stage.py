@@ -12,8 +12,7 @@ import torch
 from latentcache.devices.transfer import Download
 from latentcache.errors import ImageRefused
 from latentcache.families.base import MASK, inference
-from latentcache.models.offloading import encoders_placed
-from latentcache.models.running import pinned_numerics
+from latentcache.models.running import encoders_placed, pinned_numerics
 from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import text_dtypes

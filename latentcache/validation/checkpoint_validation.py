@@ -13,10 +13,9 @@ from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
-from latentcache.models.denoiser import load_denoiser
+from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share, family_of
 from latentcache.models.lora import load_lora, saved_step
-from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.precache.encodings import load_models

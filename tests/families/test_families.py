@@ -12,7 +12,6 @@ from helpers.family_references import SCALED_LATENTS, generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
 from helpers.tiny_models import randomised
 
-from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.validation.noise_schedule import NoiseSchedule
 
@@ -148,12 +147,6 @@ def test_the_mask_of_chroma_s_pipeline_masks_nothing(tmp_path: Path) -> None:
             changes[padding] = float((run.family.predict(run.denoiser, noisy, timesteps, batch) - before).abs().max())
         run.cache.close()
     assert changes["drop"] == 0 and changes["keep"] > 0.1
-
-
-def test_z_image_has_no_padding_to_keep() -> None:
-    with pytest.raises(ConfigError, match="padding is keep, but z-image has no padding to keep") as raised:
-        family_named("z-image").text_recipe(padding="keep")
-    assert raised.value.key == "encode.padding"
 
 
 def test_tokenizing_ahead_has_tokenizers_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def text_key(models: Models, folder: Path, text: str = TEXTS[1], *, negative: bo
 def test_entries_have_the_rows_of_their_own_text(run: FamilyRun) -> None:
     family, recipe, cached = run.family, run.encodings.text.settings, run.batch(TEXTS)
     trimmed = [name for name in family.fields if family.padding(name, recipe) is not None]
-    assert bool(trimmed) == (family.is_exact and not recipe.get("keeps_padding", True))
+    assert bool(trimmed) == (family.can_drop_padding and not recipe.get("keeps_padding", True))
     live = family.encode_text(run.parts, run.tokenized(TEXTS), recipe)
     for name in trimmed:
         lengths = live[name + MASK].sum(1).tolist()
@@ -68,7 +68,7 @@ def test_padding_does_not_change_what_the_denoiser_predicts(run: FamilyRun) -> N
 def test_padding_is_dropped_only_where_that_is_exact(name: str, tmp_path: Path) -> None:
     family = family_named(name)
     models, config = loaded_models(family, tiny_model(family.name)), family_config(tmp_path, padding="drop")
-    if family.is_exact:
+    if family.can_drop_padding:
         assert choose_encodings(config, models, {}).text.settings["keeps_padding"] is False
     else:
         with pytest.raises(ConfigError, match=f"padding is drop, but {name}"):
@@ -210,15 +210,3 @@ class Settings(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
-
-
-EXACT = [name for name in FAMILIES if family_named(name).is_exact and not family_named(name).text_reads_control]
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_caption_of_forty_tokens_has_a_tenth_of_the_rows(name: str) -> None:
-    family, recipe = family_named(name), family_named(name).text_recipe()
-    parts = tiny_model(family.name)
-    made = family.encode_text(parts, family.tokenize(parts, [" ".join(["a"] * 40)]), recipe)
-    for field in family.fields:
-        assert 40 <= int(made[field + MASK].sum()) <= recipe["max_length"] / 10

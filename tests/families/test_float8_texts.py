@@ -21,8 +21,8 @@ from latentcache.precache.workspace import Workspace
 from latentcache.types import Entry
 
 FLOAT8 = "float8_e4m3fn"
-PADDED = [name for name in FAMILIES if not family_named(name).is_exact]
-EXACT = [name for name in FAMILIES if family_named(name).is_exact]
+PADDED = [name for name in FAMILIES if not family_named(name).can_drop_padding]
+EXACT = [name for name in FAMILIES if family_named(name).can_drop_padding]
 
 
 def models_of(family: Family, **changed: Any) -> LoadedModels:
@@ -63,19 +63,6 @@ def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_pat
             )
             # A rounding to 4 significant bits is wrong by 1/16 at most, and by 0.026 in the mean of their squares.
             assert 0.01 < relative_rms < 0.04 and cosine > 0.999
-
-
-def test_a_pooled_field_is_not_rounded_and_the_key_says_so(tmp_path: Path) -> None:
-    models = models_of(family_named("flux"))
-    encodings = choose_encodings(family_config(tmp_path, text_store_dtype=FLOAT8), models, {})
-    for encoding in (encodings.text, encodings.negative):
-        assert encoding.to_json()["pooled_prompt_embeds_dtype"] == "bfloat16"
-    half = choose_encodings(family_config(tmp_path, text_store_dtype="float16"), models, {}).text
-    assert half.recipe == tuple(models.family.text_recipe().items())
-    entries, _ = texts_of(tmp_path, models.family, models, FLOAT8)
-    found = [{field: tensor.dtype for field, tensor in entry.tensors.items()} for entry in entries.values()]
-    kept = {"prompt_embeds": torch.float8_e4m3fn, "pooled_prompt_embeds": torch.bfloat16}
-    assert found and all(each == kept for each in found)
 
 
 @pytest.mark.families

@@ -15,10 +15,9 @@ from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
-from latentcache.models.denoiser import load_denoiser
+from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share
 from latentcache.models.lora import LORA_FILE
-from latentcache.models.scheduler import load_scheduler
 from latentcache.precache.run import run_precache
 from latentcache.validation.checkpoint_validation import validate
 from latentcache.validation.noise_schedule import NoiseSchedule

@@ -51,11 +51,6 @@ def test_a_real_shortage_of_the_cpu_allocator_is_recognised():
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
-def test_a_batch_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        BatchRunner("vae", 0, "cpu")
-
-
 class Device:
     """Launches at once and gives results when asked; `memory(call, items)` says when it runs out, and where."""
 

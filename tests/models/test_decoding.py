@@ -115,13 +115,6 @@ def test_statistics_of_latents_as_in_the_pipeline(vae: torch.nn.Module, latents:
     assert np.array_equal(images, pipeline_images(vae, latents)) and not np.array_equal(images, plain)
 
 
-def test_a_shift_is_added(vae: torch.nn.Module, latents: torch.Tensor) -> None:
-    shifted = latents + 0.5 * vae.config.scaling_factor
-    plain = decode_latents(vae, shifted)
-    vae.register_to_config(shift_factor=0.5)
-    assert np.abs(decode_latents(vae, latents).astype(int) - plain).max() <= 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_a_decode_that_raises_leaves_the_vae_as_it_was(

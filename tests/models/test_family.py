@@ -11,17 +11,13 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from helpers.tiny_models import tiny_folder
 
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser
-from latentcache.models import files
-from latentcache.models.denoiser import load_denoiser
+from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.family import family_of
-from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.scheduler import load_scheduler
-from latentcache.models.tiny import tiny_parts
+from latentcache.models.model_loader import ModelLoader
 from latentcache.precache.run import run_precache
 
 
@@ -144,11 +140,6 @@ def test_a_checkpoint_s_config_says_it(tmp_path: Path) -> None:
     assert family.name == "flux"
 
 
-@pytest.mark.parametrize("path", ["tiny", "tiny-photos"])
-def test_the_tiny_models_are_of_the_default_family(path: str) -> None:
-    assert family_of(ModelConfig(path=path))[0].name == DEFAULT
-
-
 def test_tiny_is_refused_for_another_family(make_config: Callable[..., Config]) -> None:
     config = make_config(**{"model.family": "flux"})
     for load in (
@@ -158,26 +149,6 @@ def test_tiny_is_refused_for_another_family(make_config: Callable[..., Config]) 
     ):
         with pytest.raises(ModelError, match=r"tiny is a model of sdxl, but the family is flux\."):
             load()
-
-
-def test_a_hub_id_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(path: str, **options: object) -> str:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(files, "snapshot_download", offline)
-    with pytest.raises(ModelError, match=r"someone/a-model is no local path.*no network"):
-        family_of(ModelConfig(path="someone/a-model"))
-    assert family_of(ModelConfig(path="someone/a-model", family="flux"))[0].name == "flux"
-
-
-def test_the_report_says_the_family_and_why(make_config: Callable[..., Config]) -> None:
-    report = run_precache(make_config(), dry_run=True)
-    assert report.placement["family"] == "sdxl: tiny is of this family"
-    assert "family    sdxl: " in report.to_text(verbose=True)
-    report = run_precache(make_config(**{"model.family": "sd15", "model.path": tiny_folder("sd15")}), dry_run=True)
-    assert report.placement["family"] == "sd15: model.family says so"
-    report = run_precache(make_config(), models=LoadedModels(**tiny_parts()), dry_run=True)
-    assert report.placement["family"] == "sdxl: the caller said so"
 
 
 def denoiser_of(class_name: str, **config: object) -> object:

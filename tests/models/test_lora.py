@@ -209,15 +209,6 @@ def test_a_lora_for_text_encoders_cannot_act_on_cached_embeddings(form, adapted,
     refused(frozen_unet(5), path, r"changes the text encoders too \(1 tensors.*cached embeddings")
 
 
-def test_without_peft_it_says_so(adapted, tmp_path, monkeypatch):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
-    monkeypatch.setattr(lora, "is_peft_available", lambda: False)
-    refused(frozen_unet(5), path, "need peft, which is not installed")
-    with pytest.raises(ModelError, match="need peft"):
-        load_unet(tmp_path / "step", dtype=F32, model=TINY)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -250,13 +241,6 @@ def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
         del tensors[name]
     save_file(tensors, path := tmp_path / "lora.safetensors")
     refused(frozen_unet(5), path, r"does not fit this UNet.*to_q")
-
-
-def test_a_loha_is_named_as_what_it_is_not(adapted, tmp_path):
-    tensors = kohya_tensors(adapted, True, 4)
-    tensors = {name.replace("lora_down.weight", "hada_w1_a"): value for name, value in tensors.items()}
-    save_file(tensors, path := tmp_path / "loha.safetensors")
-    refused(frozen_unet(5), path, r"not LoRA weights of a UNet, e\.g\. .*hada_w1_a")
 
 
 def test_kohyas_dora_is_refused_and_not_read_as_a_lora(adapted, tmp_path):

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from latentcache.errors import ModelError, TrainableEncoderError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
-from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.origin import ModelOrigin
+from latentcache.models.model_loader import LoadedModels, ModelLoader, ModelOrigin
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import VaeFacts, encode_images
 
@@ -57,18 +56,6 @@ def test_all_forms_know_the_config_of_the_vae(models):
     assert facts == VaeFacts(Scaling(0.13025), True, 4, 8)
 
 
-def test_all_forms_say_where_a_part_comes_from_and_refuse_other_parts(models):
-    assert all(models.origin(part) for part in family_named(DEFAULT).parts)
-    with pytest.raises(ModelError, match="unet"):
-        models.identity("unet", F32)
-
-
-def test_release_forgets_and_the_next_call_gives_the_same(models):
-    before = models.identity("vae", F16)
-    models.release()
-    assert models.identity("vae", F16) == before
-
-
 # The memo.
 
 
@@ -100,14 +87,6 @@ def test_an_unchanged_model_is_not_loaded_again(form, folder, checkpoint, loads)
     assert identities(again) == first
     assert again.vae_facts().scaling.scaling_factor == 0.13025
     assert loads == []
-
-
-def test_a_part_is_loaded_once_for_identity_and_use(folder, loads):
-    loader = ModelLoader(str(folder))
-    for _ in range(2):
-        identities(loader)
-        loader.vae(F32), loader.text(F32)
-    assert sorted(loads) == ["text_encoder", "text_encoder_2", "tokenizers", "vae"]
 
 
 def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, tmp_path, loads):
@@ -157,11 +136,6 @@ def test_the_callers_module_is_returned_as_it_is_or_copied_for_another_dtype(par
     assert half is models.vae(F16)
     assert next(half.parameters()).dtype is F16
     assert next(parts["vae"].parameters()).dtype is F32
-
-
-def test_a_part_that_was_not_given_is_named(parts):
-    with pytest.raises(ModelError, match=r"text_encoder was not given \(given: vae\)"):
-        LoadedModels(vae=parts["vae"]).text(F32)
 
 
 def test_offloaded_weights_are_refused():

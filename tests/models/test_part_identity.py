@@ -147,11 +147,6 @@ def test_strides_and_ties_do_not_count():
     assert LoadedModels(**parts).identity("text_encoder", F32) == before
 
 
-def test_a_copied_and_renamed_folder_is_the_same_model(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "renamed")
-    assert identities(ModelLoader(str(tmp_path / "renamed"))) == identities(ModelLoader(str(folder)))
-
-
 def test_a_half_precision_checkpoint_is_another_model_than_the_single_precision_one(parts, folder, tmp_path):
     half = ModelLoader(str(save_checkpoint(parts, tmp_path / "half.safetensors", F16)), config=str(folder))
     full = ModelLoader(str(folder))

@@ -14,8 +14,7 @@ from helpers.tiny_models import save_diffusers_folder, tiny_denoiser, tiny_encod
 from latentcache import LatentCache
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ConfigError, ModelError
-from latentcache.models.denoiser import load_denoiser
-from latentcache.models.scheduler import load_scheduler
+from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.precache.run import run_precache
 
 OLD, NEW = "a" * 40, "b" * 40

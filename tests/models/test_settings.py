@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latentcache.models.model_loader import ModelLoader
 from latentcache.models.running import vae_settings
 from latentcache.models.tiny import tiny_parts
-from latentcache.models.vae import encode_images, memory_format_of
+from latentcache.models.vae import memory_format_of
 
 
 @pytest.fixture
@@ -59,28 +58,3 @@ def test_the_memory_format_comes_back_when_memory_runs_out_on_the_way(
     with pytest.raises(torch.OutOfMemoryError), vae_settings(vae):
         raise AssertionError("the weights did not fit")
     assert num_moved > 5 and strides(vae) == before
-
-
-def test_a_vae_that_is_channels_last_stays_so(vae: torch.nn.Module) -> None:
-    vae.to("meta", torch.float16).to(memory_format=torch.channels_last)
-    before = strides(vae)
-    with vae_settings(vae):
-        assert strides(vae) == before
-    assert strides(vae) == before
-
-
-def test_pixels_lie_as_the_weights_do(vae: torch.nn.Module) -> None:
-    seen = []
-    vae.encoder.conv_in.register_forward_pre_hook(
-        lambda module, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    pixels = torch.randint(0, 256, (1, 16, 24, 3), dtype=torch.uint8)
-    plain = encode_images(vae, pixels)
-    last = encode_images(vae.to(memory_format=torch.channels_last), pixels)
-    assert seen == [False, True]
-    torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-4)
-
-
-def test_attention_is_that_of_torch() -> None:
-    parts = ModelLoader("tiny").text(torch.float32)
-    assert [e.config._attn_implementation for e in (parts["text_encoder"], parts["text_encoder_2"])] == ["sdpa", "sdpa"]

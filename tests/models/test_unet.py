@@ -19,10 +19,10 @@ from unets import F16, F32, TINY, adapted_unet, check_same, frozen_unet, output,
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
-from latentcache.integrations.diffusers import check_conditioning, load_unet
+from latentcache.integrations.diffusers import load_unet
 from latentcache.models import files
+from latentcache.models.denoiser import load_scheduler
 from latentcache.models.lora import lora_settings
-from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
 
 STEM = "diffusion_pytorch_model"
@@ -47,11 +47,6 @@ def copied(own_folder, tmp_path) -> Path:
 
 
 # Forms.
-
-
-def test_tiny_is_built_in_code():
-    check_same(load_unet("tiny", dtype=F32), frozen_unet(0))
-    check_same(load_unet(dtype=F16, model=TINY), frozen_unet(0, F16))
 
 
 def test_without_a_path_it_is_the_models_own(folder, hub):
@@ -186,32 +181,17 @@ def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
         lora_settings(tiny_denoiser())
 
 
-def test_global_state_is_as_it_was(unet, tmp_path):
-    file = save_unet(unet, tmp_path / "model.safetensors")
-    save_checkpoint(tmp_path / "step", model=(adapted := adapted_unet()), extra={"lora": lora_settings(adapted)})
-    state = torch.get_rng_state()
-    for path in ("tiny", file, tmp_path / "step"):
-        load_unet(path, dtype=F32, model=TINY)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.nn.Linear(1, 1).weight.device.type == "cpu"
-
-
 # Refusals.
 
 
 def test_pickles_are_refused(copied, tmp_path):
     (copied / f"{STEM}.safetensors").rename(copied / f"{STEM}.bin")
-    with pytest.raises(ModelError, match=r"pickle \(diffusion_pytorch_model\.bin\).*UNet2DConditionModel") as caught:
+    with pytest.raises(ModelError, match=r"diffusion_pytorch_model\.bin\)\. A pickle .*UNet2DConditionModel") as caught:
         load_unet(copied, dtype=F32, model=TINY)
     assert caught.value.part == "unet"
     (tmp_path / "model.ckpt").write_bytes(b"")
     with pytest.raises(ModelError, match="is a pickle"):
         load_unet(tmp_path / "model.ckpt", dtype=F32, model=TINY)
-
-
-def test_a_hub_id_that_cannot_be_had_is_refused(hub):
-    with pytest.raises(ModelError, match=r"unet: no/where is no local path.*Download it once"):
-        load_unet("no/where", dtype=F32, model=TINY)
 
 
 def damage(tensors: dict, damage: str, name: str) -> None:
@@ -310,17 +290,6 @@ def test_another_kind_of_unet_is_refused_by_name(change, message, copied):
         load_unet(copied, dtype=F32, model=TINY)
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{"])
-def test_a_config_without_settings_is_refused(content, copied, folder, tmp_path):
-    (copied / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"unet: .* could not be loaded"):
-        load_unet(copied, dtype=F32, model=TINY)
-    model = Path(shutil.copytree(folder / "scheduler", tmp_path / "model" / "scheduler")).parent
-    (model / "scheduler" / "scheduler_config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"scheduler: .* could not be loaded"):
-        load_scheduler(model, model=TINY)
-
-
 def test_files_without_a_unet_are_refused(checkpoint, parts, tmp_path):
     with pytest.raises(ModelError, match="holds no UNet"):
         load_unet(checkpoint, dtype=F32, model=TINY)
@@ -349,12 +318,6 @@ def test_a_model_without_a_unet_config_is_refused(unet, folder, tmp_path):
     shutil.rmtree(model / "unet")
     with pytest.raises(ModelError, match=r"has no unet/config\.json.*model\.config"):
         load_unet(file, dtype=F32, model=ModelConfig(path=str(model)))
-
-
-def test_a_unet_and_a_cache_of_other_widths(unet):
-    check_conditioning(unet, 72, 40)
-    with pytest.raises(ModelError, match="width 72 and pooled ones of width 40, but the cache has 2048 and 1280"):
-        check_conditioning(unet, 2048, 1280)
 
 
 # Schedulers.

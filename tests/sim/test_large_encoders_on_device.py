@@ -15,7 +15,7 @@ from latentcache.devices.placement import device_of
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import inference
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.offloading import WEIGHTS_SHARE, encoders_placed, weight_bytes
+from latentcache.models.running import WEIGHTS_SHARE, encoders_placed, weight_bytes
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace

@@ -13,7 +13,7 @@ from latentcache import LoadedModels, Workspace, run_precache
 from latentcache.config import Config
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceError, ModelError
-from latentcache.models.offloading import encoders_placed
+from latentcache.models.running import encoders_placed
 from latentcache.models.tiny import tiny_parts
 
 ENCODERS = ("text_encoder", "text_encoder_2", "vae")

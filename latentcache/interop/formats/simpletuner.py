@@ -215,7 +215,7 @@ def _caption_rows(family: Family, embeds: torch.Tensor, mask: object, path: str)
         raise corrupt(path, f"it holds {len(embeds)} captions; one is expected")
     rows: torch.Tensor = embeds[0]
     if keeps_padding(family.name):
-        if not family.is_exact and rows.any() and not rows[-1].any():
+        if not family.can_drop_padding and rows.any() and not rows[-1].any():
             detail = f"its padding is zeros, which diffusers' {family.name} does not make: cache texts without a mask"
             raise ForeignFileRefused(path, "unsupported-format", detail)
         return rows
