@@ -17,6 +17,7 @@ from latentcache.errors import ModelError, SampleError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Scaling
+from latentcache.identity import canonical_json, digest
 from latentcache.loading.batch import CONTROL
 from latentcache.types import ClipSize, Padding, Size
 
@@ -26,6 +27,8 @@ PRECACHE: Final = "run `latentcache precache CONFIG` again"
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
 """Requested samples that are kept, at some 500 bytes each. Beyond it all are forgotten, and found again."""
+_DTYPES = ("compute_dtype", "store_dtype")
+"""What a text's recipe says besides what the text means to the model."""
 _FLOAT32 = np.dtype(np.float32)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 
@@ -35,11 +38,13 @@ class SampleFacts:
     """What the samples of a manifest have in common: those of equal facts may be in one batch.
 
     `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
+    `texts` is a digest of the text encoders and of how they read a text: embeddings of two are not to be mixed.
     """
 
     family: Family = field(default_factory=lambda: family_named(DEFAULT))
     scaling: Scaling | None = None
     padding: tuple[tuple[str, Padding], ...] = ()
+    texts: str = ""
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleFacts:
@@ -54,7 +59,8 @@ class SampleFacts:
             message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
             raise StoreError(f"manifest {manifest.name}: {message}") from error
         rules = tuple([(name, rule) for name, rule in padding.items() if rule is not None])
-        return cls(family, _scaling_of(common), rules)
+        recipe = {name: value for name, value in common["text_encoding"].items() if name not in _DTYPES}
+        return cls(family, _scaling_of(common), rules, digest(canonical_json(recipe)))
 
 
 def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
@@ -246,6 +252,11 @@ def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> Sa
     if len({each.padding for each in facts}) > 1:
         raise StoreError(
             f"the texts of {what} are padded differently: precache all with one encode.padding and encode.max_length"
+        )
+    if len({each.texts for each in facts}) > 1:
+        raise StoreError(
+            f"the texts of {what} were encoded by other text encoders, or otherwise (clip_skip, max_length): their "
+            "embeddings do not mix. Precache all with one model and one encode section"
         )
     return facts[0]
 

@@ -147,3 +147,12 @@ def test_a_sample_without_captions_is_named_when_one_is_drawn(config: Config) ->
     for number in (1, Visit.of(1, 7)):
         with pytest.raises(SampleError, match=r"'b\.png': has 0 captions, but number 0 was requested"):
             dataset[number]
+
+
+def test_texts_of_other_encoders_are_not_mixed(make_config: Callable[..., Config], config: Config) -> None:
+    run_precache(make_config(**{"datasets.0.name": "skipped", "encode.clip_skip": 1}))
+    run_precache(make_config(**{"datasets.0.name": "halves", "encode.text_store_dtype": "float16"}))
+    with pytest.raises(StoreError, match="texts of photos, skipped were encoded by other text encoders, or otherwise"):
+        LatentDataset(config.cache.path, ["photos", "skipped"])
+    assert len(LatentDataset(config.cache.path, ["skipped"])) == 5
+    assert len(LatentDataset(config.cache.path, ["photos", "halves"])) == 15, "the dtype alone is no other text"
