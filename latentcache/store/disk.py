@@ -59,7 +59,7 @@ class DiskStore(PackReader):
         self._table = LocationTable()
         self._position: Position | None = None
         self._index: Index | None = None
-        """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
+        """None for a reader that can use none: memory then has what the packs say, until one of them is gone."""
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
             self.path = self.directory.path
@@ -111,6 +111,9 @@ class DiskStore(PackReader):
         level = logging.WARNING if self.directory.index.exists() else logging.INFO
         logger.log(level, "%s The packs' headers are read instead; nothing is written.", error)
         self._index = None
+        self._reread_packs()
+
+    def _reread_packs(self) -> None:
         rows, refused = read_rows(self.directory, self.directory.pack_sizes())
         self._table = LocationTable(rows.values())
         for reason in refused.values():
@@ -270,6 +273,9 @@ class DiskStore(PackReader):
     def relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
         self.invalidate([location])
+        if self._index is None and not self.path_of(location.pack.id).exists():  # another process compacted the cache
+            with process_lock:
+                self._reread_packs()
         moved = self.look_up([key], again=True)[0]
         if moved is None:
             [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
