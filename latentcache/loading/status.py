@@ -96,6 +96,10 @@ def status_of(
 ) -> Status:
     """Count what a store and manifests that are open hold; see `status`. `path` names them."""
     present = set(store.keys())
+    if isinstance(store, DiskStore) and (gone := store.table.packs.keys() - store.directory.pack_sizes().keys()):
+        # Somebody removed files of packs that the index knows.
+        locations = zip(present, store.look_up([*present]), strict=True)
+        present = {key for key, location in locations if location is not None and location.pack.id not in gone}
     unused, counted = set(present), []
     for manifest in filter(None, map(manifests.read, manifests.names())):  # one may be gone since it was listed
         rows, usable = manifest.rows, manifest.rows.usable()

@@ -412,3 +412,17 @@ def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any,
     code, after = run_json("precache", config_file, *arguments[1:])
     assert code == 0 and after["num_hits"] == report["num_encoded"]
     assert after["num_hits"] + after["num_encoded"] == 30
+
+
+def test_packs_that_somebody_removed_are_said_and_encoded_again(
+    config_file: Path, run: Any, run_json: Any, tmp_path: Path
+) -> None:
+    run("precache", config_file)
+    for pack in tmp_path.glob("cache/packs/*/*.safetensors"):
+        pack.unlink()
+    code, found = run_json("status", config_file)
+    assert code == 1 and found["num_lost"] == 7  # five photos, and two prompts of the validation
+    code, report = run_json("precache", config_file)
+    assert code == 0 and report["num_encoded"] == 10
+    code, found = run_json("status", config_file)
+    assert code == 0 and found["num_lost"] == 0
