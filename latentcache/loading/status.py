@@ -19,7 +19,8 @@ from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
 from latentcache.store.base import Report, Store
 from latentcache.store.disk import DiskStore
-from latentcache.store.upkeep import Progress, VerifyReport
+from latentcache.store.upkeep import VerifyReport
+from latentcache.utils.progress import Progress
 
 MIN_PREFIX = 6
 """Fewest digits that may stand for a key."""
