@@ -182,18 +182,12 @@ def verify(target: Target = None, /, *, subset: str | None = None, options: OfCa
     from latentcache.loading.status import verify as verify_cache
     from latentcache.utils.progress import ShownProgress
 
-    cache, progress = options.cache(target), ShownProgress()
+    cache = options.cache(target)
     part, _, num_parts = (subset or "").partition("/")
     if subset is not None and not (part.isdecimal() and num_parts.isdecimal()):
         raise ConfigError(f"--subset is {subset!r}; give n/t, e.g. 1/7")
-
-    def advance(done: int, total: int) -> None:
-        if done == 1:
-            progress.start("verify packs", total)
-        progress.advance()
-
-    report = verify_cache(cache, subset=None if subset is None else (int(part), int(num_parts)), progress=advance)
-    progress.finish()
+    chosen = None if subset is None else (int(part), int(num_parts))
+    report = verify_cache(cache, subset=chosen, progress=ShownProgress())
     return _finish_upkeep(report, options.as_json)
 
 

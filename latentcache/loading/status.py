@@ -20,7 +20,8 @@ from latentcache.store import upkeep
 from latentcache.store.base import Report, Store
 from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
-from latentcache.store.upkeep import Progress, VerifyReport
+from latentcache.store.upkeep import VerifyReport
+from latentcache.utils.progress import Progress
 from latentcache.utils.wording import MAX_NAMED, cut_note
 
 MIN_PREFIX = 6

@@ -10,7 +10,6 @@ a push or a precache that counted on one before it was listed ends within the gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -34,6 +33,7 @@ from latentcache.store.directory import pack_name
 from latentcache.store.pack import new_pack_id
 from latentcache.store.table import LocationTable
 from latentcache.store.upkeep import VerifyReport, packs_in_subset
+from latentcache.utils.progress import Progress
 
 _DAMAGED = b"damaged"  # the note of a pack in which entries are damaged: others are empty
 _MAX_OFF_S = 900.0  # how far this machine's clock may be from the store's
@@ -45,10 +45,7 @@ logger = logging.getLogger("latentcache")
 
 
 def verify(
-    transport: Transport,
-    *,
-    subset: tuple[int, int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    transport: Transport, *, subset: tuple[int, int] | None = None, progress: Progress | None = None
 ) -> VerifyReport:
     """Fetch every pack and compare its entries with their digests and records, as `store.upkeep.verify` does on a disk.
 
@@ -63,7 +60,9 @@ def verify(
     staying = packs_in(transport).keys() - listed.keys()
     packs = packs_in_subset(staying, subset)
     suspects, unreadable, good, bytes_read = dict[str, str](), dict[str, str](), set[str](), 0
-    for number, pack in enumerate(packs, 1):
+    progress = progress or Progress()
+    progress.start("verify packs", len(packs))
+    for pack in packs:
         try:
             keys, problems, num_bytes = _checked(transport, pack, unreadable)
             bytes_read += num_bytes
@@ -73,8 +72,8 @@ def verify(
             unreadable[pack] = str(error)
             if error.status != FORBIDDEN or len(unreadable) == len(packs):  # of this pack alone, as of an archived one
                 raise
-        if progress is not None:
-            progress(number, len(packs))
+        progress.advance()
+    progress.finish()
     index, known = FarIndex(transport), dict[str, str]()
     earlier = {pack for pack, note in listed.items() if note.num_bytes}
     if earlier or (suspects and len(packs) < len(staying)):  # their copies may lie in packs of the other parts

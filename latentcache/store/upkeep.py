@@ -32,6 +32,7 @@ from latentcache.store.table import LocationTable
 from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import locked, readers_since
+from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
 
@@ -40,8 +41,6 @@ SMALL_FILE_BYTES = PACK_BYTES // 4
 SMALL_ENTRIES = PACK_ENTRIES // 4
 """A pack is rewritten when more of its payload is dead, or when it is small in both and there are others to join."""
 StoreOrPath = DiskStore | str | os.PathLike[str]
-Progress = Callable[[int, int], None]
-"""Called with the number of packs done, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,10 @@ def verify(
         packs = packs_in_subset(sizes.keys() | in_index, subset)
         empty = [(pack, dict[str, Location]()) for pack in packs if pack not in live]
         entries = chain(empty, table.by_pack(set(packs)))
-        damaged, unreadable = _check(disk, entries, progress, len(packs))
+        progress = progress or Progress()
+        progress.start("verify packs", len(packs))
+        damaged, unreadable = _check(disk, entries, progress)
+        progress.finish()
         read = [live[pack] for pack in packs if pack in live]
         return VerifyReport(
             num_entries=sum(num for num, _ in read),
@@ -163,7 +165,7 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
                 places.setdefault(location.pack.id, {})[key] = location
             elif (reason := disk.table.reason(key)) is not None:
                 damaged[key] = reason
-        found, unreadable = _check(disk, places.items())
+        found, unreadable = _check(disk, places.items(), Progress())
         for pack, problem in unreadable.items():
             if found.keys().isdisjoint(places[pack]):  # that says nothing about its entries
                 raise StoreError(problem)
@@ -171,18 +173,15 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
 
 
 def _check(
-    disk: DiskStore,
-    packs: Iterable[tuple[str, Mapping[str, Location]]],
-    progress: Progress | None = None,
-    num_packs: int = 0,
+    disk: DiskStore, packs: Iterable[tuple[str, Mapping[str, Location]]], progress: Progress
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Compare these entries with their digests and records, pack by pack, and mark those that are damaged.
 
-    Returns why entries are damaged, by key, and why packs cannot be read. `num_packs` is for `progress`.
+    Returns why entries are damaged, by key, and why packs cannot be read.
     """
     found: dict[str, tuple[Location, str]] = {}
     unreadable: dict[str, str] = {}
-    for number, (pack, entries) in enumerate(packs, 1):
+    for pack, entries in packs:
         path, problem = disk.directory.pack_path(pack), ""
         try:
             whole = WholePack.in_file(path)
@@ -200,8 +199,7 @@ def _check(
             unreadable[pack] = str(error)  # it cannot be read now: that says nothing about its entries
         if problem:
             found |= {key: (location, problem) for key, location in entries.items()}
-        if progress is not None:
-            progress(number, num_packs)
+        progress.advance()
     if found:
         disk.mark_damaged(found)
     return {key: why for key, (_, why) in found.items()}, unreadable

@@ -101,9 +101,8 @@ def test_verify_finds_a_row_of_the_index_that_does_not_describe_its_pack(store, 
 
 def test_subsets_together_are_everything(store):
     add_packs(store, *([n] for n in range(8)))
-    calls = []
-    whole = verify(store, progress=lambda done, total: calls.append((done, total)))
-    assert whole.ok and whole.bytes_read == 8 * sample(0).num_bytes and calls == [(n, 8) for n in range(1, 9)]
+    whole = verify(store)
+    assert whole.ok and whole.bytes_read == 8 * sample(0).num_bytes
     assert json.loads(json.dumps(whole.to_json()))["ok"] is True
     reports = [verify(store, subset=(n, 3)) for n in (1, 2, 3)]
     assert sum(report.num_packs for report in reports) == sum(report.num_entries for report in reports) == 8
