@@ -52,14 +52,6 @@ def test_a_process_without_a_gpu_prints_one_document(tmp_path: Path) -> None:
     assert all(set(finding) == {"level", "subject", "found", "remedy"} for finding in report["findings"])
 
 
-def test_the_table(run: Any) -> None:
-    code, out, err = run("--device", "cpu")
-    assert code == 0 and not err
-    lines = out.splitlines()
-    assert lines[0].startswith("ok       Python") and any(line.startswith("ok       torch ") for line in lines)
-    assert lines[-1] == "nothing to do" or "note" in lines[-1]
-
-
 def test_the_journal_mode_is_the_one_that_a_cache_really_has(run_json: Any, tmp_path: Path) -> None:
     DiskStore(tmp_path / "cache").close()
     _, report = run_json("--device", "cpu", "--cache.path", tmp_path / "cache")
