@@ -354,42 +354,6 @@ def test_logs_and_progress_stay_off_stdout(config_file: Path) -> None:
     assert "encode images: 5 of 5" in done.stderr and "\r" not in done.stderr
 
 
-_POLICY_WHEN_TORCH_IS_LOADED = """
-import builtins, os, sys
-import latentcache.cli.app
-load, seen = builtins.__import__, []
-def spy(name, *args, **options):
-    if name == "torch":
-        seen.append(os.environ.get("OMP_WAIT_POLICY"))
-    return load(name, *args, **options)
-assert "torch" not in sys.modules
-builtins.__import__ = spy
-latentcache.cli.app.main(["precache", sys.argv[1], "--dry-run"])
-sys.exit(f"policy {seen[0]}")
-"""
-
-
-@pytest.mark.parametrize("own", [None, "active"])
-def test_torchs_threads_wait_quietly_unless_told_otherwise(config_file: Path, own: str | None) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": own} if own else {}
-    done = subprocess.run(
-        [sys.executable, "-c", _POLICY_WHEN_TORCH_IS_LOADED, config_file],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stderr.rstrip().endswith(f"policy {own or 'passive'}"), done.stderr
-
-
-def test_version_and_help(run: Any) -> None:
-    assert run("--version")[1].strip() == latentcache.__version__
-    out = run("--help")[1]
-    for command in ("precache", "status", "explain", "show", "verify", "rebuild", "prune", "compact"):
-        assert command in out
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any, photos: Path, number: int) -> None:
     for index in range(20):

@@ -117,14 +117,6 @@ def test_an_item_holds_what_the_scripts_name_in_their_types(make_cache: Callable
         assert {item[name].dtype for name in NAMES if isinstance(item[name], torch.Tensor)} == {torch.float32}
 
 
-def test_items_come_in_the_order_that_was_asked_for(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache()))
-    wide = [index for index in range(len(dataset)) if dataset.dataset.bucket(index) == dataset.dataset.bucket(0)]
-    order = [wide[-1], wide[0], wide[-1]]
-    names = [sample_of(item["original_sizes"]) for item in dataset.__getitems__(order)]
-    assert names == [sample_of(dataset[index]["original_sizes"]) for index in order]
-
-
 def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:
     latents = LatentDataset(make_cache("mean"))
     full, half = PrecomputedDataset(latents), PrecomputedDataset(latents, dtype=torch.bfloat16)
@@ -206,13 +198,6 @@ def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path])
     assert drawn(2, seed=1) == first
     assert len(set(first)) == len(first) == 2 * 4, "each visit is a new draw"
     assert not set(drawn(0, seed=2)) & set(first)
-
-
-def test_stored_latents_are_as_they_are_stored(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache("mean")))
-    first, second = epochs_of(data_loader(dataset, 5, shuffle=False), 2)
-    for before, after in zip(first, second, strict=True):
-        assert torch.equal(before["model_input"], after["model_input"])
 
 
 @pytest.mark.parametrize("proportion", [0.0, 0.5, 1.0])
@@ -372,31 +357,6 @@ def test_a_step_of_the_script_is_that_on_live_encoded_inputs(make_cache: Callabl
         torch.equal(ours.grad, theirs.grad)
         for ours, theirs in zip(unets[0].parameters(), other.parameters(), strict=True)
     ), "the test would notice a wrong pairing"
-
-
-def test_the_scripts_own_collate_takes_the_items_too(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache("mean")))
-    examples = [dataset[0], dataset[3]]
-    with pytest.warns(UserWarning, match="copy construct"):
-        stacked = torch.stack([torch.tensor(example["model_input"]) for example in examples])
-    assert torch.equal(stacked, collate(examples)["model_input"])
-
-
-def test_a_loop_of_the_script_trains(make_cache: Callable[..., Path]) -> None:
-    accelerator = Accelerator(cpu=True)
-    unet = tiny_denoiser()
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
-    loader = data_loader(PrecomputedDataset(LatentDataset(make_cache(), flips=True)), 2, seed=0)
-    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
-    losses = []
-    for _ in range(3):
-        for batch in loader:
-            with accelerator.accumulate(unet):
-                losses.append(script_step(unet, batch, resolution=96).item())
-                optimizer.step()
-                optimizer.zero_grad()
-    assert len(losses) == 3 * len(loader) == 15
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 
 def test_time_ids_by_either_convention() -> None:

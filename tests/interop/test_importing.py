@@ -332,6 +332,8 @@ def test_precache_replaces_what_was_imported(
         "num_lost": 0,
         "num_unverified": 3,
         "imported_from": "test",
+        "num_cut": 0,
+        "cut": [],
     }
     code, shown = run_json("show", "a.png", config.cache.path)
     assert code == 0 and shown["datasets"][0]["entries"][0]["identity"]["trust"] == "unverified"
