@@ -111,7 +111,8 @@ def choose_encodings(
     """Resolve every `auto` of the config for these models on `device`, which another machine may have.
 
     By default it is that of `encode.device`. The batch size of the VAE follows from what there is to encode: see
-    `for_images`. A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
+    `for_images`. A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or
+    ModelError.
     """
     encode = config.encode
     device = device or device_named(encode.device)
