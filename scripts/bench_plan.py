@@ -44,7 +44,7 @@ def config_of(root: Path) -> Config:
     return Config.model_validate(
         {
             "cache": {"path": str(root / "cache")},
-            "model": {"path": "tiny"},
+            "model": {"path": "tiny-photos"},  # a folder, as a user has one: its facts are in the memo
             "datasets": [
                 {
                     "name": "photos",

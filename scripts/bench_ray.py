@@ -116,14 +116,14 @@ def measured(folder: Path, photos: Path, num_encoders: int, wait_s: float) -> di
     folder.mkdir(parents=True)
     config = config_of(folder, photos, num_encoders, wait_s)
     cluster = WaitingCluster(config, "auto")
-    report = run_precache(cluster.config, elsewhere=cluster)
+    report = run_precache(cluster.config, remote_encoders=cluster)
     assert report.num_encoded == report.num_misses and not report.refused, report.to_text()
     calls = [json.loads(path.read_text()) for path in folder.glob("calls-*.json")]
     everything = [call for each in calls for call in each]
     seconds = max(end for _, end in everything) - min(begin for begin, _ in everything)
     num_before = len(list(folder.glob("started-*")))
     begun = time.perf_counter()
-    again = run_precache(cluster.config, elsewhere=cluster)
+    again = run_precache(cluster.config, remote_encoders=cluster)
     nothing_s = time.perf_counter() - begun
     assert again.num_misses == 0
     return {

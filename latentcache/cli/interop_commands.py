@@ -14,7 +14,7 @@ from latentcache.cli.options import AsJson, Strict, Switch
 from latentcache.cli.output import finish
 from latentcache.config import CacheConfig, Config, location_of
 from latentcache.config_file import load_config, number_of_bytes, parse_buckets
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, ImageRefused
 
 if TYPE_CHECKING:
     from latentcache.interop.readers import ForeignCache
@@ -273,12 +273,13 @@ def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
 
 def _lines(path: Path) -> tuple[str, ...]:
     """The captions in a file, one a line."""
-    from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
+    from latentcache.dataset.samples import MAX_CAPTION_BYTES, captions_in_text, read_range
 
     try:
-        return captions_in_text(read_range(str(path), 0, MAX_CAPTION_BYTES + 1))
-    except (OSError, CaptionError) as error:
-        raise ConfigError(f"cannot be used: {error}", source=f"--captions {path}") from error
+        return captions_in_text(read_range(str(path), 0, MAX_CAPTION_BYTES + 1), str(path))
+    except (OSError, ImageRefused) as error:
+        detail = getattr(error, "detail", error)
+        raise ConfigError(f"cannot be used: {detail}", source=f"--captions {path}") from error
 
 
 def _cache_config(flag: str | None, config: Config | None) -> CacheConfig:

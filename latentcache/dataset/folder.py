@@ -18,7 +18,6 @@ from latentcache.config import PartConfig, part_names
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     CaptionColumns,
-    CaptionError,
     Sample,
     SampleSource,
     captions_in_text,
@@ -172,17 +171,16 @@ class _FileSource(SampleSource):
     def _sample(
         self,
         sample_id: str,
-        caption_place: str,
         read_captions: Callable[[], tuple[str, ...]],
         find_parts: Callable[[str], tuple[Sample, ...]],
     ) -> Sample | Refusal:
-        """The sample with these captions and parts. `caption_place` says where captions are, if they are refused."""
+        """The sample with these captions and parts."""
         path = self._prefix + sample_id
         try:
             signature = signature_of(path)
             return Sample(sample_id, path, read_captions() or ("",), signature, path, find_parts(sample_id))
-        except (ImageRefused, CaptionError) as error:
-            return refusal_of(sample_id, error.path if isinstance(error, ImageRefused) else caption_place, error)
+        except ImageRefused as error:
+            return refusal_of(sample_id, error.path, error)
 
 
 class CaptionFileSource(_FileSource):
@@ -227,7 +225,7 @@ class CaptionFileSource(_FileSource):
                 continue
             caption_path = f"{self._prefix}{prefix}{caption_of.get(stem, '')}"
             read_captions = partial(_captions_at, caption_path, self._joined) if stem in caption_of else tuple
-            yield self._sample(prefix + name, caption_path, read_captions, self._parts.of)
+            yield self._sample(prefix + name, read_captions, self._parts.of)
 
     def _caption_files(self, names: list[str]) -> dict[str, str]:
         """The names of caption files by their stems. `cat.TXT` is one, unless there is a `cat.txt`."""
@@ -241,7 +239,7 @@ class CaptionFileSource(_FileSource):
 
 def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
     try:
-        captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1))
+        captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1), path)
         return (" ".join(captions),) if joined and captions else captions
     except OSError as error:
         signature_of(path)  # of what is no file it says so
@@ -325,4 +323,4 @@ class ImageFolderSource(_FileSource):
             with suppress(ValueError):  # the sample is refused for it
                 named.add(name_below(folder, row.get(column)))
         find_parts = partial(self._parts.of, row=row, folder=folder)
-        return self._sample(sample_id, place, partial(columns.captions, row), find_parts)
+        return self._sample(sample_id, partial(columns.captions, row, place), find_parts)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from latentcache.dataset.samples import (
-    CaptionError,
     Sample,
     SampleSource,
     Signature,
@@ -131,14 +130,14 @@ class ParquetSource(SampleSource):
                 for values in _rows(file, group, columns) if columns else repeat({}, num_rows):
                     sample_id, place = f"{name}#{first_row + row}", f"{path}#{first_row + row}"
                     try:
-                        captions = captions_in_columns(values, columns)
+                        captions = captions_in_columns(values, columns, place)
                         locator = path, group, row, self._image_column
                         parts = tuple(
                             Sample(sample_id, f"{place}:{column}", ("",), signature, (path, group, row, column))
                             for _, column in self._parts
                         )
                         yield Sample(sample_id, place, captions or ("",), signature, locator, parts)
-                    except CaptionError as error:
+                    except ImageRefused as error:
                         yield refusal_of(sample_id, place, error)
                     row += 1
             except self._errors as error:

@@ -30,29 +30,32 @@ SETTLED_NS = 2_000_000_000
 _MAX_SHOWN = 20
 
 
-class CaptionError(ValueError):
-    """A caption is there but cannot be used. Readers turn it into a Refusal: a wrong caption is worse than none."""
+def bad_caption(place: str, detail: str) -> ImageRefused:
+    """The refusal of a sample whose caption at `place` cannot be used: a wrong caption is worse than none."""
+    return ImageRefused(place, "bad-caption", detail)
 
 
-def captions_in_text(data: bytes) -> tuple[str, ...]:
+def captions_in_text(data: bytes, place: str) -> tuple[str, ...]:
     """The captions of a caption file: UTF-8, with or without a byte order mark, one a line; empty lines are none.
 
-    Raises CaptionError.
+    Raises ImageRefused, naming `place`.
     """
     if len(data) > MAX_CAPTION_BYTES:
-        raise CaptionError(f"it has {len(data):,} bytes; a caption file may have {MAX_CAPTION_BYTES:,}")
+        raise bad_caption(place, f"it has {len(data):,} bytes; a caption file may have {MAX_CAPTION_BYTES:,}")
     try:
         text = data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        raise CaptionError(f"it is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+        detail = f"it is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        raise bad_caption(place, detail) from error
     # Not str.splitlines, which also splits at characters that may be part of a caption.
-    return _stripped(text.replace("\r", "\n").split("\n"))
+    return _stripped(text.replace("\r", "\n").split("\n"), place)
 
 
-def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None) -> tuple[str, ...]:
+def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None, place: str) -> tuple[str, ...]:
     """The captions in a row's columns: a string is one caption, a list of strings several, None is none.
 
-    Without `columns`: `text`, else `caption`. A column that the row lacks gives none. Raises CaptionError.
+    Without `columns`: `text`, else `caption`. A column that the row lacks gives none. Raises ImageRefused, naming
+    `place`.
     """
     if columns is None:
         columns = ("text",) if "text" in row else ("caption",)
@@ -62,9 +65,10 @@ def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None)
         values = value if isinstance(value, list) else [value]
         for caption in values:
             if caption is not None and not isinstance(caption, str):
-                raise CaptionError(f"column {column!r} holds a {type(caption).__name__}; a caption is a string")
+                kind = type(caption).__name__
+                raise bad_caption(place, f"column {column!r} holds a {kind}; a caption is a string")
             found.append(caption or "")
-    return _stripped(found)
+    return _stripped(found, place)
 
 
 class CaptionColumns:
@@ -79,11 +83,11 @@ class CaptionColumns:
         self._there: list[str] = []
         """The columns of the first row, for the message."""
 
-    def captions(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """The captions in a row's columns. Raises CaptionError."""
+    def captions(self, row: Mapping[str, Any], place: str) -> tuple[str, ...]:
+        """The captions in a row's columns. Raises ImageRefused, naming `place`."""
         self._missing.difference_update(row)
         self._there = self._there or sorted(row)[:_MAX_SHOWN]
-        return captions_in_columns(row, self._configured)
+        return captions_in_columns(row, self._configured, place)
 
     def check(self, path: str) -> None:
         """Raise DatasetError, naming `path`, for a column that no row has."""
@@ -134,12 +138,10 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
         pending += [f"{folder}/{name}" if folder else name for name in folders]
 
 
-def refusal_of(sample_id: str, path: str, error: ImageRefused | CaptionError | OSError) -> Refusal:
+def refusal_of(sample_id: str, path: str, error: ImageRefused | OSError) -> Refusal:
     """The Refusal for what was raised while the file at `path` was read."""
     if isinstance(error, ImageRefused):
         return Refusal(sample_id, path, error.reason, error.detail)
-    if isinstance(error, CaptionError):
-        return Refusal(sample_id, path, "bad-caption", str(error))
     return Refusal(sample_id, path, "unreadable", error.strerror or str(error))
 
 
@@ -192,15 +194,15 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
 
 
-def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
+def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:
     stripped = tuple(caption.strip() for caption in captions if caption.strip())
     for caption in stripped:
         try:
             num_bytes = len(caption.encode())
         except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
-            raise CaptionError(f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
+            raise bad_caption(place, f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
         if num_bytes > MAX_ONE_CAPTION_BYTES:
-            raise CaptionError(f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
+            raise bad_caption(place, f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
     return stripped
 
 

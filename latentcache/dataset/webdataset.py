@@ -13,10 +13,10 @@ from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     MAX_IMAGE_BYTES,
     CaptionColumns,
-    CaptionError,
     Sample,
     SampleSource,
     Signature,
+    bad_caption,
     captions_in_text,
     is_hidden,
     is_image,
@@ -175,7 +175,7 @@ class WebDatasetSource(SampleSource):
                 Sample(sample_id, f"{path}#{at[0]}", signature=signature, locator=(path, *at[1:])) for at in companions
             )
             yield Sample(sample_id, place, captions or ("",), signature, (path, offset, num_bytes), parts)
-        except (CaptionError, ImageRefused) as error:
+        except ImageRefused as error:
             yield refusal_of(sample_id, place, error)
         for file, _, _ in again:
             yield Refusal(sample_id, f"{path}#{file}", "duplicate", f"the key has an image already: {member}")
@@ -194,19 +194,19 @@ class WebDatasetSource(SampleSource):
         return found
 
     def _captions(self, path: str, group: _Group, columns: CaptionColumns) -> tuple[str, ...]:
-        """Raises CaptionError."""
+        """Raises ImageRefused."""
         for ending in ("txt", "json"):
             if len(group.get(ending, ())) > 1:
-                raise CaptionError(f"the tar has two members {group[ending][1][0]}")
+                raise bad_caption(path, f"the tar has two members {group[ending][1][0]}")
         if "json" in group and (self._columns is not None or "txt" not in group):
             try:
                 row = json.loads(_caption_member(path, group["json"][0]))
             except (ValueError, RecursionError) as error:
-                raise CaptionError(f"its .json cannot be read: {error}") from error
+                raise bad_caption(path, f"its .json cannot be read: {error}") from error
             if not isinstance(row, dict):
-                raise CaptionError(f"its .json holds a {type(row).__name__}; an object is needed")
-            return columns.captions(row)
-        return captions_in_text(_caption_member(path, group["txt"][0])) if "txt" in group else ()
+                raise bad_caption(path, f"its .json holds a {type(row).__name__}; an object is needed")
+            return columns.captions(row, path)
+        return captions_in_text(_caption_member(path, group["txt"][0]), path) if "txt" in group else ()
 
 
 def _column(ending: str) -> str | None:
@@ -223,5 +223,5 @@ def _images(group: _Group, column: str = "") -> list[_Member]:
 def _caption_member(path: str, member: _Member) -> bytes:
     _, offset, num_bytes = member
     if num_bytes > MAX_CAPTION_BYTES:
-        raise CaptionError(f"its caption has {num_bytes:,} bytes; {MAX_CAPTION_BYTES:,} are allowed")
+        raise bad_caption(path, f"its caption has {num_bytes:,} bytes; {MAX_CAPTION_BYTES:,} are allowed")
     return read_range(path, offset, num_bytes)

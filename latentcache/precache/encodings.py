@@ -106,24 +106,19 @@ def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoa
 
 
 def choose_encodings(
-    config: Config,
-    models: Models,
-    memo: MutableMapping[str, str],
-    local_rank: int | None = None,
-    *,
-    elsewhere: torch.device | None = None,
+    config: Config, models: Models, memo: MutableMapping[str, str], device: torch.device | None = None
 ) -> Encodings:
-    """Resolve every `auto` of the config for these models and this machine, or for a device that is `elsewhere`.
+    """Resolve every `auto` of the config for these models on `device`, which another machine may have.
 
-    The batch size of the VAE follows from what there is to encode: see `for_images`.
-
-    A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
+    By default it is that of `encode.device`. The batch size of the VAE follows from what there is to encode: see
+    `for_images`. A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or
+    ModelError.
     """
     encode = config.encode
-    device = elsewhere or device_named(encode.device, local_rank)
+    device = device or device_named(encode.device)
     facts = models.vae_facts()
     vae_type, vae_reason = vae_dtype(encode.vae_dtype, facts, device)
-    texts = choose_text_encodings(config, models, memo, local_rank, elsewhere=elsewhere)
+    texts = choose_text_encodings(config, models, memo, device)
     output = encode.image_output
     if output == "auto":
         output = "moments" if models.family.latent.draws else "mean"
@@ -158,16 +153,11 @@ def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Seq
 
 
 def choose_text_encodings(
-    config: Config,
-    models: Models,
-    memo: MutableMapping[str, str],
-    local_rank: int | None = None,
-    *,
-    elsewhere: torch.device | None = None,
+    config: Config, models: Models, memo: MutableMapping[str, str], device: torch.device | None = None
 ) -> TextEncodings:
     """The part of `choose_encodings` that texts need, without the VAE."""
     encode = config.encode
-    device = elsewhere or device_named(encode.device, local_rank)
+    device = device or device_named(encode.device)
     family = models.family
     text_type, reason = text_dtype(encode.text_dtype, family, device)
     names = (*family.names("text_encoder"), *family.names("tokenizer"))

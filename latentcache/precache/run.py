@@ -18,6 +18,7 @@ import torch
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.sources import open_source
+from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
@@ -73,13 +74,14 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     shard: Shard | None = None,
-    elsewhere: RemoteEncoders | None = None,
+    remote_encoders: RemoteEncoders | None = None,
 ) -> Report:
     """Encode what is not cached yet, and report what was done.
 
     `models` are the caller's own (`LoadedModels`); by default they load from the config. `workspace`
     is where entries go; by default the config's cache. `stop` ends the run at the next batch: what is done is sealed.
-    `shard` is this process's share; by default RANK and WORLD_SIZE. `elsewhere` encodes in place of this process.
+    `shard` is this process's share; by default RANK and WORLD_SIZE. `remote_encoders` encode in place of
+    this process.
     Bad images are refused and listed in the report.
     Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
     """
@@ -95,7 +97,7 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
             _check_ranks(shard, workspace)
         report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
         progress, stop = progress or Progress(), stop or threading.Event()
-        run = _Run(config, workspace, models, shard, progress, stop, report, elsewhere)
+        run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders)
         with workspace.in_use():
             try:
                 run.plan(verify_sources)
@@ -142,7 +144,7 @@ class _Run:
     progress: Progress
     stop: threading.Event
     report: Report
-    elsewhere: RemoteEncoders | None = None
+    remote_encoders: RemoteEncoders | None = None
     _plan: Plan = field(default_factory=Plan)
     _encodings: Encodings = field(init=False)
 
@@ -150,9 +152,9 @@ class _Run:
         """Plan, and report the plan's figures."""
         report, memo, config = self.report, self.workspace.memo, self.config
         with timed(report, "load"):
-            device = None if self.elsewhere is None else self.elsewhere.device
-            local_rank = self.shard.local_rank
-            self._encodings = encodings = choose_encodings(config, self.models, memo, local_rank, elsewhere=device)
+            remote = self.remote_encoders
+            device = remote.device if remote else device_named(config.encode.device, self.shard.local_rank)
+            self._encodings = encodings = choose_encodings(config, self.models, memo, device)
         with timed(report, "plan"):
             self._plan = plan = make_plan(
                 config,
@@ -165,7 +167,7 @@ class _Run:
                 stop=self.stop,
                 report=report,
             )
-        if self.elsewhere is None:  # each encoder there chooses its own batch size
+        if remote is None:  # each encoder there chooses its own batch size
             self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
         with_control = [dataset.name for dataset in config.datasets if dataset.control]
         if with_control and (reason := unread_controls(self.models.family)) is not None:
@@ -185,9 +187,9 @@ class _Run:
                 self.workspace.manifests.begin(manifest.name)
             failures.forget(task.key for batches in plan.batches.values() for batch in batches for task in batch)
             # Masks need no model.
-            self._encode_here(failures, ["mask"] if self.elsewhere else list(plan.batches))
-            if self.elsewhere is not None and (plan.batches["text"] or plan.batches["image"]):
-                self._encode_elsewhere(self.elsewhere, failures)
+            self._encode_here(failures, ["mask"] if self.remote_encoders else list(plan.batches))
+            if self.remote_encoders is not None and (plan.batches["text"] or plan.batches["image"]):
+                self._encode_remotely(self.remote_encoders, failures)
         failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
         report.refused += failed
         report.failed = [refusal.path for refusal in failed]
@@ -209,7 +211,7 @@ class _Run:
         encode, progress = self.config.encode, self.progress
         return RunContext(encode, self._encodings, self.models, store, fail, self.report, progress, self.stop)
 
-    def _encode_elsewhere(self, encoders: RemoteEncoders, failures: Failures) -> None:
+    def _encode_remotely(self, encoders: RemoteEncoders, failures: Failures) -> None:
         if self.models.family.text_reads_control:
             raise ConfigError(
                 f"{self.models.family.name} reads captions together with control images, which encoders elsewhere are "

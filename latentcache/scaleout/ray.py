@@ -82,7 +82,7 @@ def precache(
         progress=progress,
         stop=stop,
         shard=shard,
-        elsewhere=cluster,
+        remote_encoders=cluster,
     )
 
 

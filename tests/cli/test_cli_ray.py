@@ -81,7 +81,7 @@ def test_keys_are_planned_for_the_device_of_the_encoders(make_config: Callable[.
     assert (here.device.type, there.device.type) == ("cpu", "cuda")
     assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0}), "auto").device.type == "cpu"
     assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0.5}), "auto").device.type != "cpu"
-    report = run_precache(there.config, elsewhere=there, dry_run=True)
+    report = run_precache(there.config, remote_encoders=there, dry_run=True)
     assert report.num_misses == 12 and report.placement["text"].startswith("cuda float16")
 
 

@@ -54,7 +54,7 @@ class Encoding(Progress):
 def quickly(config: Config, cluster: Any, encoder: type = QuickEncoder, **options: Any) -> Report:
     elsewhere = QuickCluster(config, cluster.address)
     elsewhere.encoder = encoder
-    return run_precache(elsewhere.config, elsewhere=elsewhere, **options)
+    return run_precache(elsewhere.config, remote_encoders=elsewhere, **options)
 
 
 def times_encoded(tmp_path: Path) -> Counter[str]:

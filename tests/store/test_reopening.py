@@ -209,7 +209,7 @@ def test_a_reader_with_a_bad_index_finds_what_was_compacted(root):
         with DiskStore(root) as store:
             store.remove([key(2)])
             assert compact(store).num_packs_after == 1
-        assert_holds(reader, [0, 1])
+        assert_holds(reader, 0, 1)
         with pytest.raises(EntryMissingError):
             reader.get(key(2))
         assert not reader.damaged()
