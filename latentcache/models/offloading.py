@@ -12,7 +12,7 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.hooks import remove_hook_from_submodules
 
-from latentcache.devices.placement import device_of, does_not_fit, free_memory, in_eval_mode, placed
+from latentcache.devices.placement import device_of, free_memory, in_eval_mode, out_of_memory_error, placed
 from latentcache.errors import DeviceError
 from latentcache.models.running import free_cached_memory
 
@@ -86,7 +86,7 @@ def _dispatched(encoder: torch.nn.Module, device: torch.device, budget: int) -> 
             try:
                 dispatch_model(encoder, device_map, main_device=device)
             except torch.OutOfMemoryError as error:
-                raise does_not_fit(encoder, device) from error
+                raise out_of_memory_error(encoder, device) from error
             on_device = sum(t.nbytes for t in chain(encoder.parameters(), encoder.buffers()) if t.device == device)
             yield weight_bytes(encoder) - on_device
         finally:
