@@ -23,9 +23,9 @@ from latentcache.devices.tensor_location import (
     is_optimizer,
     is_partitioned,
     is_scaler,
-    numbered,
     part_tensors,
-    why_left_alone,
+    skip_reason,
+    with_index,
 )
 from latentcache.errors import DeviceError, DeviceMismatchError, listed
 
@@ -140,14 +140,14 @@ def audit(
     tensors = [each._replace(mover=each.mover or named.get(each.path)) for each in _tensors(parts)]
     states = [(part, state) for part, value in parts.items() if is_optimizer(value) for state in state_tensors(value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
-    devices = _PrefixMap("device", {key: numbered(device_of(like)) for key, like in given.items()}, parts)
+    devices = _PrefixMap("device", {key: with_index(device_of(like)) for key, like in given.items()}, parts)
     flags, kinds = _PrefixMap("training", training, parts), _PrefixMap("dtypes", dtypes, parts)
     inferred = _inferred([tensor for tensor in tensors if devices.get(tensor.path) is None])
 
     findings: list[AuditFinding] = []
     left_alone: dict[tuple[str, str], list[str]] = {}
     for item in tensors:
-        reason = why_left_alone(item.tensor)
+        reason = skip_reason(item.tensor)
         if reason is None:
             findings += _recast(item, kinds.get(item.path))
         if item.mover is not None and device_of_values(item.tensor) == CPU:
@@ -199,7 +199,7 @@ def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
                 return item.mover.device
             continue
         found = device_of_values(item.tensor)
-        if item.tensor.ndim and found.type != "meta" and not why_left_alone(item.tensor):
+        if item.tensor.ndim and found.type != "meta" and not skip_reason(item.tensor):
             votes[item.kind in ("parameter", "buffer")][found] += 1
     return device_of_most(votes[True] or votes[False])
 

@@ -16,7 +16,7 @@ from latentcache.devices.tensor_location import (
     mover_inside,
     movers,
     offload_hook_of,
-    why_left_alone,
+    skip_reason,
 )
 from latentcache.errors import DeviceError, DeviceMismatchError, listed
 from latentcache.utils.nested import named_tensors
@@ -102,7 +102,7 @@ def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
     return {
         name: device_of_values(tensor)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if device_of_values(tensor).type != "meta" and not _fits_any_device(tensor) and not why_left_alone(tensor)
+        if device_of_values(tensor).type != "meta" and not _fits_any_device(tensor) and not skip_reason(tensor)
     }
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from latentcache.devices.tensor_location import CPU, device_of_values, why_immovable
+from latentcache.devices.tensor_location import CPU, device_of_values, immovable_reason
 from latentcache.errors import CheckpointError, DeviceError
 from latentcache.utils.nested import named_leaves
 
@@ -93,7 +93,7 @@ def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
             for name, leaf in named_leaves(value, str(key)):
                 if isinstance(leaf, torch.Tensor):
                     yield StateTensor(optimizer, group, param, param_name, str(key), name, leaf)
-                elif not isinstance(leaf, type) and not why_immovable(leaf):
+                elif not isinstance(leaf, type) and not immovable_reason(leaf):
                     for attribute, held in getattr(leaf, "__dict__", {}).items():
                         if isinstance(held, torch.Tensor):
                             inner = f"{name}.{attribute}"
@@ -103,7 +103,7 @@ def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
 def state_rule(state: StateTensor) -> StateRule:
     """The rule of the table above. A tensor obeys it if the rule's device is None or its own."""
     name, value, home = state.key, state.value, device_of_values(state.param)
-    immovable = why_immovable(value)
+    immovable = immovable_reason(value)
     if immovable:
         return StateRule(None, "error", immovable)
     if home.type == "meta":
@@ -264,7 +264,7 @@ def _placed(
         if isinstance(leaf, torch.Tensor):
             return move(key, leaf) if plain else leaf
         leaf = deepcopy(leaf) if copy else leaf
-        if not isinstance(leaf, type) and not why_immovable(leaf):
+        if not isinstance(leaf, type) and not immovable_reason(leaf):
             for attribute, held in getattr(leaf, "__dict__", {}).items():
                 if isinstance(held, torch.Tensor):
                     setattr(leaf, attribute, move(key, held))

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from latentcache.devices.tensor_location import casting_dtype_of, numbered, offload_hook_of
+from latentcache.devices.tensor_location import casting_dtype_of, offload_hook_of, with_index
 from latentcache.errors import DeviceError
 from latentcache.utils.accelerator import current_accelerator
 
@@ -63,7 +63,7 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
         device = torch.device(device.type, local_rank if module.device_count() > 1 else 0)
     if device.index is not None and device.index >= module.device_count():
         raise DeviceError(f"device {device} does not exist: this machine has {module.device_count()} of that type")
-    return numbered(device)
+    return with_index(device)
 
 
 def device_of(requester: DeviceLike) -> torch.device:
@@ -166,7 +166,7 @@ def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.M
             try:
                 module.to(device if hook is None else hook.execution_device)
             except torch.OutOfMemoryError as error:
-                raise does_not_fit(module, device) from error
+                raise out_of_memory_error(module, device) from error
             yield module
         finally:
             module.to(home)
@@ -184,7 +184,7 @@ def in_eval_mode(module: torch.nn.Module) -> Iterator[None]:
             part.training = flag
 
 
-def does_not_fit(module: torch.nn.Module, device: torch.device) -> DeviceError:
+def out_of_memory_error(module: torch.nn.Module, device: torch.device) -> DeviceError:
     """The error of a module that is larger than the free memory of a device."""
     return DeviceError(
         f"{type(module).__name__} does not fit into the free memory of {device}: "

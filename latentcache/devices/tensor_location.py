@@ -55,7 +55,7 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def why_immovable(tensor: object) -> str | None:
+def immovable_reason(tensor: object) -> str | None:
     """Why only its own package may move this (it is quantised, paged or streamed), or None if anyone may."""
     for kind in type(tensor).__mro__:
         if kind.__module__.startswith(IMMOVABLE_PACKAGES):
@@ -67,14 +67,14 @@ def why_immovable(tensor: object) -> str | None:
     return None
 
 
-def why_left_alone(tensor: torch.Tensor) -> str | None:
+def skip_reason(tensor: torch.Tensor) -> str | None:
     """Why a check of devices skips the tensor (its manager moves it in time for its use), or None if it does not."""
     if is_partitioned(tensor) and tensor.numel() == 0:
         return "partitions of DeepSpeed ZeRO-3, empty between forwards"
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and device_of_values(tensor).type == "cpu" != mesh.device_type:
         return f"shards that FSDP offloads to the CPU and gathers on {mesh.device_type}"
-    return why_immovable(tensor)
+    return immovable_reason(tensor)
 
 
 # Offload hooks of accelerate and diffusers
@@ -96,11 +96,11 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
             # AlignDevicesHook has `offload`, whether it moves weights, and always moves inputs. CpuOffload has no such
             # field: it moves the weights, and the inputs only when the weights are not there already.
             moves_weights = bool(getattr(hook, "offload", True))
-            return OffloadHook(numbered(torch.device(device)), moves_weights, hasattr(hook, "offload"))
+            return OffloadHook(with_index(torch.device(device)), moves_weights, hasattr(hook, "offload"))
     for hook in _diffusers_hooks(module):
         device = getattr(getattr(hook, "group", None), "onload_device", None)
         if device is not None:
-            return OffloadHook(numbered(torch.device(device)), True, True)
+            return OffloadHook(with_index(torch.device(device)), True, True)
     return None
 
 
@@ -136,7 +136,7 @@ def mover_inside(module: torch.nn.Module) -> Mover | None:
     own = vars(module)
     if own.get("_memory_management_device") is not None:
         name = type(own.get("_layer_memory_manager", module)).__name__
-        return Mover(name, numbered(torch.device(own["_memory_management_device"])))
+        return Mover(name, with_index(torch.device(own["_memory_management_device"])))
     replaced = getattr(own.get("forward"), "__self__", None)
     conductor = own.get("conductor") or getattr(replaced, "conductor", None)
     if hasattr(conductor, "before_layer") and hasattr(conductor, "after_layer"):
@@ -157,7 +157,7 @@ def movers(module: torch.nn.Module) -> dict[str, Mover]:
             found[path] = inside
         for value in vars(part).values():
             if hasattr(value, "wait_for_block") and getattr(value, "blocks_to_swap", None):
-                length, device = value.num_blocks, numbered(torch.device(value.device))
+                length, device = value.num_blocks, with_index(torch.device(value.device))
             elif hasattr(value, "stream_in") and hasattr(value, "block_indices"):
                 length, device = None, None
             else:
@@ -183,8 +183,8 @@ def casting_dtype_of(module: torch.nn.Module) -> torch.dtype | None:
     return next((dtype for dtype in found if isinstance(dtype, torch.dtype)), None)
 
 
-def numbered(device: torch.device) -> torch.device:
-    """The device with its number, as tensors have it: `cuda` is the current cuda device."""
+def with_index(device: torch.device) -> torch.device:
+    """Resolve `cuda` to `cuda:<current>`, so that it compares equal to `tensor.device`."""
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
     if device.index is not None:

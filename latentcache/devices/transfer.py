@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.devices.tensor_location import numbered
+from latentcache.devices.tensor_location import with_index
 from latentcache.types import Batch
 
 logger = logging.getLogger("latentcache")
@@ -71,7 +71,7 @@ def _streams_of(device: torch.device, module: Any) -> tuple[Any, Any]:
 
     torch's allocator gives no memory from one stream to another, so every further stream would keep some of its own.
     """
-    device = numbered(device)
+    device = with_index(device)
     key = os.getpid(), module.Stream, device  # a fork has no streams; and no lock, which it could inherit locked
     if key not in _streams:
         _streams.setdefault(key, (module.Stream(device=device), module.Stream(device=device)))
@@ -208,7 +208,7 @@ class StreamTransfer(Transfer):
             tensor.record_stream(current)
 
     def _sleeping_event(self) -> Any:
-        """An event for which the host sleeps. By default CUDA's host spins, on a core that could decode."""
+        """A blocking event: `synchronize` yields the core. By default CUDA busy-waits."""
         try:
             return self._module.Event(blocking=True)
         except TypeError:  # not every backend has the choice

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from latentcache.devices.placement import device_of, does_not_fit, free_memory, in_eval_mode, placed
+from latentcache.devices.placement import device_of, out_of_memory_error, free_memory, in_eval_mode, placed
 from latentcache.errors import DeviceError, EncodeError
 from latentcache.models.files import first_line
 
@@ -327,7 +327,7 @@ def _dispatched(encoder: torch.nn.Module, device: torch.device, budget: int) -> 
             try:
                 dispatch_model(encoder, device_map, main_device=device)
             except torch.OutOfMemoryError as error:
-                raise does_not_fit(encoder, device) from error
+                raise out_of_memory_error(encoder, device) from error
             on_device = sum(t.nbytes for t in chain(encoder.parameters(), encoder.buffers()) if t.device == device)
             yield weight_bytes(encoder) - on_device
         finally:

@@ -18,11 +18,11 @@ from typing_extensions import override
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.optimizer import unwrapped
 from latentcache.devices.tensor_location import (
+    immovable_reason,
     is_optimizer,
     is_partitioned,
     offload_hook_of,
     replaces_parameters,
-    why_immovable,
 )
 from latentcache.errors import PhaseError
 from latentcache.phases.state import Modules, Snapshot, parameters, submodules
@@ -65,7 +65,7 @@ class ModelParts:
 
     def managed(self) -> dict[str, str]:
         """The modules whose tensors other software places, with the reason: phases leave the tensors alone."""
-        reasons = {name: self._why_managed(name) for name in self.modules}
+        reasons = {name: self._managed_by(name) for name in self.modules}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def pinned(self, park: torch.device, managed: Collection[str]) -> dict[str, str]:
@@ -74,7 +74,7 @@ class ModelParts:
         What lies on `park` need not: a phase that moves it gives it back in its own memory.
         """
         reduced = self.reduced_parameters()
-        reasons = {name: _why_pinned(part, reduced, park) for name, part in self.modules.items() if name not in managed}
+        reasons = {name: _pinned_by(part, reduced, park) for name, part in self.modules.items() if name not in managed}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def reduced_parameters(self) -> set[int]:
@@ -92,14 +92,14 @@ class ModelParts:
         )
         return {id(parameter) for wrapper in self._ddp for parameter in wrapper.parameters()}
 
-    def _why_managed(self, name: str) -> str | None:
+    def _managed_by(self, name: str) -> str | None:
         if name in self.immovable:
             return "declared immovable"
-        reason = why_rearranged(self.modules[name])
+        reason = managed_by(self.modules[name])
         if reason is not None:
             return reason
         for weight, tensor in named_weights(self.modules[name]):
-            reason = why_immovable(tensor)
+            reason = immovable_reason(tensor)
             if reason is not None:
                 return f"{weight} is {reason}"
             if tensor.device.type == "meta":
@@ -195,14 +195,14 @@ class GatheredShards(Snapshot):
             module.reshard()  # type: ignore[operator]  # FSDPModule adds it
 
 
-def why_rearranged(module: torch.nn.Module) -> str | None:
+def managed_by(module: torch.nn.Module) -> str | None:
     """Why other software may change a part's tensors and hooks in a forward, or None."""
     if any(offload_hook_of(submodule) is not None for submodule in module.modules()):
         return "under offload hooks, which move it"
-    return why_sharded(module)
+    return sharded_by(module)
 
 
-def why_sharded(module: torch.nn.Module) -> str | None:
+def sharded_by(module: torch.nn.Module) -> str | None:
     """Why a forward of the module needs every process: the software that shards it. None if none does."""
     for kind in dict.fromkeys(map(type, module.modules())):
         sharding = _sharding(kind)
@@ -216,7 +216,7 @@ def why_sharded(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _why_pinned(module: torch.nn.Module, reduced: Collection[int], park: torch.device) -> str | None:
+def _pinned_by(module: torch.nn.Module, reduced: Collection[int], park: torch.device) -> str | None:
     """Why a module must stay in its memory, or None."""
     if any(id(parameter) in reduced for parameter in module.parameters()):
         return "under DistributedDataParallel, whose hooks a move would drop"
@@ -247,8 +247,8 @@ def is_trained(module: torch.nn.Module) -> bool:
 
 def _empty_tensors(module: torch.nn.Module) -> list[str]:
     """The first tensor that holds no values and that no offload hook or sharding will fill, if there is one."""
-    names = [name for name, t in named_weights(module) if t.device.type == "meta" and why_immovable(t) is None]
-    return names[:1] if names and why_rearranged(module) is None else []
+    names = [name for name, t in named_weights(module) if t.device.type == "meta" and immovable_reason(t) is None]
+    return names[:1] if names and managed_by(module) is None else []
 
 
 def _sharding(kind: type) -> str | None:

@@ -11,17 +11,17 @@ import torch
 
 from latentcache.devices.audit import audit
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.devices.tensor_location import is_optimizer, is_scaler, numbered
+from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
 from latentcache.errors import PhaseError
 from latentcache.families import DENOISERS
-from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, why_rearranged
+from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, managed_by
 from latentcache.phases.state import ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
     Casts,
+    CurrentStorage,
     EmaWeights,
     Gradients,
-    KeptMemory,
     ScheduleFreeMode,
     Weights,
     named_weights,
@@ -67,7 +67,7 @@ class Phases:
         sample: Phase | None = None,
         immovable: Collection[str] = (),
     ):
-        self.device, self._park = numbered(device_of(device)), numbered(device_of(park))
+        self.device, self._park = with_index(device_of(device)), with_index(device_of(park))
         self._model = ModelParts(parts, immovable)
         trained = tuple(self._model.trained())
         needed = tuple(name for name in self._model.modules if name in DENOISERS or name in trained)
@@ -83,7 +83,7 @@ class Phases:
         self._averages = {"ema": self.parts["ema"]} if places_ema else {}
         self._base: tuple[str, Phase] | None = None
         self._open_phases: list[_OpenPhase] = []
-        self._memory = KeptMemory()
+        self._memory = CurrentStorage()
 
     # What is where
 
@@ -122,11 +122,6 @@ class Phases:
             return {**managed, **self._open_phases[0].weights.pinned}
         return {**managed, **self._model.pinned(self._park, managed)}
 
-    def why_not_moved(self, name: str) -> str | None:
-        """Why phases leave a part where it is, or None if they move it. PhaseError if there is no such part."""
-        self.module(name)
-        return self.not_moved().get(name)
-
     # The switch
 
     def start(self, name: str = "train") -> None:
@@ -139,7 +134,7 @@ class Phases:
         phase = self._phase(name)
         self._base = (name, phase)
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
-        self._declare(phase, self._weights(KeptMemory()), modes=True)
+        self._declare(phase, self._weights(CurrentStorage()), modes=True)
 
     @contextmanager
     def enter(self, phase: str | Phase) -> Iterator[Phases]:
@@ -214,7 +209,7 @@ class Phases:
             self._open_phases[0].weights.restore_buffers()  # the outermost phase has all parts
             self._declare(self._open_phases[-1].phase, self._open_phases[0].weights, modes=True)
         else:
-            self._declare(self._phase_now(), self._weights(KeptMemory()), modes=False)
+            self._declare(self._phase_now(), self._weights(CurrentStorage()), modes=False)
 
     # Inside
 
@@ -229,7 +224,7 @@ class Phases:
     def _open(self, name: str, phase: Phase, parts: Collection[str]) -> _OpenPhase:
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
         # Kept only when the phase is open: memory of a refused phase, however old, would be put back in a later one.
-        memory = self._memory if self._open_phases else KeptMemory()
+        memory = self._memory if self._open_phases else CurrentStorage()
         weights = self._weights(memory, parts)
         opened = _OpenPhase(name, phase, self._model, weights, self.device, parts)
         self._memory = memory
@@ -250,7 +245,7 @@ class Phases:
         failures = opened.restore()
         self._open_phases.remove(opened)
         if not self._open_phases:
-            self._memory = KeptMemory()  # no memory is kept while no phase is open
+            self._memory = CurrentStorage()  # no memory is kept while no phase is open
         if failures:
             raise PhaseError(
                 "not everything could be put back as it was:", phase=opened.name, offenders=tuple(failures)
@@ -282,7 +277,7 @@ class Phases:
             audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
         audit(audited, device=devices, training=training).raise_for_errors()
 
-    def _weights(self, memory: KeptMemory, names: Collection[str] | None = None) -> Weights:
+    def _weights(self, memory: CurrentStorage, names: Collection[str] | None = None) -> Weights:
         """The weights of these parts, by default of all, as far as phases may move them."""
         if self._open_phases:  # whether a part may be moved is decided when the outermost phase begins
             outermost = self._open_phases[0].weights
@@ -322,9 +317,7 @@ class _OpenPhase:
         self.modules = {part: module for part, module in model.modules.items() if part in parts}
         # Software that shards, swaps or offloads a part may exchange the part's tensors in a forward.
         settled = {
-            part: module
-            for part, module in self.modules.items()
-            if part in weights.parts or why_rearranged(module) is None
+            part: module for part, module in self.modules.items() if part in weights.parts or managed_by(module) is None
         }
         gathered = GatheredShards(self.modules)  # before any use of the parameters: gathered ones are others
         self.averages: list[EmaWeights | ScheduleFreeMode] = [

@@ -31,10 +31,11 @@ class TensorOrigin(NamedTuple):
     memory: torch.Tensor | None
 
 
-class KeptMemory:
-    """The memory that each tensor of a model must have: its own, or a copy of it on the device where a phase put it.
+class CurrentStorage:
+    """Maps each tensor to the storage that its `.data` points to while phases are open: its own, or a phase's copy.
 
-    All open phases share one. So a tensor that one of them parks leaves no copy on the device.
+    The copy is on the device where a phase put the tensor. All open phases share one map, so a tensor that one of them
+    parks leaves no copy on the device.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class KeptMemory:
 class Weights(Snapshot):
     """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
 
-    def __init__(self, parts: Mapping[str, Any], memory: KeptMemory, park: torch.device, pinned: Mapping[str, str]):
+    def __init__(self, parts: Mapping[str, Any], memory: CurrentStorage, park: torch.device, pinned: Mapping[str, str]):
         self._memory, self.pinned = memory, pinned
         self.failed: dict[str, Exception] = {}
         """The parts that `restore` could not put back."""
@@ -198,7 +199,7 @@ class EmaWeights(Snapshot):
         self._ema = ema
         self._was_in = is_swapped_in(ema)
         self._parameters: list[torch.nn.Parameter] = []
-        reason = why_unfit(ema, parameters)
+        reason = ema_mismatch(ema, parameters)
         if self._was_in:
             return
         if reason is None:
@@ -257,7 +258,7 @@ class ScheduleFreeMode(Snapshot):
             yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
 
 
-def why_unfit(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
+def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
     """Why the EMA's weights cannot be put into these parameters, or None."""
     missing = [name for name in ("store", "copy_to", "restore") if not callable(getattr(ema, name, None))]
     missing += [] if hasattr(ema, "shadow_params") else ["shadow_params"]

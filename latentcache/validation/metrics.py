@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -261,30 +260,17 @@ def image_name(number: int) -> str:
 def read_history(folder: Path) -> dict[int, LossReport]:
     """The losses of the steps in a folder of results, by step, in order. Steps without a loss are left out.
 
-    A metrics.json that is damaged, that another program wrote, that is a link, or that lies in the folder of another
-    step is logged and left out. A folder without one is no result: its writer was stopped, or it is another program's.
+    So is a metrics.json in the folder of another step, and, with a logged warning, one that cannot be read. A folder
+    without one is no result: its writer was stopped, or it is another program's.
     """
-    try:
-        names = sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        logger.warning("%s: earlier validations cannot be listed, and are left out: %s", folder, error)
-        return {}
     history = {}
-    for name in names:
-        path = folder / name / METRICS_NAME
-        if not os.path.lexists(path):
-            continue
+    for path in folder.glob(f"*/{METRICS_NAME}"):
         try:
             metrics = Metrics.read(path)
-            if name != step_folder(metrics.step):
-                detail = f"it is of step {metrics.step}, whose folder is {step_folder(metrics.step)}"
-                raise MetricsError(path, detail, field="step", value=metrics.step)
         except MetricsError as error:
             logger.warning("an earlier validation is left out: %s", error)
             continue
         loss = metrics.loss_report
-        if loss is not None:
+        if loss is not None and path.parent.name == step_folder(metrics.step):
             history[metrics.step] = loss
     return dict(sorted(history.items()))

@@ -21,7 +21,7 @@ from latentcache.models.denoiser import check_fits
 from latentcache.models.family import family_of, pipeline_settings
 from latentcache.models.model_loader import LoadedModels, check_frozen
 from latentcache.models.running import uncached_autocast
-from latentcache.phases.model_parts import why_sharded
+from latentcache.phases.model_parts import sharded_by
 from latentcache.phases.phases import Phase, Phases
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.report import Report
@@ -108,7 +108,7 @@ class ValidationRunner:
             if self.phases.has(frozen):
                 check_frozen(frozen, self.phases.module(frozen))
         self._writer, self._autocast, self._progress, self._within = writer, autocast, progress, within
-        self._filler = ColdCacheFiller(self.parts, cache, config, self.phases, self.family)
+        self._filler = MissingEntryEncoder(self.parts, cache, config, self.phases, self.family)
         self._check_settings()
         self.paths: ResultPaths | None = None
         """The files of the last `run`."""
@@ -122,7 +122,7 @@ class ValidationRunner:
         cannot be written, and PhaseError if training could not be restored. Training is restored after every error.
         """
         rank, step = _rank(), checked_step(step)
-        if rank and why_sharded(self._denoiser()) is None:
+        if rank and sharded_by(self._denoiser()) is None:
             return None
         if not rank:
             prepare_folder(self.config.validation.path)
@@ -134,7 +134,7 @@ class ValidationRunner:
         images: tuple[SampleImage, ...] = ()
         with self.phases.enter("validate"):
             with _timed(seconds, "fill"):
-                notes += self._filler.fill_datasets()
+                notes += self._filler.encode_datasets()
                 # Before the loss, which takes minutes: a missing prompt must not cost its result.
                 embeddings = self._embeddings() if self._samples_images() else []
             self._check_conditioning()
@@ -207,7 +207,7 @@ class ValidationRunner:
             validation.negative_prompt,
             device=self._device() or self._denoiser(),
             dtype=dtype_of(self._denoiser()),
-            encode=None if self._filler.obstacle else self._filler.fill_prompts,
+            encode=None if self._filler.blocked_reason else self._filler.encode_prompts,
         )
 
     def _images(
@@ -277,10 +277,10 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
         seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - started
 
 
-class ColdCacheFiller:
+class MissingEntryEncoder:
     """Encodes what validation needs and the cache lacks.
 
-    Nothing is encoded where `parts` lack encoders, or the cache is read only: `obstacle` says which.
+    Nothing is encoded where `parts` lack encoders, or the cache is read only: `blocked_reason` says which.
     """
 
     def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases, family: Family):
@@ -295,14 +295,14 @@ class ColdCacheFiller:
         self.num_filled = 0
 
     @property
-    def obstacle(self) -> str | None:
+    def blocked_reason(self) -> str | None:
         """Why nothing can be encoded, or None if it can."""
         missing = [name for name in self._family.parts if self._parts.get(name) is None]
         if missing:
             return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
         return "this cache is open for reading only" if self._cache.store.read_only else None
 
-    def fill_datasets(self) -> list[str]:
+    def encode_datasets(self) -> list[str]:
         """Encode the validation sets of which the cache lacks anything. Returns notes for the report.
 
         The manifests decide: finding files that changed since they were written is precache's work. StoreError, with
@@ -313,12 +313,12 @@ class ColdCacheFiller:
         cold = [dataset for dataset in sets if num_lost[dataset.name] != 0]
         if not cold:
             return []
-        if self.obstacle:
+        if self.blocked_reason:
             absent = ", ".join(dataset.name for dataset in cold if num_lost[dataset.name] is None)
             if absent:
                 raise StoreError(
                     f"{self._cache.path or 'cpu store'}: the validation set {absent} is not cached, and "
-                    f"{self.obstacle}: run `latentcache precache CONFIG`"
+                    f"{self.blocked_reason}: run `latentcache precache CONFIG`"
                 )
             # Their samples are skipped and listed: a few that are lost must not stop a validation.
             return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
@@ -331,7 +331,7 @@ class ColdCacheFiller:
         self.num_filled += report.num_encoded
         return [f"{names}: {report.num_refused} refused"] if report.num_refused else []
 
-    def fill_prompts(self, pairs: Sequence[PromptPair]) -> None:
+    def encode_prompts(self, pairs: Sequence[PromptPair]) -> None:
         """Encode these prompts: the `encode` of `prompt_embeddings`."""
         logger.info("%d prompts are not cached: encoding them", len(pairs))
         with self._encoding() as (workspace, models):

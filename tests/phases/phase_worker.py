@@ -150,7 +150,7 @@ def in_fsdp() -> dict[str, Any]:
 
     run = Run(shard)
     expected = run.run()
-    seen: dict[str, Any] = {"reason": run.phases.why_not_moved("unet")}
+    seen: dict[str, Any] = {"reason": run.phases.not_moved().get("unet")}
     run.unet(run.inputs).sum()  # a forward of the caller's own leaves the root gathered
     seen["gathered"] = sum(not isinstance(parameter, DTensor) for parameter in run.unet.parameters())
     before = [(id(module), module.training) for module in run.unet.modules()]
@@ -159,7 +159,7 @@ def in_fsdp() -> dict[str, Any]:
         phases.module("unet")(run.inputs)
     seen["flags restored"] = before == [(id(module), module.training) for module in run.unet.modules()]
     seen["left gathered"] = sum(not isinstance(parameter, DTensor) for parameter in run.unet.parameters())
-    seen["still not moved"] = run.phases.why_not_moved("unet")
+    seen["still not moved"] = run.phases.not_moved().get("unet")
 
     run = Run(compiled)
     call = run.unet.first._compiled_call_impl
@@ -198,7 +198,7 @@ def in_fsdp1() -> dict[str, Any]:
 
     run = Run(shard)
     return {
-        "reason": run.phases.why_not_moved("unet"),
+        "reason": run.phases.not_moved().get("unet"),
         "outcomes": {
             "without": run.run(),
             "after the update": Run(shard).run(validate),

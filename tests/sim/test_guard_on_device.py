@@ -1,4 +1,4 @@
-"""The guard and check_same_device next to the kernels: what they refuse torch refuses, what torch takes they take."""
+"""The guard next to the kernels: what it refuses torch refuses, what torch takes it takes."""
 
 from __future__ import annotations
 
