@@ -158,16 +158,6 @@ def test_memory_that_runs_out_while_upcasting(
     assert len(calls) == 5
 
 
-def test_tiles_give_other_pixels_of_the_same_picture(
-    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any
-) -> None:
-    untouched()
-    smooth = torch.nn.functional.interpolate(latents[..., :2, :3], size=(8, 12), mode="bilinear")
-    whole, tiles = (decode_latents(vae, smooth, tiled=tiled).astype(int) for tiled in (False, True))
-    assert whole.shape == tiles.shape
-    assert 0 < np.abs(whole - tiles).mean() < whole.std()
-
-
 def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
     untouched()
     images, tiled = decode_fitting(vae, latents)

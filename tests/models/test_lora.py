@@ -243,11 +243,12 @@ def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
     refused(frozen_unet(5), path, r"does not fit this UNet.*to_q")
 
 
-def test_kohyas_dora_is_refused_and_not_read_as_a_lora(adapted, tmp_path):
+@pytest.mark.parametrize("kind", ["hada_w1_a", "dora_scale"])
+def test_kohyas_other_kinds_are_refused_and_not_read_as_a_lora(kind, adapted, tmp_path):
     tensors = kohya_tensors(adapted, True, 10)
     name = next(name for name in tensors if name.endswith("to_q.alpha"))
-    save_file({**tensors, name.replace("alpha", "dora_scale"): torch.ones(1, 64)}, path := tmp_path / "x.safetensors")
-    refused(frozen_unet(5), path, "dora_scale")
+    save_file({**tensors, name.replace("alpha", kind): torch.ones(1, 64)}, path := tmp_path / "x.safetensors")
+    refused(frozen_unet(5), path, kind)
 
 
 def test_what_is_no_lora_file_is_refused(adapted, tmp_path):

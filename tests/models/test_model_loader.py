@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from latentcache.errors import ModelError, TrainableEncoderError
 from latentcache.families import DEFAULT, family_named
-from latentcache.families.scaling import Scaling
 from latentcache.models.model_loader import LoadedModels, ModelLoader, ModelOrigin
 from latentcache.models.tiny import tiny_parts
-from latentcache.models.vae import VaeFacts, encode_images
+from latentcache.models.vae import encode_images
 
 
 @pytest.fixture(params=["tiny", "folder", "checkpoint", "loaded"])
@@ -49,11 +48,6 @@ def test_all_forms_give_frozen_cpu_modules_in_the_dtype(models):
             assert not module.training
             assert {(p.device.type, p.dtype, p.requires_grad) for p in module.parameters()} == {("cpu", dtype, False)}
     assert models.identity("vae", F16) != models.identity("vae", F32)
-
-
-def test_all_forms_know_the_config_of_the_vae(models):
-    facts = models.vae_facts()
-    assert facts == VaeFacts(Scaling(0.13025), True, 4, 8)
 
 
 # The memo.

@@ -12,9 +12,11 @@ from model_identities import F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint, save_vae
 
+from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling
 from latentcache.models import files
+from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
@@ -78,19 +80,23 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_pickled_weights_are_refused_with_the_conversion(parts, folder, tmp_path):
+@pytest.mark.parametrize("part", ["vae", "unet"])
+def test_pickled_weights_are_refused_with_the_conversion(part, folder, tmp_path):
     model = Path(shutil.copytree(folder, tmp_path / "model"))
-    (model / "vae" / "diffusion_pytorch_model.safetensors").rename(model / "vae" / "diffusion_pytorch_model.bin")
+    (model / part / "diffusion_pytorch_model.safetensors").rename(model / part / "diffusion_pytorch_model.bin")
     with pytest.raises(ModelError, match=r"diffusion_pytorch_model\.bin.*save_pretrained") as caught:
         ModelLoader(str(model)).vae(F32)
-    assert caught.value.part == "vae"
+        load_denoiser(dtype=F32, model=ModelConfig(path=str(model)))
+    assert caught.value.part == part
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.bin", "model.pt"])
 def test_a_pickled_checkpoint_is_refused(name, tmp_path):
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ModelError, match="is a pickle"):
-        ModelLoader(str(tmp_path / name)).vae(F32)
+    (file := tmp_path / name).write_bytes(b"")
+    model = ModelConfig(path=str(file))
+    for load in (lambda: ModelLoader(str(file)).vae(F32), lambda: load_denoiser(dtype=F32, model=model)):
+        with pytest.raises(ModelError, match="is a pickle"):
+            load()
 
 
 @pytest.fixture
@@ -110,13 +116,11 @@ def test_a_hub_id_in_the_cache_is_the_same_model_and_its_commit_is_its_origin(hu
     assert identities(ModelLoader(str(checkpoint), config="someone/sdxl")) == expected
 
 
-# An excerpt of the files of stabilityai/stable-diffusion-xl-base-1.0.
+# Of the files of stabilityai/stable-diffusion-xl-base-1.0.
 SDXL_FILES = [
-    ".gitattributes",
     "README.md",
     "model_index.json",
     "sd_xl_base_1.0.safetensors",
-    "sd_xl_offset_example-lora_1.0.safetensors",
     "scheduler/scheduler_config.json",
     "text_encoder/config.json",
     "text_encoder/model.fp16.safetensors",
@@ -127,7 +131,6 @@ SDXL_FILES = [
     "text_encoder_2/model.safetensors",
     "text_encoder_2/openvino_model.bin",
     "tokenizer/merges.txt",
-    "tokenizer/tokenizer_config.json",
     "tokenizer/vocab.json",
     "tokenizer_2/merges.txt",
     "tokenizer_2/vocab.json",

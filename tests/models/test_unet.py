@@ -184,16 +184,6 @@ def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
 # Refusals.
 
 
-def test_pickles_are_refused(copied, tmp_path):
-    (copied / f"{STEM}.safetensors").rename(copied / f"{STEM}.bin")
-    with pytest.raises(ModelError, match=r"diffusion_pytorch_model\.bin\)\. A pickle .*UNet2DConditionModel") as caught:
-        load_unet(copied, dtype=F32, model=TINY)
-    assert caught.value.part == "unet"
-    (tmp_path / "model.ckpt").write_bytes(b"")
-    with pytest.raises(ModelError, match="is a pickle"):
-        load_unet(tmp_path / "model.ckpt", dtype=F32, model=TINY)
-
-
 def damage(tensors: dict, damage: str, name: str) -> None:
     if damage == "missing":
         del tensors[name]
