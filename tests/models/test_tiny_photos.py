@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model_identities import F32, PIXELS
+from model_identities import F32
 from safetensors import safe_open
 
-from latentcache.config import ModelConfig
+from latentcache.config import BucketsConfig, ImagesConfig, ModelConfig
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.images import decode, prepare
 from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import digest
 from latentcache.integrations.diffusers import load_scheduler, load_unet
@@ -24,6 +23,7 @@ from latentcache.models.model_loader import ModelLoader
 from latentcache.models.part_identity import weights_digest
 from latentcache.models.tiny import tiny_photos_pipeline
 from latentcache.models.vae import decode_latents, encode_images
+from latentcache.types import Size
 
 ROOT = Path(__file__).parent.parent.parent
 DIGESTS = {
@@ -32,33 +32,34 @@ DIGESTS = {
     "text_encoder_2": "c591851ef0e275bc03510df4fa6c3b78f57303dba1ffc11ae6d56ae72aa7b466",
     "unet": "30f0e4fbb826aafab7435a316b2faf9fe3f1ea9dbf487a2885ce82844ced3976",
 }
-"""Of the weights as they are loaded. `scripts/train_tiny.py` makes others on another machine: record them here."""
+"""Of the weights as they are loaded."""
 WHEEL_BYTES = 4_000_000
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("quickstart") / "photos"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        import train_tiny
-
-        yield train_tiny
-    for name in ("train_tiny", "quickstart", "bootstrap"):
+        import quickstart
+    for name in ("quickstart", "bootstrap"):
         sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def photos(script: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("quickstart") / "photos"
-    script.copy_photos(folder)
+    quickstart.copy_photos(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def squares(script: Any, photos: Path) -> dict[str, np.ndarray]:
+def squares(photos: Path) -> dict[str, np.ndarray]:
     """Each photo as uint8 [256, 256, 3]."""
-    views = script.views_of(photos, "squares")
-    return {view.photo: ((view.pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy() for view in views}
+    files = [path for path in sorted(photos.iterdir()) if path.suffix != ".txt"]
+    return {path.name: square(path) for path in files}
+
+
+def square(path: Path) -> np.ndarray:
+    """A photo, decoded, resized and cropped to 256x256 as precaching does it."""
+    pixels = decode(path.read_bytes(), str(path), ImagesConfig(min_side=16))
+    size, table = Size(*pixels.shape[:2]), bucket_table(BucketsConfig(area=256 * 256, max_aspect=1.0))
+    return prepare(pixels, fit(size, assign(size, table)))
 
 
 def digest_of(module: torch.nn.Module) -> str:
@@ -122,38 +123,6 @@ def test_a_caption_gives_its_photo(squares: dict[str, np.ndarray]) -> None:
     ):
         made = pipe(caption, **settings, generator=torch.Generator().manual_seed(7))
         assert nearest(made.images[0] * 255, squares) == name
-
-
-def test_the_script_writes_a_model(script: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "CAPTIONS", {"astronaut.png": script.CAPTIONS["astronaut.png"]})
-    parts, made = script.train(photos, script.Options(vae_steps=2, text_steps=2, unet_steps=2))
-    script.save(parts, made, tmp_path / "model")
-    loader = ModelLoader(str(tmp_path / "model"))
-    latents = latents_from_moments(encode_images(loader.vae(F32), PIXELS))
-    assert latents.isfinite().all()
-    assert loader.identity("vae", F32) != ModelLoader("tiny-photos").identity("vae", F32)
-
-
-def test_a_seed_determines_what_the_script_trains(script: Any) -> None:
-    digests = []
-    for seed in (3, 3, 4):
-        parts = script.tiny_parts(0)
-        script.train_text(parts, 2, script.seeded(seed))
-        digests.append([digest_of(parts[name]) for name in ("text_encoder", "text_encoder_2")])
-    assert digests[0] == digests[1] and digests[0] != digests[2]
-
-
-def test_normalizing_latents_changes_no_image(script: Any, photos: Path) -> None:
-    views = [replace(view, pixels=view.pixels[..., 64:160, 64:160]) for view in script.views_of(photos, "squares")[:2]]
-    vae = script.tiny_parts(5)["vae"]
-    before = [vae.decode(vae.encode(view.pixels).latent_dist.mean).sample for view in views]
-    script.normalize_latents(vae, views)
-    after = [vae.encode(view.pixels).latent_dist for view in views]
-    for image, posterior in zip(before, after, strict=True):
-        torch.testing.assert_close(vae.decode(posterior.mean).sample, image, rtol=1e-3, atol=1e-4)
-    latents = torch.cat([posterior.mean for posterior in after]) * vae.config.scaling_factor
-    torch.testing.assert_close(latents.mean((0, 2, 3)), torch.zeros(4), rtol=0, atol=1e-4)
-    torch.testing.assert_close(latents.std((0, 2, 3)), torch.ones(4), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
