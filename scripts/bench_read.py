@@ -134,9 +134,8 @@ def as_rows(tensor: torch.Tensor) -> np.ndarray:
 
 
 def limit(samples: Samples, batch_size: int) -> Method:
-    fields = [
-        (np.zeros((batch_size, rows[0].nbytes), np.uint8), rows) for rows in samples.rows.values()
-    ]  # zeros are not touched yet: the untimed pass does it
+    # Zeros are not touched yet: the untimed pass does it.
+    fields = [(np.zeros((batch_size, rows[0].nbytes), np.uint8), rows) for rows in samples.rows.values()]
 
     def read(batches: Batches) -> None:
         for numbers in batches:
@@ -181,24 +180,27 @@ def loader(dataset: LatentDataset, batch_size: int, check: Callable[[Mapping[str
 
 def make_peers(folder: Path, samples: Samples, names: Iterable[str]) -> dict[str, Method]:
     """The samples as peers keep them, a file (or a value) of latents and one of text embeddings; what reads them."""
-    ways = {}
+    ways: dict[str, Method] = {}
     for name in names:
         place = folder / name
         place.mkdir()
+        save: Callable[[Tensors, Any], Any]
         if name == "diskcache_pickle":
             cache = pickling_diskcache(place)
-            save: Callable[[Any, Any], Any] = lambda values, key, cache=cache: cache.set(key, values)  # noqa: E731
-            load: Callable[[Any], Tensors] = cache.__getitem__
-            path_of: Callable[[str], Any] = str
+            suffix, save, load = "", partial(put, cache), cache.__getitem__
         else:
             suffix, save, load = FILE_FORMATS[name]
-            path_of = lambda label, place=place, suffix=suffix: place / f"{label}{suffix}"  # noqa: E731
-        places = [[path_of(f"{number}.{kind}") for kind in samples.shapes] for number in range(samples.num_samples)]
+        keys = [[f"{number}.{kind}{suffix}" for kind in samples.shapes] for number in range(samples.num_samples)]
+        places: list[list[Any]] = [[place / key if suffix else key for key in row] for row in keys]
         for number, row in enumerate(places):
             for values, where in zip(samples.values(number).values(), row, strict=True):
                 save(values, where)
         ways[name] = partial(stack, load, places)
     return ways
+
+
+def put(cache: Any, values: Tensors, key: Any) -> None:
+    cache[key] = values
 
 
 def stack(load: Callable[[Any], Tensors], places: Sequence[Sequence[Any]], batches: Batches) -> None:
@@ -207,6 +209,10 @@ def stack(load: Callable[[Any], Tensors], places: Sequence[Sequence[Any]], batch
         loaded = [{name: value for at in places[number] for name, value in load(at).items()} for number in numbers]
         for name in loaded[0]:
             torch.stack([tensors[name] for tensors in loaded])
+
+
+def packs_of(cache: Path) -> list[Path]:
+    return sorted((cache / "packs").glob("*/*"))
 
 
 def us_per_sample(seconds: Mapping[str, Sequence[float]], num_read: int) -> dict[str, float]:
@@ -221,7 +227,10 @@ def warm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     write_cache(folder / "cache", samples.num_samples, samples.values)
     peers = make_peers(folder, samples, PEERS)
     dataset = LatentDataset(folder / "cache")
-    result: dict[str, Any] = {"sample_bytes": samples.row_bytes, "first_epoch": first_epoch(dataset.cache, samples)}
+    result: dict[str, Any] = {
+        "sample_bytes": samples.row_bytes,
+        "first_epoch": first_epoch(folder / "cache", dataset.cache, samples),
+    }
     ratio: dict[str, dict[str, Any]] = {"batch": {}, "loader": {}, "dataset": {}}
     times: dict[str, dict[str, float]] = {}
     for size in options.batch_sizes:
@@ -249,11 +258,11 @@ def warm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def first_epoch(cache: LatentCache, samples: Samples) -> dict[str, float]:
+def first_epoch(path: Path, cache: LatentCache, samples: Samples) -> dict[str, float]:
     """The epoch in which every entry is compared with its digest. The page cache is warm, as for the limit."""
     num_read = samples.num_samples // BATCH * BATCH
     batches = Rounds(samples.num_samples, num_read, 1).batches(0)
-    for file in sorted((cache.store.path / "packs").glob("*/*")):
+    for file in packs_of(path):
         file.read_bytes()
     read = limit(samples, BATCH)
     read(batches)
@@ -309,7 +318,7 @@ class Cold:
         self.folder, self.path, self.options = folder, folder / "cache", options
         self.samples = Samples(options.num_samples, min(NUM_REPEATED, options.num_samples), tiny=options.tiny)
         write_cache(self.path, options.num_samples, self.samples.values)
-        self.packs = sorted((self.path / "packs").glob("*/*"))
+        self.packs = packs_of(self.path)
         self.num_bytes = sum(path.stat().st_size for path in self.packs)
         self.rounds = Rounds(options.num_samples, options.num_read, options.repetitions)
         self.shares: list[float] = []
@@ -361,6 +370,9 @@ class Cold:
             os.close(fd)
         return taken
 
+    def peer(self, files: Sequence[Path], read: Method, number: int) -> float:
+        return self.timed(files, partial(read, self.rounds.batches(number)))
+
     def cat(self) -> float:
         command = ["cat", *map(str, self.packs)]
         return self.timed(self.packs, lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
@@ -382,9 +394,7 @@ def cold(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "preadv": ways.preadv,
     }
     for name, read in peers.items():
-        runs[name] = lambda number, name=name, read=read: ways.timed(
-            files[name], lambda: read(ways.rounds.batches(number))
-        )
+        runs[name] = partial(ways.peer, files[name], read)
     seconds = ways.measure(runs)
     return {
         "ratio_to_preadv": {name: ratios(seconds[name], seconds["preadv"]) for name in ("batch", "loader")},

@@ -38,12 +38,13 @@ MIN_REPETITIONS = 7
 CHROMIUM = "/usr/bin/chromium"
 STOP_S = 30.0
 BUCKETS = (Size(1024, 1024), Size(832, 1216))
-SHAPES = {
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+SHAPES: Shapes = {
     "image": {"latents": (4, 128, 128)},
     "text": {"prompt_embeds": (77, 2048), "pooled_prompt_embeds": (1280,)},
 }
 """The entries of an SDXL sample of 1024x1024, whose latents are drawn already."""
-TINY_SHAPES = {
+TINY_SHAPES: Shapes = {
     "image": {"latents": (4, 8, 8)},
     "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
 }
@@ -142,8 +143,8 @@ def run_in_folder(
 ) -> None:
     """Run a benchmark in a new folder, which is deleted afterwards, and print its result as `emit` does."""
     with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        result = {"environment": environment(getattr(options, "device", None), folder)} | run(Path(folder), options)
-        emit(result, options, to_text)
+        where = environment(getattr(options, "device", None), folder)
+        emit({"environment": where, **run(Path(folder), options)}, options, to_text)
 
 
 def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,11 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLD = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped here")
+
+
+PRELOADED = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler named cc"
+)
 
 
 def benchmark(name: str, *parts: str, marks: Any = pytest.mark.bench) -> Any:
@@ -62,3 +68,24 @@ def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], 
     assert set(parts) <= result.keys()
     found = list(spreads(result))
     assert found and all(figure["min"] <= figure["median"] <= figure["max"] for figure in found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("script", "part", "figures"),
+    [
+        pytest.param("soak_crash", "kill", {"killed_writers": 2, "labels": 100, "killed": 10}, marks=PRELOADED),
+        pytest.param("soak_crash", "power", {}, marks=PRELOADED),
+        pytest.param("soak_crash", "faults", {"typed_errors": 13, "succeeded": 1}, marks=PRELOADED),
+        ("soak_rot", "rot", {"refused": 40, "identical": 10, "fixed_as_advised": 1}),
+        ("soak_load", "writers", {}),
+        ("soak_load", "mixed", {"trainer 1": 1, "trainer 2": 1}),
+        ("soak_load", "service", {"num_changes": 1}),
+        ("soak_load", "leaks", {}),
+    ],
+)
+def test_no_case_of_a_soak_program_fails(script: str, part: str, figures: dict[str, int], tmp_path: Path) -> None:
+    result = run(script, tmp_path, "--part", part)
+    assert result["failures"] == 0 and result["n"] > 0
+    for name, least in figures.items():
+        assert sum(goal.get(name, 0) for goal in result["goals"]) >= least, f"too few cases with {name}"

@@ -273,7 +273,7 @@ def test_a_token_is_asked_for_and_kept_from_scripts(open_page: OpenPage, tmp_pat
 
 
 def test_the_first_view_takes_less_than_200_kb(open_page: OpenPage, base: str) -> None:
-    """scripts/bench_page.py measures it for 100,000 samples, with the time."""
+    """`scripts/bench_service.py --part page` measures it for 100,000 samples, with the time."""
     for path in ("/", "/gallery"):
         page = open_page(base, path)
         page.wait_for_load_state("networkidle")
