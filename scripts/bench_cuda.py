@@ -178,7 +178,7 @@ class Bench:
     def case(self, name: str, models: LoadedModels) -> Case:
         """Runs of precache over these models."""
         settings = vars(self.options) | {"dtype": "float16" if self.device.type != "cpu" else "float32"}
-        return Case(self.folder / name, models, self.side, argparse.Namespace(**settings, full_size=False))
+        return Case(self.folder / name, models, self.side, argparse.Namespace(**settings))
 
     def dataset(self, name: str, num_samples: int, scale: int) -> LatentDataset:
         """A cache of random samples of SDXL's shapes; `scale` divides their sides."""

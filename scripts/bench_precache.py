@@ -3,7 +3,6 @@
     python scripts/bench_precache.py              # a table; about ten minutes on two cores
     python scripts/bench_precache.py --json       # one document
     python scripts/bench_precache.py --tiny       # for correctness only
-    python scripts/bench_precache.py --full_size  # SDXL's own sizes: the default on an accelerator
 
 Each figure is a ratio of two times of one round; methods take turns. All are measured with OMP_WAIT_POLICY=passive,
 unless it is set, because `latentcache precache` sets it. `run` is the real `run_precache` into a new cache
@@ -15,8 +14,8 @@ decode       read, hash, decode and resize by as many threads as there are cores
 
 Cases: `encoder_bound` (SDXL's VAE, on a CPU with a fraction of the channels), `decode_bound` (a tiny VAE, large
 JPEGs), `captions` (both text encoders). On a CPU what is decoded is taken from the encoder, so the case is chosen such
-that decoding is a small share of the work, which is reported. With `--full_size` also `one_at_a_time`: decode, encode
-and save each image in turn, as most trainers do.
+that decoding is a small share of the work, which is reported. bench_cuda.py measures the same on an accelerator, at
+SDXL's own sizes.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ GOALS = {
     "fraction_of_ceiling": 0.95,
     "fraction_of_decode_ceiling": 0.9,
     "captions_fraction_of_ceiling": 0.95,
-    "times_one_at_a_time": 2.0,
 }
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
@@ -301,23 +299,8 @@ def decoders_alone(case: Case, paths: Sequence[Path]) -> float:
         return time.perf_counter() - start
 
 
-def one_at_a_time(case: Case, paths: Sequence[Path], device: torch.device) -> float:
-    """Seconds of the usual loop: read an image, encode it, fetch the result, save it, take the next."""
-    folder = case.folder / "one-at-a-time"
-    folder.mkdir()
-    vae = case.models.vae(DTYPES[case.options.dtype])
-    with placed(vae, device):
-        start = time.perf_counter()
-        for path in paths:
-            moments = encode_images(vae, case.read(path)[None])
-            torch.save(moments[0, :4].half().cpu(), folder / f"{path.stem}.pt")
-        seconds = time.perf_counter() - start
-    shutil.rmtree(folder)
-    return seconds
-
-
 def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
-    """`run` against the encoder, the decoders and, at full size, the usual loop, all over these images."""
+    """`run` against the encoder and the decoders, all over these images."""
     options = case.options
     device = device_named(options.device)
     encodings = choose_encodings(case.config(), case.models, {})
@@ -329,8 +312,6 @@ def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
         "encoder": lambda: encoder_alone(case, batches, device),
         "decode": lambda: decoders_alone(case, paths),
     }
-    if options.full_size:
-        methods["one_at_a_time"] = lambda: one_at_a_time(case, paths, device)
     case.run()  # the first one imports, allocates and compiles
     case.reports.clear()
     seconds = benchmarking.in_turns(methods, options.repetitions, clock=lambda method: method())
@@ -348,9 +329,6 @@ def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
         "decode_share": benchmarking.ratios(seconds["decode"], seconds["encoder"]),
         "stages_s": case.stages(),
         "peak_memory_bytes": peak.num_bytes,
-        "times_one_at_a_time": benchmarking.ratios(seconds["one_at_a_time"], seconds["run"])
-        if "one_at_a_time" in seconds
-        else None,
     }
 
 
@@ -417,7 +395,6 @@ class Sizes:
     vae: VaeShape
     num_photos: int
     photo_side: int
-    photo_bucket_side: int
     num_captions: int
     text_encoder: TextShape
     text_encoder_2: TextShape
@@ -429,7 +406,6 @@ TINY = Sizes(
     vae=VaeShape((8, 8, 16, 16), 8),
     num_photos=3,
     photo_side=200,
-    photo_bucket_side=64,
     num_captions=5,
     text_encoder=TextShape(16, 2, 2, "quick_gelu"),
     text_encoder_2=TextShape(16, 3, 2, "gelu"),
@@ -441,34 +417,22 @@ ON_CPU = replace(
     vae=narrowed(SDXL_VAE, 2),
     num_photos=48,
     photo_side=3500,
-    photo_bucket_side=64,
     num_captions=192,
     text_encoder=TextShape(256, 12, 4, "quick_gelu"),
     text_encoder_2=TextShape(384, 16, 6, "gelu"),
-)
-FULL = Sizes(
-    num_images=128,
-    side=1024,
-    vae=SDXL_VAE,
-    num_photos=256,
-    photo_side=3500,
-    photo_bucket_side=64,
-    num_captions=4096,
-    text_encoder=CLIP_L,
-    text_encoder_2=CLIP_BIG_G,
 )
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All cases, each in a folder of its own."""
-    sizes, dtype = TINY if options.tiny else FULL if options.full_size else ON_CPU, DTYPES[options.dtype]
+    sizes, dtype = TINY if options.tiny else ON_CPU, DTYPES[options.dtype]
     result: dict[str, Any] = {"goals": GOALS}
 
     case = Case(folder / "encoder", models_of(vae=make_vae(sizes.vae, dtype)), sizes.side, options)
     paths = make_photos(case.folder / "photos", sizes.num_images, sizes.side)
     result["encoder_bound"] = images_case(case, paths)
 
-    case = Case(folder / "decode", models_of(), sizes.photo_bucket_side, options)
+    case = Case(folder / "decode", models_of(), 64, options)
     paths = make_photos(case.folder / "photos", sizes.num_photos, sizes.photo_side)
     result["decode_bound"] = images_case(case, paths)
 
@@ -482,30 +446,13 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "fraction_of_decode_ceiling": result["decode_bound"]["fraction_of_decoders"]["median"],
         "captions_fraction_of_ceiling": result["captions"]["fraction_of_encoder"]["median"],
     }
-    if options.full_size:
-        result["times_one_at_a_time"] = result["encoder_bound"]["times_one_at_a_time"]["median"]
     return result
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser = benchmarking.make_parser(__doc__)
-    parser.add_argument("--device", default=str(accelerator or "cpu"))
-    parser.add_argument(
-        "--dtype", choices=["float32", "float16", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
-    )
-    parser.add_argument(
-        "--full_size", action=argparse.BooleanOptionalAction, help="SDXL's sizes; default: not on a CPU"
-    )
-    options = benchmarking.parse(parser)
-    on_cpu = device_named(options.device).type == "cpu"
-    options.dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
-    options.full_size = not on_cpu if options.full_size is None else options.full_size
-    return options
-
-
 def main() -> None:
-    benchmarking.run_in_folder(run, parse())
+    options = benchmarking.parse(benchmarking.make_parser(__doc__))
+    options.device, options.dtype = "cpu", "float32"
+    benchmarking.run_in_folder(run, options)
 
 
 if __name__ == "__main__":
