@@ -27,21 +27,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bench_loader import make_cache
-from benchmarking import environment, in_turns, make_parser, run_in_folder, seconds_of, spread
-from precache_cases import Case, captions_case, images_case
-from precache_inputs import (
+from bench_precache import (
     CLIP_BIG_G,
     CLIP_L,
     SDXL_VAE,
+    Case,
     TextShape,
     caption,
+    captions_case,
+    images_case,
     make_photos,
     make_texts,
     make_vae,
     models_of,
     narrowed,
 )
+from benchmarking import environment, in_turns, make_cache, make_parser, run_in_folder, seconds_of, spread
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, Phases, run_precache
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -176,7 +177,7 @@ class Bench:
     def case(self, name: str, models: LoadedModels) -> Case:
         """Runs of precache over these models."""
         settings = vars(self.options) | {"dtype": "float16" if self.device.type != "cpu" else "float32"}
-        return Case(self.folder / name, models, self.side, argparse.Namespace(**settings, full_size=False))
+        return Case(self.folder / name, models, self.side, argparse.Namespace(**settings))
 
     def dataset(self, name: str, num_samples: int, scale: int) -> LatentDataset:
         """A cache of random samples of SDXL's shapes; `scale` divides their sides."""

@@ -23,7 +23,6 @@ import io
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from benchmarking import emit, environment, in_turns, make_parser, parse, ratios, spread
+from benchmarking import in_turns, make_parser, parse, ratios, run_in_folder, spread
 
 TESTS = Path(__file__).parents[1] / "tests"
 SPLIT = {
@@ -264,17 +263,13 @@ class Bench:
         return seconds[0]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures, with where they were measured."""
-    num_samples, scale = (6, 16) if options.tiny else (options.num_samples, 1)
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        bench = Bench(Path(name), num_samples, scale)
-        items = in_turns({n: bench.get_items(n) for n in bench.classes}, options.repetitions, warm=True)
-        epochs = in_turns({n: bench.epoch(n) for n in bench.classes}, options.repetitions)
-        starts = list(bench.warm_starts(options.repetitions))
-        where = environment(folder=name)
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    num_samples, scale = (6, 16) if options.tiny else (1000, 1)
+    bench = Bench(folder, num_samples, scale)
+    items = in_turns({n: bench.get_items(n) for n in bench.classes}, options.repetitions, warm=True)
+    epochs = in_turns({n: bench.epoch(n) for n in bench.classes}, options.repetitions)
+    starts = list(bench.warm_starts(options.repetitions))
     return {
-        "environment": where,
         "compared_with": bench.compared_with,
         "num_samples": num_samples,
         "get_item": figures(items, num_samples),
@@ -293,27 +288,9 @@ def figures(seconds: Mapping[str, Sequence[float]], num_samples: int) -> dict[st
     return {"seconds_per_sample": per_sample, "speedup": ratios(seconds["disk_cache"], seconds["latentcache"])}
 
 
-def to_text(result: Mapping[str, Any]) -> str:
-    lines = [f"{result['num_samples']} samples; compared with {result['compared_with']}", ""]
-    lines.append(f"{'':34}{'latentcache':>14}{'other':>14}{'times as fast':>24}")
-    for key, label in (("get_item", "image and text of one sample, us"), ("epoch", "a warm epoch, us a sample")):
-        own, other = (result[key]["seconds_per_sample"][n]["median"] * 1e6 for n in ("latentcache", "disk_cache"))
-        speedup = result[key]["speedup"]
-        times = f"{speedup['median']:.1f} ({speedup['min']:.1f}-{speedup['max']:.1f})"
-        lines.append(f"{label:34}{own:14.0f}{other:14.0f}{times:>24}")
-    start = result["warm_start_s"]
-    for key, label in (("first", "warm start of a new run, ms"), ("next_epoch", "start of its next epoch, ms")):
-        lines.append(f"{label:34}{start[key]['median'] * 1e3:14.1f}")
-    lines.append(f"{'a new run, per 1,000 items, ms':34}{start['per_1000_items'] * 1e3:14.1f}")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--num-samples", type=int, default=1000, help="samples (default: %(default)s)")
-    options = parse(parser)
     torch.set_num_threads(1)
-    emit(measure(options), options, to_text)
+    run_in_folder(run, parse(make_parser(__doc__)))
 
 
 if __name__ == "__main__":

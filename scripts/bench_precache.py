@@ -3,7 +3,6 @@
     python scripts/bench_precache.py              # a table; about ten minutes on two cores
     python scripts/bench_precache.py --json       # one document
     python scripts/bench_precache.py --tiny       # for correctness only
-    python scripts/bench_precache.py --full_size  # SDXL's own sizes: the default on an accelerator
 
 Each figure is a ratio of two times of one round; methods take turns. All are measured with OMP_WAIT_POLICY=passive,
 unless it is set, because `latentcache precache` sets it. `run` is the real `run_precache` into a new cache
@@ -15,17 +14,20 @@ decode       read, hash, decode and resize by as many threads as there are cores
 
 Cases: `encoder_bound` (SDXL's VAE, on a CPU with a fraction of the channels), `decode_bound` (a tiny VAE, large
 JPEGs), `captions` (both text encoders). On a CPU what is decoded is taken from the encoder, so the case is chosen such
-that decoding is a small share of the work, which is reported. With `--full_size` also `one_at_a_time` (decode, encode
-and save each image in turn, as most trainers do) and what each setting of the encoders gains.
+that decoding is a small share of the work, which is reported. bench_cuda.py measures the same on an accelerator, at
+SDXL's own sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,33 +35,355 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache` does it, before torch is loaded
 
 import benchmarking
+import numpy as np
 import torch
-from encoder_variants import image_variants, matmul_flops, text_variants
-from precache_cases import Case, captions_case, images_case
-from precache_inputs import (
-    CLIP_BIG_G,
-    CLIP_L,
-    SDXL_VAE,
-    TextShape,
-    VaeShape,
-    make_photos,
-    make_texts,
-    make_vae,
-    models_of,
-    narrowed,
-)
+from diffusers import AutoencoderKL
+from PIL import Image
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from latentcache.devices.placement import device_named
-from latentcache.models.vae import DTYPES
+from latentcache import Config, Report, run_precache
+from latentcache.config import BucketsConfig, ImagesConfig
+from latentcache.config_file import parse_config
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.images import decode, prepare
+from latentcache.devices.placement import device_named, placed
+from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.identity import digest
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.running import free_cached_memory, vae_settings
+from latentcache.models.tiny import seeded, tiny_parts
+from latentcache.models.vae import DTYPES, encode_images
+from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.tasks import TEXT_BATCH_SIZE
+from latentcache.precache.workspace import open_workspace
+from latentcache.types import Size
 
 GOALS = {
     "fraction_of_ceiling": 0.95,
     "fraction_of_decode_ceiling": 0.9,
     "captions_fraction_of_ceiling": 0.95,
-    "times_one_at_a_time": 2.0,
 }
-VAE_FLOP, TEXT_FLOP = 4.88e12, 0.11e12
-"""Of an image of 1024x1024 in SDXL's VAE, and of a caption in both text encoders."""
+JPEG_QUALITY = 92
+WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
+
+
+@dataclass(frozen=True, slots=True)
+class VaeShape:
+    """The VAE's encoder: SDXL's is the default. Two resnets a level, attention in the middle."""
+
+    channels: tuple[int, ...] = (128, 256, 512, 512)
+    norm_num_groups: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """One CLIP text encoder."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    hidden_act: str
+
+
+SDXL_VAE = VaeShape()
+CLIP_L = TextShape(768, 12, 12, "quick_gelu")
+CLIP_BIG_G = TextShape(1280, 32, 20, "gelu")
+
+
+def make_vae(shape: VaeShape, dtype: torch.dtype) -> AutoencoderKL:
+    """An AutoencoderKL with random weights: CPU, frozen, eval."""
+    with seeded(0):
+        vae = AutoencoderKL(
+            block_out_channels=shape.channels,
+            down_block_types=("DownEncoderBlock2D",) * len(shape.channels),
+            up_block_types=("UpDecoderBlock2D",) * len(shape.channels),
+            layers_per_block=2,
+            latent_channels=4,
+            norm_num_groups=shape.norm_num_groups,
+            scaling_factor=SCALING_FACTOR,
+            force_upcast=False,
+        )
+    return vae.to(dtype).eval().requires_grad_(False)
+
+
+def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> dict[str, Any]:
+    """Both text encoders with random weights, and byte tokenizers: no vocabulary has to be downloaded."""
+    tokenizers = [tiny_parts()[name] for name in ("tokenizer", "tokenizer_2")]
+    with seeded(0):
+        encoders: list[Any] = [
+            kind(_text_config(shape, len(tokenizers[0])))
+            for kind, shape in ((CLIPTextModel, first), (CLIPTextModelWithProjection, second))
+        ]
+    ready = [encoder.to(dtype).eval().requires_grad_(False) for encoder in encoders]
+    names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    return dict(zip(names, [*ready, *tokenizers], strict=True))
+
+
+def _text_config(shape: TextShape, vocab_size: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.hidden_size * 4,
+        projection_dim=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        hidden_act=shape.hidden_act,
+        bos_token_id=vocab_size - 2,
+        eos_token_id=vocab_size - 1,
+        pad_token_id=vocab_size - 1,
+    )
+
+
+def models_of(vae: AutoencoderKL | None = None, texts: Mapping[str, Any] | None = None) -> LoadedModels:
+    """These parts, and tiny ones in place of those that are not given."""
+    parts = tiny_parts()
+    if vae is not None:
+        parts["vae"] = vae
+    if texts is not None:
+        parts |= texts
+    return LoadedModels(**parts)
+
+
+def make_photos(folder: Path, num_photos: int, size: int, num_captions: int = 0) -> list[Path]:
+    """Square JPEG files, no two of them alike, with as much detail as photographs have; all captions in the first."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    canvas = _canvas(generator, size)
+    paths = []
+    for number in range(num_photos):
+        # Turned, rolled and tinted: drawing each by itself would take longer than all that is measured.
+        pixels = np.roll(np.rot90(canvas, number % 4), int(generator.integers(size)), axis=number % 2)
+        tint = generator.integers(0, 24, 3)
+        path = folder / f"{number:05d}.jpg"
+        Image.fromarray((pixels // 8 * 7 + tint).astype(np.uint8)).save(path, quality=JPEG_QUALITY)
+        paths.append(path)
+    if num_captions:
+        lines = [caption(generator, number) for number in range(num_captions)]
+        paths[0].with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return paths
+
+
+def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
+    """Noise at every scale, the coarser the stronger, as in natural images. uint8 [size, size, 3]."""
+    total = np.zeros((size, size, 3), np.float32)
+    step, strength = 2, 60.0
+    while step <= size:
+        noise = generator.standard_normal((step, step, 3)).astype(np.float32)
+        for channel in range(3):
+            layer = Image.fromarray(noise[..., channel]).resize((size, size), Image.Resampling.BICUBIC)
+            total[..., channel] += strength * np.asarray(layer)
+        step, strength = step * 2, strength * 0.6
+    return np.clip(total + 128, 0, 255).astype(np.uint8)
+
+
+def caption(generator: np.random.Generator, number: int) -> str:
+    """A caption like no other, of the usual length of some words."""
+    return f"{number} " + " ".join(generator.choice(WORDS, size=int(generator.integers(4, 14))))
+
+
+def narrowed(shape: VaeShape, divisor: int) -> VaeShape:
+    """The same levels with fewer channels; as many groups of the norm as fit."""
+    channels = tuple(count // divisor for count in shape.channels)
+    return replace(shape, channels=channels, norm_num_groups=min(shape.norm_num_groups, channels[0]))
+
+
+# What is measured -----------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+@dataclass(slots=True)
+class Peak:
+    """Largest memory of the device, or None where it does not tell."""
+
+    num_bytes: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measure what is allocated at most inside."""
+    module = torch.get_device_module(device)
+    peak = Peak()
+    has_peak = hasattr(module, "reset_peak_memory_stats")
+    if has_peak:
+        free_cached_memory(device)
+        module.reset_peak_memory_stats(device)
+    yield peak
+    if has_peak:
+        peak.num_bytes = module.max_memory_allocated(device)
+
+
+class Case:
+    """A dataset, models, and runs of precache over them, each into a cache of its own."""
+
+    def __init__(self, folder: Path, models: LoadedModels, side: int, options: argparse.Namespace):
+        self.folder, self.models, self.options, self.side = folder, models, options, side
+        self.reports: list[Report] = []
+        self._numbers = itertools.count()
+
+    def config(self) -> Config:
+        dataset = {
+            "name": "bench",
+            "source": {"kind": "folder", "path": self.folder / "photos"},
+            "buckets": {"area": self.side**2, "step": 8, "max_aspect": 1.0},
+            "images": {"min_side": 8},
+        }
+        encode = {
+            "device": self.options.device,
+            "vae_dtype": self.options.dtype,
+            "text_dtype": self.options.dtype,
+            "store_dtype": "float16",
+            "image_output": "mean",
+        }
+        path = self.folder / f"cache-{next(self._numbers)}"
+        return parse_config({"cache": {"path": path}, "datasets": [dataset], "encode": encode})
+
+    def run(self) -> float:
+        """Seconds of a whole run into a new cache that is open already, without loading the models."""
+        config = self.config()
+        with open_workspace(config.cache) as workspace:
+            report = run_precache(config, models=self.models, workspace=workspace)
+        if report.refused or report.num_encoded != report.num_misses:
+            raise RuntimeError(f"the run is no measure: {report.to_text()}")
+        self.reports.append(report)
+        shutil.rmtree(config.cache.path)
+        return report.seconds["total"] - report.seconds["load"]
+
+    def stages(self) -> dict[str, float]:
+        """Median seconds of the stages of a run."""
+        names = self.reports[0].seconds
+        return {name: benchmarking.spread([r.seconds[name] for r in self.reports])["median"] for name in names}
+
+    def read(self, path: Path) -> np.ndarray:
+        """What a decoding thread does."""
+        data = path.read_bytes()
+        digest(data)
+        pixels = decode(data, str(path), ImagesConfig(min_side=8))
+        size = Size(*pixels.shape[:2])
+        table = bucket_table(BucketsConfig(area=self.side**2, step=8, max_aspect=1.0))
+        return prepare(pixels, fit(size, assign(size, table)))
+
+
+def chunks(items: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
+    """The items in groups, and the groups in batches, as a plan forms them."""
+    if not sizes:
+        yield items
+        return
+    for start in range(0, len(items), sizes[0]):
+        yield from chunks(items[start : start + sizes[0]], *sizes[1:])
+
+
+def encoder_alone(case: Case, batches: Sequence[torch.Tensor], device: torch.device) -> float:
+    """Seconds of the VAE over uint8 batches that lie on the device."""
+    vae = case.models.vae(DTYPES[case.options.dtype])
+    with placed(vae, device), vae_settings(vae):
+        encode_images(vae, batches[0])
+        synchronize(device)
+        start = time.perf_counter()
+        for batch in batches:
+            encode_images(vae, batch)
+        synchronize(device)
+        return time.perf_counter() - start
+
+
+def decoders_alone(case: Case, paths: Sequence[Path]) -> float:
+    """Seconds in which all cores read and decode the files."""
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        start = time.perf_counter()
+        for future in [executor.submit(case.read, path) for path in paths]:
+            future.result()
+        return time.perf_counter() - start
+
+
+def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
+    """`run` against the encoder and the decoders, all over these images."""
+    options = case.options
+    device = device_named(options.device)
+    encodings = choose_encodings(case.config(), case.models, {})
+    pixels = [torch.from_numpy(case.read(path)) for path in paths]
+    parts = chunks(pixels, encodings.image_group_size, encodings.vae.batch_size)
+    batches = [torch.stack(list(batch)).to(device) for batch in parts]
+    methods: dict[str, Callable[[], float]] = {
+        "run": case.run,
+        "encoder": lambda: encoder_alone(case, batches, device),
+        "decode": lambda: decoders_alone(case, paths),
+    }
+    case.run()  # the first one imports, allocates and compiles
+    case.reports.clear()
+    seconds = benchmarking.in_turns(methods, options.repetitions, clock=lambda method: method())
+    batches.clear()  # they are no part of the run's memory
+    with peak_memory(device) as peak:
+        case.run()
+    slower = [max(pair) for pair in zip(seconds["encoder"], seconds["decode"], strict=True)]
+    return {
+        "num_images": len(paths),
+        "batch_size": encodings.vae.batch_size,
+        "images_per_s": {name: len(paths) / benchmarking.spread(values)["median"] for name, values in seconds.items()},
+        "fraction_of_encoder": benchmarking.ratios(seconds["encoder"], seconds["run"]),
+        "fraction_of_decoders": benchmarking.ratios(seconds["decode"], seconds["run"]),
+        "fraction_of_slower": benchmarking.ratios(slower, seconds["run"]),
+        "decode_share": benchmarking.ratios(seconds["decode"], seconds["encoder"]),
+        "stages_s": case.stages(),
+        "peak_memory_bytes": peak.num_bytes,
+    }
+
+
+def captions_alone(case: Case, batches: Sequence[Sequence[torch.Tensor]], device: torch.device) -> float:
+    """Seconds of both text encoders over tokens that lie on the device."""
+    encoders = [*case.models.text_encoders(DTYPES[case.options.dtype]).values()]
+    with (
+        placed(encoders[0], device),
+        placed(encoders[1], device),
+        torch.no_grad(),
+    ):
+
+        def encode(batch: Sequence[torch.Tensor]) -> None:
+            made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders, batch, strict=True)]
+            torch.cat([output.hidden_states[-2] for output in made], -1)
+
+        encode(batches[0])
+        synchronize(device)
+        start = time.perf_counter()
+        for batch in batches:
+            encode(batch)
+        synchronize(device)
+        return time.perf_counter() - start
+
+
+def captions_case(case: Case, captions: Sequence[str]) -> dict[str, Any]:
+    """`run` over these captions (and one small image) against the text encoders alone.
+
+    The run encodes the empty caption too, so it is one of them here.
+    """
+    captions = ["", *captions]
+    device = device_named(case.options.device)
+    parts = case.models.text(DTYPES[case.options.dtype])
+    batch_size = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
+    batches = []
+    for batch in chunks(captions, TEXT_BATCH_SIZE, batch_size):
+        ids = [tokens.input_ids for tokens in case.models.family.tokenize(parts, batch)]
+        batches.append(tuple(torch.cat(column).to(device) for column in zip(*ids, strict=True)))
+    methods = {"run": case.run, "encoder": lambda: captions_alone(case, batches, device)}
+    case.run()
+    case.reports.clear()
+    seconds = benchmarking.in_turns(methods, case.options.repetitions, clock=lambda method: method())
+    batches.clear()  # they are no part of the run's memory
+    with peak_memory(device) as peak:
+        case.run()
+    return {
+        "num_captions": len(captions),
+        "batch_size": batch_size,
+        "captions_per_s": {
+            name: len(captions) / benchmarking.spread(values)["median"] for name, values in seconds.items()
+        },
+        "fraction_of_encoder": benchmarking.ratios(seconds["encoder"], seconds["run"]),
+        "stages_s": case.stages(),
+        "peak_memory_bytes": peak.num_bytes,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +395,9 @@ class Sizes:
     vae: VaeShape
     num_photos: int
     photo_side: int
-    photo_bucket_side: int
     num_captions: int
     text_encoder: TextShape
     text_encoder_2: TextShape
-    batch_sizes: tuple[int, ...]
-    text_batch_sizes: tuple[int, ...]
-    matmul_side: int
 
 
 TINY = Sizes(
@@ -86,13 +406,9 @@ TINY = Sizes(
     vae=VaeShape((8, 8, 16, 16), 8),
     num_photos=3,
     photo_side=200,
-    photo_bucket_side=64,
     num_captions=5,
     text_encoder=TextShape(16, 2, 2, "quick_gelu"),
     text_encoder_2=TextShape(16, 3, 2, "gelu"),
-    batch_sizes=(1, 2),
-    text_batch_sizes=(1, 2),
-    matmul_side=64,
 )
 ON_CPU = replace(
     TINY,
@@ -101,37 +417,22 @@ ON_CPU = replace(
     vae=narrowed(SDXL_VAE, 2),
     num_photos=48,
     photo_side=3500,
-    photo_bucket_side=64,
     num_captions=192,
     text_encoder=TextShape(256, 12, 4, "quick_gelu"),
     text_encoder_2=TextShape(384, 16, 6, "gelu"),
-)
-FULL = Sizes(
-    num_images=128,
-    side=1024,
-    vae=SDXL_VAE,
-    num_photos=256,
-    photo_side=3500,
-    photo_bucket_side=64,
-    num_captions=4096,
-    text_encoder=CLIP_L,
-    text_encoder_2=CLIP_BIG_G,
-    batch_sizes=(1, 4, 8, 16),
-    text_batch_sizes=(1, 16, 64, 256),
-    matmul_side=8192,
 )
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All cases, each in a folder of its own."""
-    sizes, dtype, device = options.sizes, DTYPES[options.dtype], device_named(options.device)
-    result: dict[str, Any] = {"environment": benchmarking.environment(device, folder), "goals": GOALS}
+    sizes, dtype = TINY if options.tiny else ON_CPU, DTYPES[options.dtype]
+    result: dict[str, Any] = {"goals": GOALS}
 
     case = Case(folder / "encoder", models_of(vae=make_vae(sizes.vae, dtype)), sizes.side, options)
     paths = make_photos(case.folder / "photos", sizes.num_images, sizes.side)
     result["encoder_bound"] = images_case(case, paths)
 
-    case = Case(folder / "decode", models_of(), sizes.photo_bucket_side, options)
+    case = Case(folder / "decode", models_of(), 64, options)
     paths = make_photos(case.folder / "photos", sizes.num_photos, sizes.photo_side)
     result["decode_bound"] = images_case(case, paths)
 
@@ -145,82 +446,13 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "fraction_of_decode_ceiling": result["decode_bound"]["fraction_of_decoders"]["median"],
         "captions_fraction_of_ceiling": result["captions"]["fraction_of_encoder"]["median"],
     }
-    if options.full_size:
-        result["times_one_at_a_time"] = result["encoder_bound"]["times_one_at_a_time"]["median"]
-        result["settings_of_encoders"] = settings_of_encoders(sizes, device, options)
     return result
 
 
-def settings_of_encoders(sizes: Sizes, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """What each setting gains, and the fraction of the device's own matmul rate that it reaches."""
-    dtype = DTYPES[options.dtype]
-    flops = matmul_flops(device, dtype, sizes.matmul_side, options.repetitions)
-    vae = make_vae(sizes.vae, dtype)
-    image_flop = VAE_FLOP * (sizes.side / 1024) ** 2
-    texts = make_texts(sizes.text_encoder, sizes.text_encoder_2, dtype)
-    return {
-        "matmul_flops": flops,
-        "images": image_variants(vae, device, sizes.side, sizes.batch_sizes, image_flop / flops, options.repetitions),
-        "captions": text_variants(texts, device, sizes.text_batch_sizes, TEXT_FLOP / flops, options.repetitions),
-    }
-
-
-def table(result: Mapping[str, Any]) -> str:
-    """The result for people."""
-    lines = [f"{result['environment']['device']}, {result['environment']['cpu']}, {result['environment']['date']}"]
-    for name in ("encoder_bound", "decode_bound", "captions"):
-        case = result[name]
-        lines.append(f"\n{name}, batches of {case['batch_size']}")
-        rates = case.get("images_per_s") or case["captions_per_s"]
-        lines += [f"  {method:<22}{rate:>10.2f} /s" for method, rate in rates.items()]
-        for figure in ("fraction_of_encoder", "fraction_of_decoders", "fraction_of_slower", "decode_share"):
-            if figure in case:
-                spread = case[figure]
-                lines.append(f"  {figure:<22}{spread['median']:>10.3f}  ({spread['min']:.3f} to {spread['max']:.3f})")
-        lines.append("  seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in case["stages_s"].items()))
-    lines.append("")
-    lines += [
-        f"{name:<30}{result[name]:.3f}  (goal {goal})" for name, goal in result["goals"].items() if name in result
-    ]
-    for kind, variants in result.get("settings_of_encoders", {}).items():
-        if kind == "matmul_flops":
-            lines.append(f"\nmatmul {variants / 1e12:.3g} TFLOP/s")
-            continue
-        lines.append(f"\n{kind:<28}{'per s':>10}{'of matmul':>12}{'gain':>8}{'peak GB':>10}")
-        for name, variant in variants.items():
-            peak = "-" if variant["peak_memory_bytes"] is None else f"{variant['peak_memory_bytes'] / 1e9:.2f}"
-            lines.append(
-                f"  {name:<26}{variant['per_s']:>10.2f}{variant['fraction_of_matmul']:>12.3f}"
-                f"{variant['gain']:>8.2f}{peak:>10}"
-            )
-    return "\n".join(lines)
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser = benchmarking.make_parser(__doc__)
-    parser.add_argument("--device", default=str(accelerator or "cpu"))
-    parser.add_argument(
-        "--dtype", choices=["float32", "float16", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
-    )
-    parser.add_argument(
-        "--full_size", action=argparse.BooleanOptionalAction, help="SDXL's sizes; default: not on a CPU"
-    )
-    options = benchmarking.parse(parser)
-    on_cpu = device_named(options.device).type == "cpu"
-    options.dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
-    options.full_size = not on_cpu if options.full_size is None else options.full_size
-    options.sizes = TINY if options.tiny else FULL if options.full_size else ON_CPU
-    return options
-
-
 def main() -> None:
-    options = parse()
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder))
-        result = run(Path(folder), options)
-    options.sizes = repr(options.sizes)
-    benchmarking.emit(result, options, table)
+    options = benchmarking.parse(benchmarking.make_parser(__doc__))
+    options.device, options.dtype = "cpu", "float32"
+    benchmarking.run_in_folder(run, options)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ import json
 import logging
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -151,8 +149,8 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     gaps = sorted(gap for each in rounds[most] for gap in each["gaps_ms"])
     fractions = [many / one / most for many, one in zip(rates[most], rates[1], strict=True)]
     return {
-        "environment": benchmarking.environment(folder=folder) | {"ray": ray.__version__},
         "goals": GOALS,
+        "ray": ray.__version__,
         "num_encoders": most,
         "num_batches_each": num_batches,
         "wait_s": wait_s,
@@ -168,22 +166,8 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def to_text(result: Mapping[str, Any]) -> str:
-    lines = [f"{result['num_encoders']} encoders that wait {result['wait_s']} s for each batch of {BATCH_SIZE} images"]
-    for name in ("times_of_one", "fraction_of_encoders", "nothing_s"):
-        figure = result[name]
-        lines.append(f"{name:<22} {figure['median']:.3f}  ({figure['min']:.3f} .. {figure['max']:.3f})")
-    gap = result["gap_ms"]
-    lines.append(f"{'gap_ms':<22} {gap['median']:.2f}  (95 of 100 below {gap['p95']:.2f}, at most {gap['max']:.2f})")
-    lines.append(f"{'num_started':<22} {result['num_started']}  encoders where nothing was to be done")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = benchmarking.make_parser(__doc__)
-    options = benchmarking.parse(parser)
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-ray-") as folder:
-        benchmarking.emit(run(Path(folder), options), options, to_text)
+    benchmarking.run_in_folder(run, benchmarking.parse(benchmarking.make_parser(__doc__)))
 
 
 if __name__ == "__main__":

@@ -1,58 +1,257 @@
-"""What a very large cache costs: the rows of its index, its manifest and its plan are really made, without payload.
+"""How a cache grows: its index, planning an unchanged dataset, and what ten million samples cost.
 
-    python scripts/bench_scale.py                          # 10 million samples; half an hour, 10 GB of disk
-    python scripts/bench_scale.py --samples 1000000
-    python scripts/bench_scale.py --tiny                   # for correctness only
+    python scripts/bench_scale.py                  # all parts; an hour, 12 GB of disk
+    python scripts/bench_scale.py --part index     # one part: a minute and 100 MB
+    python scripts/bench_scale.py --json           # one document
+    python scripts/bench_scale.py --tiny           # for correctness only
 
-A sample is one image entry and one text entry, as in bench_index.py, whose packs are empty files of the right size.
-Each step runs in a process of its own, once. `peak_mb` is that of the whole process, of which Python with the package
-takes some 500. The plan is what `precache` does with a dataset whose files it knows: it looks up all keys, counts
-hits, and makes the manifest again. Reading and hashing files is not in it (bench_plan.py).
+index   opening, memory, finding, looking up and adding, from ten thousand entries to a million. The rows are those of
+        1024x1024 samples: half image entries (moments), half text entries (two fields), in packs of 64 MiB. The packs
+        themselves are empty files of the right size: nothing here reads a payload. `x` is the largest cache to the
+        smallest
+replan  a folder of 10,000 and of 100,000 small PNG files with captions whose entries are in the cache:
+        `run_precache(dry_run=True)`, which is what `latentcache precache --dry-run` does before it says that there is
+        nothing to do
+huge    the index, the manifest and the plan of --samples samples are really made, as in `index`, each once. The plan is
+        what precache does with a dataset whose files it knows: it looks up all keys, counts hits, and makes the
+        manifest again. Reading and hashing files is not in it
+
+Each measurement runs in a process of its own, the page cache being warm. `peak_mb` is that of the whole process, of
+which Python with the package takes some 500.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import json
+import math
 import os
-import subprocess
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from attack_limits import status_bytes
-from bench_index import build, key_of
-from benchmarking import emit, environment, make_parser
+import numpy as np
+import torch
+from benchmarking import make_parser, memory_bytes, parse, run_parts, run_script, seconds_of, spread
+from PIL import Image
 
+from latentcache.config import Config
+from latentcache.config_file import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row, RowTable, RowTableBuilder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row, RowTableBuilder
+from latentcache.dataset.samples import SETTLED_NS
 from latentcache.store import DiskStore
-from latentcache.types import Crop, Geometry, Size
+from latentcache.store.entry import DTYPES
+from latentcache.store.index import Index
+from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackRow, RowGroup
+from latentcache.store.writer import PACK_BYTES
+from latentcache.types import Crop, Entry, Geometry, Record, Size
 
+INDEX_SIZES, TINY_INDEX_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)
+REPLAN_SIZES, TINY_REPLAN_SIZES = (10_000, 100_000), (20,)
 SAMPLES, TINY_SAMPLES = 10_000_000, 3_000
+WANTED_REPLAN_S = 20.0
+"""For 100,000 files on two cores."""
+BATCH = 16
+NUM_BATCHES = 500
+PACK_ROWS = 512
 CHUNK = 1024
-NAME = "photos"
-COMMON = {"schema": 1, "salt": "", "text_encoding": {}}
+Fields = dict[str, tuple[str, tuple[int, ...]]]
+IMAGE: Fields = {"moments": ("float16", (8, 128, 128))}
+TEXT: Fields = {"pooled_prompt_embeds": ("float16", (1280,)), "prompt_embeds": ("float16", (77, 2048))}
+DATA_START = 4096
 SIZES = [Size(768 + 16 * step, 1344 - 16 * step) for step in range(37)]
 
 
-def row_of(number: int, num_samples: int) -> Row:
+def repeat(part: str, repetitions: int, *arguments: object) -> dict[str, dict[str, float]]:
+    """Median, min and max of the figures of a measurement, each time in a new process."""
+    found = [run_script(__file__, "--worker", part, *arguments, seed) for seed in range(repetitions)]
+    return {name: spread([each[name] for each in found]) for name in found[0]}
+
+
+# Rows without payload -------------------------------------------------------------------------------------------------
+
+
+def key_of(number: int) -> str:
+    return hashlib.sha256(b"%d" % number).hexdigest()
+
+
+def rows(first: int, end: int) -> Iterator[PackRow]:
+    """What packs of 64 MiB with the entries first ... end - 1 would say, half of them images."""
+    middle = (first + end) // 2
+    for fields, start, stop in ((IMAGE, first, middle), (TEXT, middle, end)):
+        num_rows = PACK_BYTES // sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in fields.values())
+        for begin in range(start, stop, num_rows):
+            yield row_of(fields, range(begin, min(begin + num_rows, stop)))
+
+
+def row_of(fields: Fields, numbers: range) -> PackRow:
+    at, columns = DATA_START, []
+    for name, (dtype, shape) in fields.items():
+        columns.append(Column(name, dtype, shape, at, len(numbers)))
+        at += columns[-1].row_bytes * len(numbers)
+    group = RowGroup("image" if fields is IMAGE else "text", 0, len(numbers), tuple(columns))
+    keys = np.frombuffer(bytes.fromhex("".join(map(key_of, numbers))), np.uint8).reshape(-1, KEY_BYTES)
+    digests = np.ascontiguousarray(keys[:, :DIGEST_BYTES])
+    return PackRow.new(Pack(key_of(-1 - numbers.start)[:32], at, (group,)), keys, digests)
+
+
+def make_file(store: DiskStore, row: PackRow) -> None:
+    path = store.directory.pack_path(row.pack.id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, row.pack.file_bytes)
+
+
+def build(root: Path, num_entries: int) -> None:
+    with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
+        for row in rows(0, num_entries) if num_entries else ():
+            make_file(store, row)
+            transaction.put(row)
+
+
+# The index ------------------------------------------------------------------------------------------------------------
+
+
+def index(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    by_size: dict[str, Any] = {}
+    for num_entries in TINY_INDEX_SIZES if options.tiny else INDEX_SIZES:
+        root = folder / str(num_entries)
+        build_s = seconds_of(lambda root=root, num=num_entries: build(root, num))  # type: ignore[misc]
+        by_size[str(num_entries)] = repeat("index", options.repetitions, root, num_entries)
+        by_size[str(num_entries)]["build_s"] = spread([build_s])
+    first, *_, last = by_size.values()
+    growth = {name: last[name]["median"] / max(1e-9, value["median"]) for name, value in first.items()}
+    return by_size | {"x": growth}
+
+
+def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
+    source = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        DiskStore(folder).close()  # imports and first calls
+    gc.collect()
+    before = memory_bytes("VmRSS")
+    figures: dict[str, float] = {}
+    start = time.perf_counter()
+    store = DiskStore(root)
+    figures["open_s"] = time.perf_counter() - start
+    gc.collect()
+    figures["memory_mb"] = (memory_bytes("VmRSS") - before) / 1e6
+    numbers = source.sample(range(num_entries), min(num_entries, BATCH * NUM_BATCHES))
+    wanted = [key_of(number) for number in numbers]
+    store.look_up([key_of(num_entries // 2)])
+    for name in ("look_up_us_per_key", "look_up_again_us_per_key"):
+        taken = seconds_of(
+            lambda: [store.look_up(wanted[at : at + BATCH]) for at in range(0, len(wanted), BATCH)],
+        )
+        figures[name] = taken * 1e6 / len(wanted)
+    keys = [key_of(number) for number in range(num_entries)]
+    start = time.perf_counter()
+    found = store.find(keys)
+    figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
+    assert len(found) == num_entries and store.look_up(wanted[:1])[0] is not None
+    first = num_entries * 2 + seed * 2 * PACK_ROWS
+    for _ in range(2):  # the first change of a process writes the settings too
+        row = row_of(IMAGE, range(first, first + PACK_ROWS))
+        make_file(store, row)
+        start = time.perf_counter()
+        num_added = store.add_row(row)
+        figures["add_pack_ms"] = (time.perf_counter() - start) * 1e3
+        assert num_added == PACK_ROWS
+        first += PACK_ROWS
+    figures["index_mb"] = store.stats().index_bytes / 1e6
+    store.close()
+    figures["open_read_only_s"] = seconds_of(lambda: DiskStore(root, read_only=True).close())
+    return figures
+
+
+# Planning again -------------------------------------------------------------------------------------------------------
+
+
+def config_of(root: Path) -> Config:
+    source = {"kind": "folder", "path": str(root / "photos")}
+    dataset = {"name": "photos", "source": source, "images": {"min_side": 8}}
+    return parse_config({"cache": {"path": str(root / "cache")}, "model": {"path": "tiny-photos"}, "datasets": [dataset]})
+
+
+def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {"wanted_s_for_100000": WANTED_REPLAN_S}
+    first = 0
+    for size in TINY_REPLAN_SIZES if options.tiny else REPLAN_SIZES:
+        make_photos(folder / "photos", first, size)
+        first = size
+        time.sleep(SETTLED_NS / 1e9)  # a file that was written just now is not remembered
+        fill(config_of(folder))
+        if not options.tiny:
+            repeat("replan", 1, folder, size)  # warms the page cache
+        results[str(size)] = repeat("replan", options.repetitions, folder, size)
+    return results
+
+
+def make_photos(folder: Path, first: int, end: int) -> None:
+    """Small images, each with bytes of its own, with captions, 1,000 to a folder."""
+    image = Image.new("RGB", (64, 64), (120, 130, 140))
+    for number in range(first, end):
+        parent = folder / f"{number // 1000:04d}"
+        parent.mkdir(parents=True, exist_ok=True)
+        image.putpixel((0, 0), (number >> 16 & 255, number >> 8 & 255, number & 255))
+        image.save(parent / f"{number}.png", compress_level=1)
+        (parent / f"{number}.txt").write_text(f"photo number {number}, of a grey wall in the evening", encoding="utf-8")
+
+
+def fill(config: Config) -> None:
+    """Make every key of the plan an entry, and write the manifests: as a precache run leaves the cache."""
+    # These import the models' code: only this part pays for it.
+    from latentcache.precache.encodings import choose_encodings, load_models
+    from latentcache.precache.plan import make_plan
+    from latentcache.precache.workspace import open_workspace
+
+    with open_workspace(config.cache) as workspace:
+        models = load_models(config.model, workspace.memo)
+        plan = make_plan(config, workspace, choose_encodings(config, models, workspace.memo), models)
+        tiny = {"latents": torch.ones(1, dtype=torch.float16)}
+        tasks = (task for batches in plan.batches.values() for batch in batches for task in batch)
+        workspace.store.add(
+            Entry(Record(task.key, task.identity.kind, task.identity.to_json(), {}), tiny) for task in tasks
+        )
+        for manifest in plan.manifests:
+            workspace.manifests.write(manifest)
+
+
+def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
+    import latentcache.precache.encodings  # noqa: F401 - it takes a second, which is not the plan's
+    from latentcache.precache.run import run_precache
+
+    config = config_of(root)
+    start = time.perf_counter()
+    report = run_precache(config, dry_run=True)
+    seconds = time.perf_counter() - start
+    assert report.num_misses == 0 and report.num_samples == num_samples, report.to_text()
+    return {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples, "peak_mb": memory_bytes("VmHWM") / 1e6}
+
+
+# Ten million samples --------------------------------------------------------------------------------------------------
+
+
+def huge(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    num_samples = options.samples or (TINY_SAMPLES if options.tiny else SAMPLES)
+    steps = {name: run_script(__file__, "--worker", name, folder, num_samples, 0) for name in STEPS}
+    return {"num_samples": num_samples, "steps": steps}
+
+
+def sample_row(number: int, num_samples: int) -> Row:
     sample_id = f"{number // 1000:06d}/{number}.jpg"
     size = SIZES[number % len(SIZES)]
     image = ImageRef(key_of(number), Geometry(size, size, Crop(0, 0), size))
     caption = CaptionRef(f"photo number {number}, of a grey wall in the evening", key_of(num_samples + number))
     return Row(sample_id, f"/data/photos/{sample_id}", key_of(-1 - number), (image,), (caption,))
-
-
-def table_of(chunks: Iterator[list[Row]]) -> RowTable:
-    builder = RowTableBuilder()
-    for chunk in chunks:
-        builder.add(chunk)
-    return builder.finish()
 
 
 def make_index(root: Path, num_samples: int) -> dict[str, float]:
@@ -67,28 +266,25 @@ def open_index(root: Path, num_samples: int) -> dict[str, float]:
 
 
 def make_manifest(root: Path, num_samples: int) -> dict[str, float]:
-    starts = range(0, num_samples, CHUNK)
-    chunks = ([row_of(at, num_samples) for at in range(start, min(start + CHUNK, num_samples))] for start in starts)
-    folder = ManifestFolder(root / "manifests")
-    folder.write(Manifest(NAME, "train", 1, COMMON, table_of(chunks)))
-    return {"bytes": (folder.path / f"{NAME}.safetensors").stat().st_size}
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def read_manifest(root: Path, num_samples: int) -> dict[str, float]:
-    before = resident()
-    manifest = read(root)
-    assert len(manifest.rows) == num_samples
-    return {"bytes_per_sample": (resident() - before) / num_samples}
+    builder = RowTableBuilder()
+    for start in range(0, num_samples, CHUNK):
+        builder.add([sample_row(at, num_samples) for at in range(start, min(start + CHUNK, num_samples))])
+    folder, common = ManifestFolder(root / "manifests"), {"schema": 1, "salt": "", "text_encoding": {}}
+    folder.write(Manifest("photos", "train", 1, common, builder.finish()))
+    return {"bytes": (folder.path / "photos.safetensors").stat().st_size}
 
 
 def read(root: Path) -> Manifest:
-    manifest = ManifestFolder(root / "manifests").read(NAME)
+    manifest = ManifestFolder(root / "manifests").read("photos")
     assert manifest is not None
     return manifest
+
+
+def read_manifest(root: Path, num_samples: int) -> dict[str, float]:
+    before = memory_bytes("VmRSS")
+    manifest = read(root)
+    assert len(manifest.rows) == num_samples
+    return {"bytes_per_sample": (memory_bytes("VmRSS") - before) / num_samples}
 
 
 def plan(root: Path, num_samples: int) -> dict[str, float]:
@@ -118,41 +314,26 @@ def run_step(name: str, root: Path, num_samples: int) -> dict[str, float]:
     start = time.perf_counter()
     figures = STEPS[name](root, num_samples)
     seconds = time.perf_counter() - start
-    peak_mb = status_bytes("VmHWM") / (1 << 20)
-    return {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples, "peak_mb": peak_mb, **figures}
+    figures |= {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples}
+    return figures | {"peak_mb": memory_bytes("VmHWM") / 1e6}
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    num_samples = options.samples or (TINY_SAMPLES if options.tiny else SAMPLES)
-    variables, results = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        for name in STEPS:
-            command = [sys.executable, __file__, "--worker", name, root, str(num_samples)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
-            results[name] = json.loads(done.stdout)
-        where = environment(folder=root)
-    return {"num_samples": num_samples, "steps": results, **where}
-
-
-def to_text(document: Mapping[str, Any]) -> str:
-    lines = [f"{document['num_samples']:,} samples"]
-    for name, figures in document["steps"].items():
-        rest = "".join(f"  {key} {value:,.0f}" for key, value in figures.items() if "bytes" in key)
-        seconds, each, peak = figures["seconds"], figures["us_per_sample"], figures["peak_mb"]
-        lines.append(f"{name:15}{seconds:10.1f} s{each:8.1f} us/sample{peak:10,.0f} MB{rest}")
-    return "\n".join(lines)
+PARTS = {"index": index, "replan": replan, "huge": huge}
+MEASUREMENTS = {"index": measure_index, "replan": measure_replan}
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--samples", type=int, help=f"how many samples (default: {SAMPLES:,})")
-    parser.add_argument("--worker", nargs=3, metavar=("STEP", "ROOT", "NUM_SAMPLES"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        name, root, num_samples = options.worker
-        print(json.dumps(run_step(name, Path(root), int(num_samples))))
+    if sys.argv[1:2] == ["--worker"]:
+        name, root, *numbers = sys.argv[2:]
+        number, seed = map(int, numbers)
+        in_step = name in STEPS
+        print(
+            json.dumps(run_step(name, Path(root), number) if in_step else MEASUREMENTS[name](Path(root), number, seed))
+        )
         return
-    emit(run(options), options, to_text)
+    parser = make_parser(__doc__, PARTS)
+    parser.add_argument("--samples", type=int, help=f"how many samples `huge` has (default: {SAMPLES:,})")
+    run_parts(PARTS, parse(parser))
 
 
 if __name__ == "__main__":

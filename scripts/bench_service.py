@@ -1,16 +1,26 @@
-"""The HTTP service: bytes per second of packs, and the server's memory with a million entries under load.
+"""A cache that is not on this disk: the HTTP service, a loader on it, push and pull, and the service's page.
 
-    python scripts/bench_service.py              # a table; some minutes and 1 GB of disk
-    python scripts/bench_service.py --json       # one document
-    python scripts/bench_service.py --tiny       # for correctness only
+    python scripts/bench_service.py                # all parts; some minutes and 3 GB of disk
+    python scripts/bench_service.py --part packs   # one part
+    python scripts/bench_service.py --json         # one document
+    python scripts/bench_service.py --tiny         # for correctness only
 
-A sample is a 1024x1024 image's moments and the SDXL embeddings of its caption: two entries, 580 KB. One client reads
-whole packs on one connection, in turn with as many constant bytes, which the same process sends by the same uvicorn
-without any framework. The page cache is warm.
+Servers and clients share this machine. Samples are those of 1024x1024 in float16: moments, and SDXL's embeddings.
 
-For memory, a server opens a cache whose index has a million more entries. Clients then read packs, look up keys and
-list the packs, all at once. What counts is the process's memory over that of a server of an empty cache:
-`anonymous` is what it holds, `resident` has the mapped pages of packs too, which are the page cache's.
+packs     one client reads whole packs on one connection, in turn with as many constant bytes, which the same process
+          sends by the same uvicorn without any framework. The page cache is warm
+memory    a server of a cache whose index has a million more entries, while clients read packs, look up keys and list
+          the packs, all at once: the process's memory over that of a server of an empty cache. `anonymous` is what it
+          holds, `resident` has the mapped pages of packs too, which are the page cache's
+tier      an epoch of LatentLoader on the service, with a local tier that has all samples, against the cache's own
+          directory
+transfer  `push` and `pull` between a directory and a real S3 server (Swift), against obstore's own PUTs and GETs of the
+          same packs, as many at once, to places that are empty. `push` compares every entry with its digest before it
+          sends it, and `pull` before it is stored, durably; the GETs keep what came in memory, or write it to files and
+          sync these
+page      the first view of the page in Chromium, for 100,000 samples and a server that has read nothing yet: until all
+          that it shows has arrived. `again` is the same once more, from a browser without a cache; `search` goes
+          through all captions
 """
 
 from __future__ import annotations
@@ -18,64 +28,72 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
-from bench_index import make_file, rows
-from benchmarking import emit, environment, in_turns, make_parser, parse, ratios, spread
+from bench_scale import make_file, rows
+from benchmarking import (
+    CHROMIUM,
+    in_turns,
+    make_cache,
+    make_parser,
+    memory_bytes,
+    parse,
+    ratios,
+    run_parts,
+    seconds_of,
+    served,
+    spread,
+    write_cache,
+)
 
-from latentcache.identity import key_of
+from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.store import DiskStore
 from latentcache.store.index import Index
 from latentcache.store.pack import WholePack
-from latentcache.types import Entry, Record
 
-NUM_SAMPLES = 512
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+    from playwright.sync_api import Browser
+
 NUM_INDEXED = 1_000_000
 NUM_CLIENTS = 8
 LOAD_S = 20.0
-GOAL_RATIO, GOAL_MB = 0.7, 400
+WARM_EPOCHS = 4
+BATCH = 16
+S3_BUCKET = "bench"
+NUM_PAGED, TINY_PAGED, NUM_PICTURES = 100_000, 500, 64
+CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+PATHS = {"overview": "/", "gallery": "/gallery"}
+WANTED = {
+    "packs": {"ratio": 0.7},
+    "memory": {"peak_over_empty_mb": 400},
+    "tier": {"ratio_at_most": 1.1},
+    "transfer": {"push_of_puts": 0.85, "pull_of_gets": 0.85},
+}
+LAST = """Math.max(...performance.getEntries()
+    .map(entry => entry.responseEnd || entry.startTime))"""
+"""Milliseconds from the navigation until the last byte of what is on the page has arrived, pictures too."""
+SIZES = "performance.getEntries().reduce((sum, entry) => sum + (entry.transferSize || 0), 0)"
 
 
-def entry(kind: str, number: int) -> Entry:
-    identity = {"kind": kind, "number": number}
-    source = torch.Generator().manual_seed(number)
-    if kind == "image":
-        tensors = {"moments": torch.randn(8, 128, 128, generator=source).half()}
-    else:
-        tensors = {
-            "prompt_embeds": torch.randn(77, 2048, generator=source).half(),
-            "pooled_prompt_embeds": torch.randn(1280, generator=source).half(),
-        }
-    return Entry(
-        Record(key_of(identity), kind, identity, {"made": "by bench_service.py", "path": f"{number}.jpg"}), tensors
-    )
-
-
-def sample_keys(number: int) -> list[str]:
-    return [key_of({"kind": kind, "number": number}) for kind in ("image", "text")]
-
-
-def fill(root: Path, num_samples: int, num_indexed: int) -> None:
-    """Samples that can be read, and rows of the index that can only be found."""
-    with DiskStore(root) as store:
-        for kind in ("image", "text"):
-            store.add(entry(kind, number) for number in range(num_samples))
-        with Index(store.directory.index).transaction() as transaction:
-            for row in rows(0, num_indexed) if num_indexed else ():
-                make_file(store, row)
-                transaction.put(row)
+# The service ----------------------------------------------------------------------------------------------------------
 
 
 def server(root: str) -> None:
@@ -146,10 +164,10 @@ class Client:
 
 
 @contextmanager
-def served(root: Path) -> Iterator[tuple[int, int]]:
+def serving(root: Path) -> Iterator[tuple[int, int]]:
     """A server of its own: its port, and its process id."""
     command = [sys.executable, __file__, "--worker", str(root)]
-    where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    where = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=where)
     assert process.stdout is not None
     try:
@@ -164,12 +182,7 @@ def served(root: Path) -> Iterator[tuple[int, int]]:
 
 def memory_mb(pid: int) -> dict[str, float]:
     """What the process holds now."""
-    found = {}
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        if name in ("RssAnon", "VmRSS"):
-            found[name] = int(value.split()[0]) * 1024 / 1e6
-    return {"anonymous": found["RssAnon"], "resident": found["VmRSS"]}
+    return {"anonymous": memory_bytes("RssAnon", pid) / 1e6, "resident": memory_bytes("VmRSS", pid) / 1e6}
 
 
 def packs_of(port: int) -> list[tuple[str, int]]:
@@ -182,6 +195,12 @@ def check(client: Client, pack: str) -> None:
     """What is timed below is right: each entry of a pack has its digest."""
     data = client.get(f"/v1/packs/{pack}")
     assert not list(WholePack.in_memory(pack, data).problems())
+
+
+def packs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    make_cache(folder / "cache", options.num_samples, options.scale)
+    with serving(folder / "cache") as (port, _):
+        return throughput(port, options.repetitions)
 
 
 def throughput(port: int, repetitions: int) -> dict[str, Any]:
@@ -203,18 +222,24 @@ def throughput(port: int, repetitions: int) -> dict[str, Any]:
         "read_mb_per_s": spread([total_mb / each for each in seconds["read"]]),
         "constant_mb_per_s": spread([total_mb / each for each in seconds["constant"]]),
         "ratio": ratios(seconds["constant"], seconds["read"]),
+        "wanted": WANTED["packs"],
     }
 
 
-def under_load(root: Path, num_samples: int, num_indexed: int, seconds: float) -> dict[str, Any]:
+def memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Memory of a server, before and while clients use it."""
-    with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-        fill(Path(folder), 0, 0)
-        with served(Path(folder)) as (_, pid):
-            empty = memory_mb(pid)
-    with served(root) as (port, pid):
+    root, num_indexed, seconds = folder / "cache", *((9_000, 1.0) if options.tiny else (NUM_INDEXED, LOAD_S))
+    make_cache(root, options.num_samples, options.scale)
+    with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
+        for row in rows(0, num_indexed):
+            make_file(store, row)
+            transaction.put(row)
+    DiskStore(folder / "empty").close()
+    with serving(folder / "empty") as (_, pid):
+        empty = memory_mb(pid)
+    with serving(root) as (port, pid):
         opened, peak = memory_mb(pid), {"anonymous": 0.0, "resident": 0.0}
-        found_keys = [row.names() for row in rows(0, num_indexed)] if num_indexed else [sample_keys(0)]
+        found_keys = [row.names() for row in rows(0, num_indexed)]
         packs = packs_of(port)
         stop, counts, failures = threading.Event(), [0] * NUM_CLIENTS, []
 
@@ -241,58 +266,236 @@ def under_load(root: Path, num_samples: int, num_indexed: int, seconds: float) -
         for thread in threads:
             thread.join()
     return {
-        "num_entries": num_indexed + 2 * num_samples,
+        "num_entries": num_indexed + 2 * options.num_samples,
         "num_requests": sum(counts),
         "failures": failures,
         "empty_mb": empty,
         "opened_over_empty_mb": {name: opened[name] - empty[name] for name in empty},
         "peak_over_empty_mb": {name: peak[name] - empty[name] for name in empty},
+        "wanted": WANTED["memory"],
     }
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    num_samples = 16 if options.tiny else NUM_SAMPLES
-    num_indexed, load_s = (9_000, 1.0) if options.tiny else (NUM_INDEXED, LOAD_S)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        root = Path(folder) / "cache"
-        fill(root, num_samples, 0)
-        with served(root) as (port, _):
-            found = {"packs": throughput(port, options.repetitions)}
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        root = Path(folder) / "cache"
-        fill(root, num_samples, num_indexed)
-        memory = under_load(root, num_samples, num_indexed, load_s)
+# A loader on the service ----------------------------------------------------------------------------------------------
+
+
+def tier(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    cache = folder / "cache"
+    make_cache(cache, options.num_samples, options.scale)
+    batch_size = 2 if options.tiny else BATCH
+
+    def loader_of(where: Any, **more: Any) -> LatentLoader:
+        sampler = BucketBatchSampler(LatentDataset(where, **more), batch_size, seed=0)
+        return LatentLoader(sampler, device="cpu", output="moments", prefetch=2)
+
+    def epoch(loader: LatentLoader) -> None:
+        loader.set_epoch(0)
+        for batch in loader:
+            del batch
+
+    with served(cache, log=folder / "server.log") as (url, _):
+        loaders = {"local_cache": loader_of(cache), "local_tier": loader_of(url, local=folder / "local")}
+        for loader, _ in itertools.product(loaders.values(), range(WARM_EPOCHS)):
+            epoch(loader)
+        seconds = in_turns({name: partial(epoch, loader) for name, loader in loaders.items()}, options.repetitions)
+        for loader in loaders.values():
+            loader.close()
+            loader.dataset.cache.close()
     return {
-        "throughput": found,
-        "memory": memory,
-        "goals": {"ratio": GOAL_RATIO, "peak_over_empty_mb": GOAL_MB},
-        **environment(folder=options.folder or tempfile.gettempdir()),
+        "num_batches": len(loaders["local_cache"]),
+        "seconds": {name: spread(taken) for name, taken in seconds.items()},
+        "ratio": ratios(seconds["local_tier"], seconds["local_cache"]),
+        "wanted": WANTED["tier"],
     }
 
 
-def to_text(report: Mapping[str, Any]) -> str:
-    lines = [f"{'':>8}{'MB':>8}{'packs':>16}{'constant':>14}{'ratio':>8}   (goal {GOAL_RATIO})"]
-    for what, found in report["throughput"].items():
-        read, constant, ratio = (found[name]["median"] for name in ("read_mb_per_s", "constant_mb_per_s", "ratio"))
-        lines.append(f"{what:>8}{found['mb_per_request']:8.1f}{read:11.0f} MB/s{constant:9.0f} MB/s{ratio:8.2f}")
-    memory = report["memory"]
-    opened, peak = memory["opened_over_empty_mb"], memory["peak_over_empty_mb"]
-    lines += [
-        f"memory with {memory['num_entries']:,} entries over that of an empty cache (goal {GOAL_MB} MB):",
-        f"  opened      {opened['anonymous']:6.0f} MB anonymous, {opened['resident']:6.0f} MB resident",
-        f"  under load  {peak['anonymous']:6.0f} MB anonymous, {peak['resident']:6.0f} MB resident",
-        f"  {memory['num_requests']:,} requests, {len(memory['failures'])} clients failed",
-    ]
-    return "\n".join(lines)
+# Push and pull --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def s3_serving() -> Iterator[S3Store]:
+    """An empty bucket of a real S3 server on this machine, whose credentials are in the environment.
+
+    It cannot compare before it replaces, which `push` demands; one client alone writes here.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from helpers.swift_server import swift_serving
+
+    from latentcache.remote.bucket import BucketTransport
+    from latentcache.remote.transport import ANY_VERSION
+
+    put = BucketTransport._put
+    with (
+        patch.object(BucketTransport, "check_compares", lambda bucket: None),
+        patch.object(BucketTransport, "_put", lambda bucket, name, data, version: put(bucket, name, data, ANY_VERSION)),
+        swift_serving() as server,
+    ):
+        server.make_bucket(S3_BUCKET)
+        os.environ.update(server.environment())
+        yield server.store(S3_BUCKET)
+
+
+def at_once(function: Callable[[Path], Any], packs: Iterable[Path]) -> None:
+    from latentcache.remote.transfer import NUM_THREADS
+
+    with ThreadPoolExecutor(NUM_THREADS) as executor:
+        for _ in executor.map(function, packs):
+            pass
+
+
+class Moves:
+    """Moves the packs of a cache, to a new place each time. Each method returns the seconds of the moving alone."""
+
+    def __init__(self, folder: Path, cache: Path, store: S3Store):
+        import obstore
+
+        self.obstore = obstore
+        self.folder, self.cache, self.store = folder, cache, store
+        self.packs = sorted(cache.glob("packs/*/*.safetensors"))
+        self._numbers = itertools.count()
+        self._full = f"s3://{S3_BUCKET}/full"
+        self._transfer(cache, self._full)
+
+    def _transfer(self, source: Any, target: Any) -> None:
+        from latentcache.remote.transfer import transfer
+
+        report = transfer(source, target)
+        assert report.ok and report.num_packs == len(self.packs) and report.manifests, report.to_text()
+
+    def _uploaded(self, upload: Callable[[str], Any]) -> float:
+        prefix = f"round{next(self._numbers)}"
+        taken = seconds_of(partial(upload, prefix))
+        for each in [each for chunk in self.obstore.list(self.store, prefix) for each in chunk]:
+            self.obstore.delete(self.store, each["path"])
+        return taken
+
+    def _put(self, prefix: str, path: Path) -> None:
+        self.obstore.put(self.store, f"{prefix}/{path.name}", path, use_multipart=False)
+
+    def puts(self) -> float:
+        def upload(prefix: str) -> None:
+            at_once(
+                lambda path: self.obstore.put(self.store, f"{prefix}/{path.name}", path, use_multipart=False),
+                self.packs,
+            )
+
+        return self._uploaded(upload)
+
+    def push(self) -> float:
+        return self._uploaded(lambda prefix: self._transfer(self.cache, f"s3://{S3_BUCKET}/{prefix}"))
+
+    def _get(self, path: Path) -> memoryview:
+        return memoryview(self.obstore.get(self.store, f"full/packs/{path.stem[:2]}/{path.name}").bytes())
+
+    def gets(self) -> float:
+        return seconds_of(lambda: at_once(self._get, self.packs))
+
+    def _downloaded(self, download: Callable[[Path], Any]) -> float:
+        target = self.folder / f"round{next(self._numbers)}"
+        taken = seconds_of(partial(download, target))
+        shutil.rmtree(target)
+        return taken
+
+    def gets_to_files(self) -> float:
+        def download(target: Path) -> None:
+            target.mkdir()
+            at_once(partial(self._get_to_file, target), self.packs)
+
+        return self._downloaded(download)
+
+    def _get_to_file(self, target: Path, path: Path) -> None:
+        data = self._get(path)
+        with (target / path.name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def pull(self) -> float:
+        return self._downloaded(lambda target: self._transfer(self._full, target))
+
+
+def transfer(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    compared_with = {"puts": "puts", "push": "puts", "gets": "gets", "gets_to_files": "gets", "pull": "gets"}
+    make_cache(folder / "cache", 2 * options.num_samples, options.scale)
+    with s3_serving() as store:
+        moves = Moves(folder, folder / "cache", store)
+        methods: dict[str, Callable[[], float]] = {name: getattr(moves, name) for name in compared_with}
+        for method in methods.values():
+            method()
+        seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
+    num_bytes = sum(path.stat().st_size for path in moves.packs)
+    return {
+        "num_packs": len(moves.packs),
+        "num_bytes": num_bytes,
+        "gb_per_s": {name: spread([num_bytes / each / 1e9 for each in taken]) for name, taken in seconds.items()},
+        "ratio": {name: ratios(seconds[compared_with[name]], taken) for name, taken in seconds.items()},
+        "wanted": WANTED["transfer"],
+    }
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def view(browser: Browser, base: str, path: str) -> dict[str, float]:
+    """Seconds until everything is there, and the bytes that came, in a browser without a cache."""
+    context = browser.new_context(base_url=base, viewport={"width": 1200, "height": 800})
+    assert context.request.get(base).ok  # the address that `browse` says has the token
+    page = context.new_page()
+    answer = page.goto(path)
+    assert answer is not None and answer.ok, f"{path}: {answer and answer.status}"
+    page.wait_for_load_state("networkidle")
+    found = {"s": page.evaluate(LAST) / 1e3, "kb": page.evaluate(SIZES) / 1e3}
+    context.close()
+    return found
+
+
+def measure_page(browser: Browser, root: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, path in PATHS.items():
+        with served(root, command="browse") as (base, _):
+            for when in ("first", "again"):
+                for unit, value in view(browser, base, path).items():
+                    found[f"{name}_{when}_{unit}"] = value
+            if name == "gallery":
+                found["search_s"] = view(browser, base, "/gallery?search=number+77")["s"]
+    return found
+
+
+def page(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from playwright.sync_api import sync_playwright
+
+    num_samples = TINY_PAGED if options.tiny else NUM_PAGED
+    embeds = {"prompt_embeds": torch.zeros(1, 8)}
+    write_cache(
+        folder / "cache",
+        num_samples,
+        lambda number: {"image": picture(number), "text": embeds},
+        num_entries=NUM_PICTURES,  # so that the disk has room for them
+    )
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
+        rounds = [measure_page(browser, folder / "cache") for _ in range(options.repetitions)]
+        browser.close()
+    return {"num_samples": num_samples} | {name: spread([each[name] for each in rounds]) for name in rounds[0]}
+
+
+def picture(number: int) -> dict[str, torch.Tensor]:
+    """Moments of a smooth picture of 1024x1024."""
+    generator = torch.Generator().manual_seed(number)
+    small = torch.randn((1, 8, 16, 16), generator=generator) / SCALING_FACTOR
+    return {"moments": torch.nn.functional.interpolate(small, (128, 128), mode="bicubic")[0].half()}
+
+
+PARTS = {"packs": packs, "memory": memory, "tier": tier, "transfer": transfer, "page": page}
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         server(sys.argv[2])
         return
-    parser = make_parser(__doc__)
-    options = parse(parser)
-    emit(run(options), options, to_text)
+    options = parse(make_parser(__doc__, PARTS))
+    options.num_samples, options.scale = (16, 16) if options.tiny else (512, 1)
+    run_parts(PARTS, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ same time into one cache or folder: a round's time is from the first start to th
 Opening a cache and making the entries is not timed. Each round has fresh folders, nothing is deleted between rounds,
 and what others left unwritten is synced before the clock starts. Durable files, one for each entry, are written as a
 temporary sibling, fsynced and renamed; `files` also fsyncs the folder, without which a power cut can take the name
-away. torch.save and diskcache sync nothing: they are there to show what people use.
+away. torch.save and diskcache sync nothing: they are there to show what people use. `growth` adds to caches that hold
+many entries already.
 """
 
 from __future__ import annotations
@@ -35,17 +36,15 @@ import safetensors.torch
 import torch
 from benchmarking import (
     FILE_FORMATS,
-    emit,
-    environment,
+    SHAPES,
     in_turns,
     make_parser,
     parse,
     pickling_diskcache,
     ratios,
+    run_parts,
     spread,
 )
-from benchmarking_samples import KINDS
-from benchmarking_samples import SHAPES as SAMPLE_SHAPES
 
 from latentcache.identity import key_of
 from latentcache.store.disk import DiskStore
@@ -53,16 +52,8 @@ from latentcache.types import Entry, Record
 
 NUM_PROCESSES = (1, 2, 4)
 SIZES = (0, 10_000, 100_000)
-SHAPES = {kind: {name: SAMPLE_SHAPES[name] for name in names} for kind, names in KINDS.items()}
 CASES = {"latents": ("image",), "samples": ("image", "text")}
 """The kinds of entries that are written, in turns."""
-LABELS = {
-    "packs": "latentcache, durable",
-    "files": "safetensors per file, fsync of file and folder",
-    "files_without_folder": "safetensors per file, fsync of the file only",
-    "torch_save": "torch.save per file, NOT fsynced",
-    "diskcache_pickle": "diskcache, default pickle, NOT fsynced",
-}
 DURABLE = ("packs", "files", "files_without_folder")
 WANTED_TIMES = 3.0
 START_S = 300.0
@@ -289,60 +280,33 @@ def growth(root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def section(options: argparse.Namespace) -> Iterator[Path]:
+def section(folder: Path, options: argparse.Namespace) -> Iterator[Path]:
     """A folder for one set of rounds. It is deleted afterwards, and the disk gets time to come to rest."""
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        yield Path(place)
     if not options.tiny:
         os.sync()
         time.sleep(SETTLE_S)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    cases: dict[str, dict[str, Any]] = {case: {} for case in CASES}
-    for case, by_processes in cases.items():
-        for num_processes in NUM_PROCESSES:
-            with section(options) as root:
-                by_processes[str(num_processes)] = measure(root, case, num_processes, options)
-    with section(options) as root:
-        grown = growth(root, options)
-    return {
-        "times_faster": {
-            case: {number: value["times_faster"]["files"]["median"] for number, value in by_processes.items()}
-            for case, by_processes in cases.items()
-        },
-        "wanted_times_faster": WANTED_TIMES,
-        "growth": grown,
-        "cases": cases,
-        "environment": environment(folder=options.folder or tempfile.gettempdir()),
-    }
+def case(folder: Path, options: argparse.Namespace, *, name: str) -> dict[str, Any]:
+    """Each method with 1, 2 and 4 processes."""
+    found: dict[str, Any] = {"wanted_times_faster_than_files": WANTED_TIMES}
+    for num_processes in NUM_PROCESSES:
+        with section(folder, options) as root:
+            found[f"{num_processes}_processes"] = measure(root, name, num_processes, options)
+    return found
 
 
-def to_text(result: Mapping[str, Any]) -> str:
-    lines = []
-    for case, by_processes in result["cases"].items():
-        for num_processes, measured in by_processes.items():
-            lines.append(f"\n{case}, {num_processes} processes{'us/entry':>38}{'min..max':>20}{'packs faster':>16}")
-            for name, figures in measured["us_per_entry"].items():
-                times = measured["times_faster"].get(name)
-                shown = f"{times['median']:.2f} x" if times else ""
-                extent = f"{figures['min']:.0f}..{figures['max']:.0f}"
-                lines.append(f"{LABELS[name]:50}{figures['median']:>10.0f}{extent:>20}{shown:>16}")
-    lines.append("\nas the cache grows: packs, latents, 1 process, entries that are there already")
-    for size, figures in result["growth"]["us_per_entry"].items():
-        lines.append(f"{int(size):>50,}{figures['median']:>10.0f}{figures['min']:>12.0f}..{figures['max']:.0f}")
-    ratio = result["growth"]["ratio_largest_to_smallest"]
-    lines.append(f"largest to smallest: {ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})")
-    return "\n".join(lines)
+PARTS = {name: partial(case, name=name) for name in CASES} | {"growth": growth}
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    options = parse(parser)
+    options = parse(make_parser(__doc__, PARTS))
     options.scale, options.sizes, options.num_entries = 1, SIZES, {"latents": 1024, "samples": 768}
     if options.tiny:
         options.scale, options.sizes, options.num_entries = 64, (0, 100), {"latents": 8, "samples": 8}
-    emit(run(options), options, to_text)
+    run_parts(PARTS, options)
 
 
 if __name__ == "__main__":

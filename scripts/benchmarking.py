@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, rounds, ratios, file formats to compare with, where it ran, and the document."""
+"""What the benchmarks share: options, rounds, ratios, the document, where it ran, caches, a server, peers' files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +26,28 @@ import psutil
 import safetensors.torch
 import torch
 
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.identity import key_of
+from latentcache.store import DiskStore
+from latentcache.types import Crop, Entry, Geometry, Record, Size
+
 MIN_REPETITIONS = 7
+CHROMIUM = "/usr/bin/chromium"
+STOP_S = 30.0
+BUCKETS = (Size(1024, 1024), Size(832, 1216))
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+SHAPES: Shapes = {
+    "image": {"latents": (4, 128, 128)},
+    "text": {"prompt_embeds": (77, 2048), "pooled_prompt_embeds": (1280,)},
+}
+"""The entries of an SDXL sample of 1024x1024, whose latents are drawn already."""
+TINY_SHAPES: Shapes = {
+    "image": {"latents": (4, 8, 8)},
+    "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
+}
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -70,13 +95,15 @@ def device_name(device: torch.device) -> str:
     return str(device) if name is None else f"{device} {name(device)}"
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that has the options of every benchmark. Parse them with `parse`."""
+def make_parser(description: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """A parser that has the options of every benchmark, and `--part` where it has parts. Parse them with `parse`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for correctness only")
     parser.add_argument("--repetitions", type=int, default=MIN_REPETITIONS, help="rounds (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where files are made, and deleted (default: the system's)")
+    if parts:
+        parser.add_argument("--part", nargs="+", choices=list(parts), help="only these (default: all)")
     return parser
 
 
@@ -89,21 +116,69 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     return options
 
 
-def emit(result: Mapping[str, Any], options: argparse.Namespace, to_text: Callable[[Mapping[str, Any]], str]) -> None:
-    """Print the result, its settings being `options`: one JSON document with --json, else what `to_text` makes."""
+def emit(
+    result: Mapping[str, Any],
+    options: argparse.Namespace,
+    to_text: Callable[[Mapping[str, Any]], str] | None = None,
+) -> None:
+    """Print the result, its settings being `options`: one JSON document with --json, else text."""
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     document = {**result, "settings": settings}
-    print(json.dumps(document, indent=2, allow_nan=False) if options.json else to_text(document))
+    if options.json:
+        print(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        print(to_text(document) if to_text is not None else "\n".join(lines_of(document)))
+
+
+def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """The document for people: a line for each figure, as `median (min .. max)` where it has a spread."""
+    for name, value in document.items():
+        if not isinstance(value, Mapping):
+            shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
+            yield f"{indent + str(name):<36}{shown}"
+        elif value.keys() == {"median", "min", "max"}:
+            yield f"{indent + str(name):<36}{value['median']:,.4g} ({value['min']:,.4g} .. {value['max']:,.4g})"
+        else:
+            yield f"{indent}{name}:"
+            yield from lines_of(value, indent + "  ")
 
 
 def run_in_folder(
     run: Callable[[Path, argparse.Namespace], Mapping[str, Any]],
     options: argparse.Namespace,
-    to_text: Callable[[Mapping[str, Any]], str],
+    to_text: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> None:
     """Run a benchmark in a new folder, which is deleted afterwards, and print its result as `emit` does."""
     with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder), options), options, to_text)
+        where = environment(getattr(options, "device", None), folder)
+        emit({"environment": where, **run(Path(folder), options)}, options, to_text)
+
+
+def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> None:
+    """Run the parts that `--part` names, or all, each in a new folder, and print what they found as one document."""
+
+    def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+        found = {}
+        for name in options.part or parts:
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                found[name] = parts[name](Path(place), options)
+        return found
+
+    run_in_folder(run, options)
+
+
+def run_script(*arguments: object) -> Any:
+    """The JSON document that a script in a process of its own prints."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, *map(str, arguments)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables).stdout)
+
+
+def memory_bytes(name: str, process: int | str = "self") -> int:
+    """A process' memory as the kernel calls it: VmRSS, VmHWM (its peak), or RssAnon (without mapped files)."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
 
 
 def seconds_of(method: Callable[[], Any]) -> float:
@@ -155,20 +230,98 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
     return spread([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
-def rate_lines(result: Mapping[str, Any], labels: Mapping[str, str], compared_with: str) -> list[str]:
-    """A table of `seconds`, `gb_per_s` and `ratio` in a result: a line for each method that has a label."""
-    lines = [f"{'':46}{'[s]':>8}{'GB/s':>8}{'of ' + compared_with:>20}{'min..max':>14}"]
-    for name, label in labels.items():
-        seconds, rate, ratio = (result[figure][name] for figure in ("seconds", "gb_per_s", "ratio"))
-        extent = f"{ratio['min']:.2f}..{ratio['max']:.2f}"
-        lines.append(f"{label:46}{seconds['median']:8.3f}{rate:8.2f}{ratio['median']:20.2f}{extent:>14}")
-    return lines
+# Caches and servers ---------------------------------------------------------------------------------------------------
+
+
+def write_cache(
+    path: Path,
+    num_samples: int,
+    values: Callable[[int], Mapping[str, Tensors]],
+    *,
+    num_entries: int | None = None,
+    size_of: Callable[[int], Size] = lambda number: BUCKETS[0],
+    ragged: frozenset[str] = frozenset(),
+    common: Mapping[str, Any] | None = None,
+) -> None:
+    """A cache of samples 0, 1 ...: all images, then all captions, as precache writes them, and a manifest, `bench`.
+
+    `values` gives the tensors of a sample's entries by kind. Fields in `ragged` have a length of their own. With
+    `num_entries` there are so many of each kind, which all samples share.
+    """
+    num_entries = num_entries or num_samples
+
+    def record(kind: str, number: int) -> Record:
+        identity = {"bench": kind, "number": number}
+        return Record(key_of(identity), kind, identity, {"path": f"{number}.jpg"})
+
+    def entries() -> Iterator[Entry]:
+        for kind in SHAPES:
+            for number in range(num_entries):
+                tensors = values(number)[kind]
+                yield Entry(record(kind, number), tensors, ragged & tensors.keys())
+
+    rows = {}
+    for number in range(num_samples):
+        size, name = size_of(number), str(number)
+        image = ImageRef(record("image", number % num_entries).key, Geometry(size, size, Crop(0, 0), size))
+        caption = CaptionRef(f"photo {number}", record("text", number % num_entries).key)
+        rows[name] = Row(name, name, None, (image,), (caption,))
+    with DiskStore(path) as store:
+        store.add(entries())
+    scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
+    common = common or {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
+    ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
+
+
+def make_cache(path: Path, num_samples: int, scale: int) -> None:
+    """A cache of random moments and embeddings, of which half the samples lie in each bucket.
+
+    `scale` divides the sides.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def size_of(number: int) -> Size:
+        height, width = BUCKETS[number % 2]
+        return Size(height // scale, width // scale)
+
+    def values(number: int) -> dict[str, dict[str, torch.Tensor]]:
+        size = size_of(number)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {
+            "image": {"moments": (8, size.height // 8, size.width // 8)},
+            "text": {"prompt_embeds": (77, 2048 // scale), "pooled_prompt_embeds": (1280 // scale,)},
+        }
+        return {
+            kind: {name: torch.randn(shape, generator=generator).half() for name, shape in fields.items()}
+            for kind, fields in shapes.items()
+        }
+
+    write_cache(path, num_samples, values, size_of=size_of)
+
+
+@contextmanager
+def served(cache: Path, *arguments: str, log: Path | None = None, command: str = "serve") -> Iterator[tuple[str, int]]:
+    """The URL of `latentcache serve` (or `browse`) for the block, and its process id. `arguments` are the command's."""
+    port = ("--port", "0") if command == "serve" else ("--no-open",)
+    line = [sys.executable, "-m", "latentcache", command, str(cache), *port, "--json", *arguments]
+    with open(log or os.devnull, "wb") as errors:
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server ended with {process.wait()}; its log is {log or 'not kept'}")
+        yield json.loads(answer)["url"], process.pid
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+
+
+# Files as trainers keep them ------------------------------------------------------------------------------------------
 
 
 class FileFormat(NamedTuple):
-    """A file of tensors, as trainers keep them. `save` writes tensors to a path, `load` reads them back."""
+    """A file of tensors. `save` writes tensors to a path, `load` reads them back."""
 
-    label: str
     suffix: str
     save: Callable[[Tensors, Path], Any]
     load: Callable[[Path], Tensors]
@@ -185,12 +338,9 @@ def _load_npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 FILE_FORMATS = {
-    "torch_load": FileFormat(
-        "torch.save files", ".pt", lambda tensors, path: torch.save(dict(tensors), path), torch.load
-    ),
-    "npz": FileFormat("np.savez files", ".npz", _save_npz, _load_npz),
+    "torch_load": FileFormat(".pt", lambda tensors, path: torch.save(dict(tensors), path), torch.load),
+    "npz": FileFormat(".npz", _save_npz, _load_npz),
     "safetensors_file": FileFormat(
-        "safetensors files",
         ".safetensors",
         lambda tensors, path: safetensors.torch.save_file(dict(tensors), path),
         safetensors.torch.load_file,

@@ -15,16 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment in the project's root: its folder, the file of its releases, and the extras in it.
-
-    One of packages `alone` has all releases of that file, and not the project; these packages come without what they
-    require.
-    """
+    """A virtual environment in the project's root: its folder, the file of its releases, and the extras in it."""
 
     name: str
     constraints: str
     extras: str = ""
-    alone: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -36,14 +31,13 @@ class Environment:
 
     def stamp(self) -> str:
         """What the environment is made from. It is rebuilt when this changes."""
-        digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}{''.join(self.alone)}".encode())
+        digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
         for name in ("pyproject.toml", self.constraints):
             digest.update((ROOT / name).read_bytes())
         return digest.hexdigest()
 
 
 DEFAULT = Environment(".venv", "constraints.txt", "encode,test,docs,remote,ray,peers")
-PEERS = Environment(".venv-peers", "constraints-peers.txt", alone=("mosaicml-streaming==0.13.0", "litdata==0.2.76"))
 
 
 def install(made: Environment = DEFAULT) -> None:
@@ -63,10 +57,8 @@ def install(made: Environment = DEFAULT) -> None:
     pip = [str(made.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # pip's own output is kept off stdout, which belongs to the job (--json).
     project = f".[{made.extras}]" if made.extras else "."
-    options = ["-r", made.constraints] if made.alone else ["-c", made.constraints, "-e", project]
+    options = ["-c", made.constraints, "-e", project]
     subprocess.run([*pip, *options], cwd=ROOT, check=True, stdout=sys.stderr)
-    if made.alone:
-        subprocess.run([*pip, "--no-deps", *made.alone], cwd=ROOT, check=True, stdout=sys.stderr)
     stamp.write_text(made.stamp())
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from soak_operations import Precache, operations
+from soak_crash import Precache, operations
 from soaking import Goal, Soak, make_parser, run_soak
 
 from latentcache.errors import LatentCacheError
@@ -43,7 +43,6 @@ WEIGHTS = {"pack": 50, "index": 25, "manifest": 15, "memo": 5, "CACHE.json": 5}
 NUM_ENTRIES = 100_000
 FULL_PACK = writer.PACK_ENTRIES
 REBUILD_S = 10.0
-PARTS = ("flips", "bursts", "lengths", "exchanges", "index")
 
 
 class Victim:
@@ -236,29 +235,26 @@ def large_index(goal: Goal, soak: Soak, num_entries: int) -> None:
                     assert sum(1 for _ in store.keys()) == num_entries
 
 
-def program(soak: Soak) -> None:
-    logging.disable(logging.CRITICAL)
+def rot(soak: Soak) -> None:
     victim = Victim(soak.folder)
     n = soak.n
-    parts = {
-        "flips": ("single-bit flips: refused or identical, and fixed as advised", flips, n),
-        "bursts": ("bursts: refused or identical, and fixed as advised", bursts, max(1, n // 5)),
-        "lengths": ("truncation and extension: refused or identical, and fixed", lengths, max(1, n // 5)),
-        "exchanges": ("exchanged or missing payloads, packs, files: refused, and fixed", exchanges, max(5, n // 50)),
-    }
-    chosen = soak.options.only or PARTS
-    for name in [name for name in parts if name in chosen]:
-        text, part, num = parts[name]
+    for text, part, num in (
+        ("single-bit flips: refused or identical, and fixed as advised", flips, n),
+        ("bursts: refused or identical, and fixed as advised", bursts, max(1, n // 5)),
+        ("truncation and extension: refused or identical, and fixed", lengths, max(1, n // 5)),
+        ("exchanged or missing payloads, packs, files: refused, and fixed", exchanges, max(5, n // 50)),
+    ):
         part(soak.goal(text), victim, soak, num)
-    if "index" in chosen:
-        num_entries = max(20_000, min(NUM_ENTRIES, NUM_ENTRIES * n // 10_000))
-        large_index(soak.goal(f"the index of {num_entries:,} entries lost: rebuilt in time"), soak, num_entries)
+    num_entries = max(20_000, min(NUM_ENTRIES, NUM_ENTRIES * n // 10_000))
+    large_index(soak.goal(f"the index of {num_entries:,} entries lost: rebuilt in time"), soak, num_entries)
+
+
+PARTS = {"rot": (rot, 10_000, 100)}
 
 
 def main() -> int:
-    parser = make_parser(__doc__, 10_000, "single-bit flips; the others are in proportion")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these goals (default: all)")
-    return run_soak(program, parser)
+    logging.disable(logging.CRITICAL)
+    return run_soak(PARTS, make_parser(__doc__, PARTS))
 
 
 if __name__ == "__main__":

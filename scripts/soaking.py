@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +32,11 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest, key_of
-from latentcache.store import DiskStore, Store
+from latentcache.store import Store
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 MAX_KEPT = 50
 """Failures of a goal that are kept with their text. All are counted."""
-VERSIONS = ("python", "torch", "numpy", "safetensors", "diskcache", "kernel", "filesystem")
 
 
 @dataclass(slots=True)
@@ -74,16 +73,15 @@ class Goal:
 
 
 class Soak:
-    """A run of a program: its options, a folder that is deleted at the end, one source of randomness, its goals."""
+    """A run of a part: its options and size, a folder that is deleted at the end, its randomness and its goals."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path):
-        self.options, self.folder = options, folder
-        self.n: int = options.n
+    def __init__(self, options: argparse.Namespace, folder: Path, n: int):
+        self.options, self.folder, self.n = options, folder, n
         self.random = random.Random(options.seed)
         self.goals: list[Goal] = []
 
     def goal(self, text: str) -> Goal:
-        """A further goal of this program."""
+        """A further goal of this part."""
         self.goals.append(Goal(text))
         return self.goals[-1]
 
@@ -92,53 +90,63 @@ class Soak:
         print(text, file=sys.stderr, flush=True)
 
 
-def make_parser(description: str | None, n: int, what: str) -> argparse.ArgumentParser:
-    """The options of every soak program; `what` says what --n counts."""
+Parts = Mapping[str, tuple[Callable[[Soak], None], int, int]]
+"""What each part does, its full size, and the one of --tiny."""
+
+
+def make_parser(description: str | None, parts: Parts) -> argparse.ArgumentParser:
+    """The options of every soak program."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=n, help=f"{what} (default: %(default)s)")
+    sizes = ", ".join(f"{n:,} of {name}" for name, (_, n, _) in parts.items())
+    parser.add_argument("--n", type=int, help=f"size of each part (default: {sizes})")
+    parser.add_argument("--part", nargs="+", choices=list(parts), help="only these (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="a short run of each")
     parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--folder", type=Path, help="where files are made, and deleted (default: the system's)")
     return parser
 
 
-def run_soak(
-    program: Callable[[Soak], None], parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
-) -> int:
-    """Run the program in a new folder and print its result. Returns the exit code: 1 if a case failed or none ran."""
-    options = parser.parse_args(arguments)
-    if options.n < 1:
+def run_soak(parts: Parts, parser: argparse.ArgumentParser) -> int:
+    """Run the parts, each in a new folder, and print the result.
+
+    Returns the exit code: 1 if a case failed, or a goal had none.
+    """
+    options = parser.parse_args()
+    if options.n is not None and options.n < 1:
         parser.error(f"--n {options.n}: at least 1")
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder, ignore_cleanup_errors=True) as folder:
-        where = environment(folder=folder)
-        soak = Soak(options, Path(folder))
-        program(soak)
+    start, goals = time.monotonic(), []
+    for name in options.part or parts:
+        part, full, tiny = parts[name]
+        with tempfile.TemporaryDirectory(prefix="soak-", dir=options.folder, ignore_cleanup_errors=True) as folder:
+            where = environment(folder=folder)
+            soak = Soak(options, Path(folder), options.n or (tiny if options.tiny else full))
+            part(soak)
+        goals += soak.goals
     document = {
-        "goal": "; ".join(goal.goal for goal in soak.goals),
-        "n": sum(goal.n for goal in soak.goals),
-        "failures": sum(goal.num_failures for goal in soak.goals),
+        "n": sum(goal.n for goal in goals),
+        "failures": sum(goal.num_failures for goal in goals),
         "seed": options.seed,
-        "versions": {"latentcache": latentcache.__version__} | {name: where[name] for name in VERSIONS},
-        "date": where["date"],
+        "environment": {"latentcache": latentcache.__version__} | where,
         "seconds": round(time.monotonic() - start, 1),
         "goals": [
-            {"goal": g.goal, "n": g.n, "failures": g.num_failures, "failed": g.failures, **g.figures}
-            for g in soak.goals
+            {"goal": g.goal, "n": g.n, "failures": g.num_failures, "failed": g.failures, **g.figures} for g in goals
         ],
     }
     print(json.dumps(document, indent=2) if options.json else as_rows(document))
-    return 1 if document["failures"] or not document["n"] else 0
+    ran = all(goal.n or "skipped" in goal.figures for goal in goals)
+    return 1 if document["failures"] or not ran else 0
 
 
 def as_rows(document: Mapping[str, Any]) -> str:
     """A row of the table in docs/reliability.md for each goal: goal, n, failures, seed, versions, date."""
-    versions = ", ".join(f"{name} {document['versions'][name]}" for name in ("latentcache", "torch", "filesystem"))
+    where = document["environment"]
+    versions = ", ".join(f"{name} {where[name]}" for name in ("latentcache", "torch", "filesystem"))
     rows = []
     for goal in document["goals"]:
         figures = ", ".join(f"{name} {value}" for name, value in goal.items() if name not in ROW_NAMES)
         text = goal["goal"] + (f" ({figures})" if figures else "")
-        cells = (text, f"{goal['n']:,}", f"{goal['failures']:,}", document["seed"], versions, document["date"][:10])
+        cells = (text, f"{goal['n']:,}", f"{goal['failures']:,}", document["seed"], versions, where["date"][:10])
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
@@ -194,15 +202,6 @@ def write_manifest(cache: Path, name: str, numbers: Iterable[int]) -> None:
         path = f"{number}.png"
         rows[path] = Row(path, path, digest(path.encode()), (image,), (caption,))
     ManifestFolder(cache / "manifests").write(Manifest(name, "train", 1, COMMON, rows))
-
-
-def make_cache(cache: Path, num_samples: int, samples_per_pack: int, name: str = "train") -> dict[str, str]:
-    """A cache of real packs, an index and a manifest. Returns `contents`."""
-    with DiskStore(cache) as store:
-        for first in range(0, num_samples, samples_per_pack):
-            store.add(sample_entries(range(first, min(num_samples, first + samples_per_pack))))
-        write_manifest(cache, name, range(num_samples))
-        return contents(store)
 
 
 def contents(store: Store, *, provenance: bool = True) -> dict[str, str]:

@@ -65,6 +65,7 @@ PINS_TESTS = (
     *("tests/integrations", "tests/models", "tests/families"),
     *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
 )
+PROGRAMS = "tests/test_programs.py"
 CHROMIUM = Path("/usr/bin/chromium")
 CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
@@ -169,17 +170,16 @@ def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
             where = "tests/sim" if name == "sim" else "tests"
             return lane(name, *shared, "-m", f"{name} and not cuda", where, *for_pytest)
         case "bench":
-            benchmarks = map(str, bootstrap.ROOT.glob("tests/*/test_bench_*.py"))
-            return lane(name, *shared, "-m", "bench", *benchmarks, *for_pytest)
+            return lane(name, *shared, "-m", "bench", PROGRAMS, "tests/test_bench_cuda.py", *for_pytest)
         case "soak":
-            return lane(name, "-n", "2", "--dist", "worksteal", "-m", "soak", "tests/soak", *for_pytest)
+            return lane(name, "-n", "2", "--dist", "worksteal", "-m", "soak", PROGRAMS, *for_pytest)
         case "service":
             return lane(name, *shared, "-m", "service", "tests/service", "tests/remote", "tests/contract", *for_pytest)
         case "remote":
-            return installed(bootstrap.PEERS) and lane(name, *shared, "-m", "remote", "tests", *for_pytest)
+            return lane(name, *shared, "-m", "remote", "tests", *for_pytest)
         case "page":
             install_chromium()
-            return lane(name, *shared, "-m", "page", "tests/service", *for_pytest)
+            return lane(name, *shared, "-m", "page", "tests/service", PROGRAMS, *for_pytest)
         case "cuda":
             return lane(name, "-m", "sim and cuda", "tests/sim", *for_pytest)
         case "deepspeed":

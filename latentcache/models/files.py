@@ -27,7 +27,7 @@ TINY = "tiny"
 TINY_PHOTOS = "tiny-photos"
 """The name of the model in `TINY_PHOTOS_FOLDER`."""
 TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
-"""A diffusers folder in the package: a tiny model that `scripts/train_tiny.py` trained on the quickstart's photos."""
+"""A diffusers folder in the package: a tiny model that was trained on the quickstart's photos."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_STEP = "Download it once while online, or name a local folder"

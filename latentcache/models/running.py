@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from latentcache.devices.placement import device_of, out_of_memory_error, free_memory, in_eval_mode, placed
+from latentcache.devices.placement import device_of, free_memory, in_eval_mode, out_of_memory_error, placed
 from latentcache.errors import DeviceError, EncodeError
 from latentcache.models.files import first_line
 

@@ -48,7 +48,7 @@ def tiny_photos_pipeline() -> Any:
     """The tiny model that was trained on the quickstart's photos: float32, CPU, eval, frozen; v-prediction.
 
     It is what `model.path: tiny-photos` names. It returns these photos for their captions, in 256x256 pixels, and
-    little else. `scripts/train_tiny.py` makes it.
+    little else.
     """
     family = family_named(DEFAULT)
     with loading("model", str(TINY_PHOTOS_FOLDER)):

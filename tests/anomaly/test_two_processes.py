@@ -1,4 +1,4 @@
-"""Two processes fill one cache at the same time. Kills in the middle of it are in scripts/soak_kill.py."""
+"""Two processes fill one cache at the same time. Kills in the middle of it are in scripts/soak_crash.py."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
-"""Limits of an attack, from the soak programs, and a folder that no attack may change."""
+"""Limits of an attack, and a folder that no attack may change."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 from attack_limits import make_outside, unchanged, within_limits
 
 MAX_WAIT_S = 60.0

@@ -97,7 +97,7 @@ def test_two_are_merged_and_compared_as_mappings_are(theirs: dict[str, Row], our
 
 
 def make_row(number: int) -> Row:
-    """A sample of a folder, as `scripts/bench_plan.py` makes them."""
+    """A sample of a folder, as `scripts/bench_scale.py` makes them."""
     name = f"{number // 1000:04d}/{number}.png"
     geometry = Geometry(Size(1024, 512 + number), Size(1024, 512), Crop(0, 0), Size(1024, 512))  # each has its own
     caption = CaptionRef(f"photo number {number}, of a grey wall in the evening", f"{number:064x}")

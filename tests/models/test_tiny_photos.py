@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,9 @@ import torch
 from model_identities import F32
 from safetensors import safe_open
 
-from latentcache.config import ModelConfig
+from latentcache.config import BucketsConfig, ImagesConfig, ModelConfig
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.images import decode, prepare
 from latentcache.families.scaling import latents_from_moments
 from latentcache.integrations.diffusers import load_scheduler, load_unet
 from latentcache.models.files import TINY_PHOTOS_FOLDER
@@ -21,6 +21,7 @@ from latentcache.models.model_loader import ModelLoader
 from latentcache.models.part_identity import weights_digest
 from latentcache.models.tiny import tiny_photos_pipeline
 from latentcache.models.vae import decode_latents, encode_images
+from latentcache.types import Size
 
 ROOT = Path(__file__).parent.parent.parent
 DIGESTS = {
@@ -29,33 +30,34 @@ DIGESTS = {
     "text_encoder_2": "c591851ef0e275bc03510df4fa6c3b78f57303dba1ffc11ae6d56ae72aa7b466",
     "unet": "30f0e4fbb826aafab7435a316b2faf9fe3f1ea9dbf487a2885ce82844ced3976",
 }
-"""Of the weights as they are loaded. `scripts/train_tiny.py` makes others on another machine: record them here."""
+"""Of the weights as they are loaded."""
 WHEEL_BYTES = 4_000_000
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("quickstart") / "photos"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        import train_tiny
-
-        yield train_tiny
-    for name in ("train_tiny", "quickstart", "bootstrap"):
+        import quickstart
+    for name in ("quickstart", "bootstrap"):
         sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def photos(script: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("quickstart") / "photos"
-    script.copy_photos(folder)
+    quickstart.copy_photos(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def squares(script: Any, photos: Path) -> dict[str, np.ndarray]:
+def squares(photos: Path) -> dict[str, np.ndarray]:
     """Each photo as uint8 [256, 256, 3]."""
-    views = script.views_of(photos, "squares")
-    return {view.photo: ((view.pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy() for view in views}
+    files = [path for path in sorted(photos.iterdir()) if path.suffix != ".txt"]
+    return {path.name: square(path) for path in files}
+
+
+def square(path: Path) -> np.ndarray:
+    """A photo, decoded, resized and cropped to 256x256 as precaching does it."""
+    pixels = decode(path.read_bytes(), str(path), ImagesConfig(min_side=16))
+    size, table = Size(*pixels.shape[:2]), bucket_table(BucketsConfig(area=256 * 256, max_aspect=1.0))
+    return prepare(pixels, fit(size, assign(size, table)))
 
 
 def digest_of(module: torch.nn.Module) -> str:

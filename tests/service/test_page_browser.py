@@ -270,3 +270,12 @@ def test_a_token_is_asked_for_and_kept_from_scripts(open_page: OpenPage, tmp_pat
         page.get_by_role("button", name="Log out").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Log in")
         assert page.request.get("/gallery").status == 401
+
+
+def test_the_first_view_takes_less_than_200_kb(open_page: OpenPage, base: str) -> None:
+    """`scripts/bench_service.py --part page` measures it for 100,000 samples, with the time."""
+    for path in ("/", "/gallery"):
+        page = open_page(base, path)
+        page.wait_for_load_state("networkidle")
+        sizes = page.evaluate("performance.getEntries().reduce((sum, entry) => sum + (entry.transferSize || 0), 0)")
+        assert 10_000 < sizes < 200_000

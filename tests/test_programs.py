@@ -1,0 +1,91 @@
+"""The benchmarks and the soak programs run at a tiny size. What a benchmark measures is no test; a failed case is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+COLD = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped here")
+
+
+PRELOADED = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler named cc"
+)
+
+
+def benchmark(name: str, *parts: str, marks: Any = pytest.mark.bench) -> Any:
+    return pytest.param(name, parts, marks=marks, id=" ".join([name, *parts]))
+
+
+def run(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--tiny", "--json", "--folder", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and done.stdout, done.stderr
+    assert not list(folder.iterdir()), "something is left"
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def spreads(document: Any) -> Iterator[dict[str, float]]:
+    """All figures of a document that have a median, a least and a greatest value."""
+    if isinstance(document, Mapping):
+        if document.keys() == {"median", "min", "max"}:
+            yield dict(document)
+        for value in document.values():
+            yield from spreads(value)
+
+
+@pytest.mark.parametrize(
+    ("script", "parts"),
+    [
+        benchmark("bench_read", "warm", "ragged", "shuffling"),
+        benchmark("bench_read", "cold", "packs", marks=[pytest.mark.bench, COLD]),
+        benchmark("bench_write"),
+        benchmark("bench_loader"),
+        benchmark("bench_precache"),
+        benchmark("bench_scale", "index", "huge"),
+        benchmark("bench_scale", "replan"),
+        benchmark("bench_service", "packs", "memory", "tier"),
+        benchmark("bench_service", "transfer"),
+        benchmark("bench_service", "page", marks=pytest.mark.page),  # Chromium is in that lane
+        benchmark("bench_onetrainer"),
+        benchmark("bench_ray"),
+    ],
+)
+def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    chosen = ("--part", *parts) if parts else ()
+    result = run(script, tmp_path, "--repetitions", "1", *chosen)
+    assert {"cpu", "memory_bytes", "filesystem", "device", "torch", "date"} <= result["environment"].keys()
+    assert set(parts) <= result.keys()
+    found = list(spreads(result))
+    assert found and all(figure["min"] <= figure["median"] <= figure["max"] for figure in found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("script", "part", "figures"),
+    [
+        pytest.param("soak_crash", "kill", {"killed_writers": 2, "labels": 100, "killed": 10}, marks=PRELOADED),
+        pytest.param("soak_crash", "power", {}, marks=PRELOADED),
+        pytest.param("soak_crash", "faults", {"typed_errors": 13, "succeeded": 1}, marks=PRELOADED),
+        ("soak_rot", "rot", {"refused": 40, "identical": 10, "fixed_as_advised": 1}),
+        ("soak_load", "writers", {}),
+        ("soak_load", "mixed", {"trainer 1": 1, "trainer 2": 1}),
+        ("soak_load", "service", {"num_changes": 1}),
+        ("soak_load", "leaks", {}),
+    ],
+)
+def test_no_case_of_a_soak_program_fails(script: str, part: str, figures: dict[str, int], tmp_path: Path) -> None:
+    result = run(script, tmp_path, "--part", part)
+    assert result["failures"] == 0 and result["n"] > 0
+    for name, least in figures.items():
+        assert sum(goal.get(name, 0) for goal in result["goals"]) >= least, f"too few cases with {name}"
