@@ -178,7 +178,8 @@ def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
 def config_of(root: Path) -> Config:
     source = {"kind": "folder", "path": str(root / "photos")}
     dataset = {"name": "photos", "source": source, "images": {"min_side": 8}}
-    return parse_config({"cache": {"path": str(root / "cache")}, "model": {"path": "tiny-photos"}, "datasets": [dataset]})
+    model = {"path": "tiny-photos"}  # a folder, as a user has one: its facts are in the memo
+    return parse_config({"cache": {"path": str(root / "cache")}, "model": model, "datasets": [dataset]})
 
 
 def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
