@@ -355,12 +355,13 @@ def read_row(path: Path) -> PackRow:
     about what it holds.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
+        fd = file.fileno()
 
         def read(offset: int, number: int) -> bytes:
-            file.seek(offset)
-            return file.read(number)
+            os.lseek(fd, offset, os.SEEK_SET)  # Windows has no pread
+            return os.read(fd, number)
 
-        return row_in(path.stem, PackBytes(path, os.fstat(file.fileno()).st_size, read))[0]
+        return row_in(path.stem, PackBytes(path, os.fstat(fd).st_size, read))[0]
 
 
 def map_pack(path: Path, num_bytes: int) -> np.ndarray:

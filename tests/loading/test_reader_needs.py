@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
+from helpers.photo_files import write_photo
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -120,7 +122,7 @@ def test_batches_and_prompts_need_none_of_the_encoders_packages(
     ("module", "arguments", "extra"),
     [
         ("cyclopts", ["status", "cache"], "cli"),
-        ("diffusers", ["precache", "configs/quickstart.yaml", "--model.path", "tiny"], "encode"),
+        ("diffusers", ["precache", "config.yaml"], "encode"),
         ("fastapi", ["serve", "cache"], "service"),
         ("urllib3", ["status", "http://127.0.0.1:9"], "remote"),
         ("obstore", ["status", "s3://bucket/cache"], "remote"),
@@ -130,7 +132,11 @@ def test_a_command_without_its_packages_says_what_to_install(
     tmp_path: Path, module: str, arguments: list[str], extra: str
 ) -> None:
     (tmp_path / "cache").mkdir()
-    arguments = [str(tmp_path / each) if each == "cache" else each for each in arguments]
+    write_photo(tmp_path / "photos" / "a.png", 0, (300, 300))
+    dataset = {"name": "photos", "source": {"kind": "folder", "path": str(tmp_path / "photos")}}
+    config = {"cache": {"path": str(tmp_path / "cache")}, "datasets": [dataset], "model": {"path": "tiny"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = [str(tmp_path / each) if each in ("cache", "config.yaml") else each for each in arguments]
     done = run_python(COMMANDS, module, *arguments)
     assert done.returncode == 2 and f"pip install 'latentcache[{extra}]'" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
