@@ -185,6 +185,8 @@ def test_commands_read_from_a_service(
     near = run_json("status", served_cache)[1]
     near.pop("path")
     assert far["store"].pop("index_bytes") == 0 < near["store"].pop("index_bytes")
+    cut = [[manifest.pop("num_cut") for manifest in found["manifests"]] for found in (far, near)]
+    assert cut == [[None], [0]], "the records of texts, which say it, are far away"
     assert far == near and far["manifests"][0]["num_samples"] == 48
     key = next(iter(make_manifest().rows["0.png"].keys()))
     assert run_json("show", "0.png", server.url) == run_json("show", "0.png", served_cache)
