@@ -197,7 +197,7 @@ def test_commands_read_from_a_service(
     parts = [run_json("verify", server.url, "--subset", f"{part}/3")[1]["num_packs"] for part in (1, 2, 3)]
     assert sum(parts) == 3
     code, diagnosis = run_json("doctor", "--cache.path", server.url)
-    assert f"{server.url} is a service" in json.dumps(diagnosis)
+    assert f"{server.url} has no disk here" in json.dumps(diagnosis)
 
 
 @pytest.mark.parametrize("command", ["prune", "compact", "rebuild"])
