@@ -286,3 +286,17 @@ def test_an_average_that_is_in_already_stays_in() -> None:
         with phases.enter("sample"):
             assert torch.equal(run.unet.conv_in.weight, average)
     assert_same([run.unet.conv_in.weight], [trained])
+
+
+def test_averages_are_used_inside_an_open_autocast() -> None:
+    """It keeps its casts of the trained weights, and would compute with them in the phase."""
+    net, inputs = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    ema = EMAModel(net.parameters())
+    for average in ema.shadow_params:
+        average.zero_()
+    phases = Phases({"unet": net, "ema": ema}, device="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = net(inputs)
+        with phases.enter("validate"):
+            assert not net(inputs).any()
+        assert torch.equal(net(inputs), trained)
