@@ -16,6 +16,7 @@ import operator
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,7 +256,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}; use an earlier checkpoint") from error
     # zipfile raises errors of many classes for bad bytes. With each of them the file cannot be used.
-    except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
         raise CheckpointError(path, f"is damaged: {error}; use an earlier checkpoint") from error
     if damaged is not None:
         raise CheckpointError(path, f"is damaged: {damaged} has another CRC; use an earlier checkpoint")
