@@ -260,11 +260,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"is damaged: {error}; use an earlier checkpoint") from error
     if damaged is not None:
         raise CheckpointError(path, f"is damaged: {damaged} has another CRC; use an earlier checkpoint")
-    content: Any = _read(path, mmap=True)
+    content = _read(path, mmap=True)
+    if isinstance(content, dict) and content.get(_MARK) == CHECKPOINT_FORMAT:
+        return content
     found = content.get(_MARK) if isinstance(content, dict) else None
-    if found != CHECKPOINT_FORMAT:
-        raise CheckpointError(path, f"has format {found!r}, this latentcache reads {CHECKPOINT_FORMAT}")
-    return content
+    raise CheckpointError(path, f"has format {found!r}, this latentcache reads {CHECKPOINT_FORMAT}")
 
 
 def _copied(tree: Any) -> Any:
