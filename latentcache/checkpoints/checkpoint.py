@@ -12,9 +12,11 @@ Checkpoints of other programs are imported without running what they contain.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +112,10 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
             full. The file is then as it was.
     """
     path = Path(path)
+    try:
+        counters = {"epoch": operator.index(epoch), "step": operator.index(step)}
+    except TypeError as error:
+        raise CheckpointError(path, f"epoch is {epoch!r} and step {step!r}: each is a whole number") from error
     parts: dict[str, Any] = {"model": module_state(model), "extra": extra}
     orphans: list[str] = []
     if optimizer is not None:
@@ -133,8 +139,7 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
         _MARK: CHECKPOINT_FORMAT,
         "saved_at": now(),
         "software": dict(software_versions()),
-        "epoch": epoch,
-        "step": step,
+        **counters,
         "classes": _classes(optimizer=optimizer, scaler=scaler, scheduler=scheduler, ema=ema),
         "parts": {part: plain.of(value, part) for part, value in parts.items()},
     }
@@ -146,7 +151,8 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    num_bytes = sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor))
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.layout == torch.strided)
     # Without CRCs, which a program can switch off for all of torch.save, damage would not be seen.
     had_crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
@@ -250,14 +256,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}; use an earlier checkpoint") from error
     # zipfile raises errors of many classes for bad bytes. With each of them the file cannot be used.
-    except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
         raise CheckpointError(path, f"is damaged: {error}; use an earlier checkpoint") from error
     if damaged is not None:
         raise CheckpointError(path, f"is damaged: {damaged} has another CRC; use an earlier checkpoint")
-    content: dict[str, Any] = _read(path, mmap=True)
-    if content[_MARK] != CHECKPOINT_FORMAT:
-        raise CheckpointError(path, f"has format {content[_MARK]!r}, this latentcache reads {CHECKPOINT_FORMAT}")
-    return content
+    content = _read(path, mmap=True)
+    if isinstance(content, dict) and content.get(_MARK) == CHECKPOINT_FORMAT:
+        return content
+    found = content.get(_MARK) if isinstance(content, dict) else None
+    raise CheckpointError(path, f"has format {found!r}, this latentcache reads {CHECKPOINT_FORMAT}")
 
 
 def _copied(tree: Any) -> Any:

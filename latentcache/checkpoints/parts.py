@@ -18,6 +18,7 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_flatten_with_path, tre
 
 from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
 from latentcache.devices.tensor_location import is_partitioned
+from latentcache.errors import CheckpointError
 
 Modules: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
 """What is trained: one module, or several by name, which then is the first part of their tensors' names."""
@@ -46,7 +47,10 @@ def module_state(modules: Modules) -> dict[str, Any]:
 def load_module_state(modules: Modules, state: Mapping[str, Any]) -> None:
     """Copy the values into the modules' own tensors, wherever these are. The names were compared before."""
     for prefix, module in _by_prefix(modules):
-        module.load_state_dict({key: state[prefix + key.replace(_COMPILED, "")] for key in module.state_dict()})
+        live = module.state_dict()
+        # In place, so that it keeps the versions of the submodules: without one a module converts what it loads.
+        live.update({key: state[prefix + key.replace(_COMPILED, "")] for key in live})
+        module.load_state_dict(live)
 
 
 def partitions(modules: Modules) -> list[str]:
@@ -96,6 +100,8 @@ def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optim
     here = {name: number for number, group in enumerate(names) for name in group}
     there = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
     found += differences(there, here, "optimizer")
+    if len(saved["groups"]) != len(names):
+        found.append(f"optimizer: {len(saved['groups'])} groups in the file, {len(names)} here")
     for name in sorted(here.keys() & there.keys()):
         if here[name] != there[name]:
             found.append(f"optimizer.{name}: group {there[name]} in the file, group {here[name]} here")
@@ -140,17 +146,26 @@ def _by_prefix(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "", unwrapped_module(modules)
     else:
         for name, module in modules.items():
+            inner = [other for other in modules if other.startswith(f"{name}.")]
+            if inner:
+                raise CheckpointError(
+                    "model", f"{inner[0]} would have names of tensors of {name}: name it without a dot"
+                )
             yield f"{name}.", unwrapped_module(module)
 
 
 def _tied(state: Mapping[str, Any]) -> list[list[str]]:
-    places = {name: _place(value) for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel()}
+    places = {name: _place(value) for name, value in state.items() if _has_place(value)}
     shared = {place for place, count in Counter(places.values()).items() if count > 1}
     return [[name for name, place in places.items() if place == tied] for tied in shared]
 
 
+def _has_place(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0
+
+
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 # Plain data
@@ -197,8 +212,8 @@ class PlainData:
         if problem is not None:
             self.offenders.append(f"{name}: {problem}")
             return tensor
-        if tensor.layout != torch.strided or not tensor.numel():
-            return tensor.detach().cpu()
+        if not _has_place(tensor):
+            return tensor.detach().cpu().clone()
         place = (*_place(tensor), tensor.dtype)
         if place not in self._copies:
             # Tied weights stay one tensor. torch writes a view's whole storage, so a view is copied.

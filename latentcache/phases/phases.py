@@ -332,9 +332,9 @@ class _OpenPhase:
             gathered,
             weights,
             ReducedGradients(settled, model.reduced_parameters()),
-            Gradients(settled),
             *reversed(self.averages),
             Casts(weights),
+            Gradients(settled),  # a parameter takes only a gradient of its own dtype
             TrainingModes({part: module for part, module in model.wrapped.items() if part in parts}),
             EagerCalls(self.modules),
             ComputeModes(device),

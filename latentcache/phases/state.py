@@ -103,12 +103,13 @@ class RandomStreams(Snapshot):
 class ComputeModes(Snapshot):
     """Gradient mode, and on the CPU and on the device of the phases whether autocast is on, and for which dtype.
 
-    The cache of autocast is emptied: a cast of averaged weights that it holds would be trained with, and without
-    gradients it would cut the graph.
+    The cache of autocast is emptied at both ends: a phase would validate with casts of the trained weights that it
+    holds, training would go on with casts of averaged ones, and without gradients they would cut the graph.
     """
 
     def __init__(self, device: torch.device):
         kinds = dict.fromkeys(("cpu", device.type))
+        torch.clear_autocast_cache()
         self._has_gradients = torch.is_grad_enabled()
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 

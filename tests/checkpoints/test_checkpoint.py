@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,6 +200,64 @@ def test_a_scaler_that_is_off_does_not_fit_one_that_is_on(tmp_path: Path) -> Non
         load_checkpoint(tmp_path / "checkpoint", model=model, scaler=off)
 
 
+def test_counters_are_written_as_plain_numbers(tmp_path: Path) -> None:
+    """A file with a number of NumPy in it could not be read again."""
+    model = torch.nn.Linear(1, 1)
+    path = save_checkpoint(tmp_path / "last.pt", model=model, epoch=torch.tensor(2), step=np.int64(5))
+    state = load_checkpoint(path, model=model)
+    assert (state.epoch, state.step) == (2, 5) and type(state.epoch) is type(state.step) is int
+    with pytest.raises(CheckpointError, match=r"step 0\.5: each is a whole number"):
+        save_checkpoint(path, model=model, step=0.5)  # type: ignore[arg-type]
+
+
+def test_modules_whose_tensors_would_have_equal_names_are_refused(tmp_path: Path) -> None:
+    inner, outer = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"unet\.0 would have names of tensors of unet"):
+        save_checkpoint(tmp_path / "last.pt", model={"unet": outer, "unet.0": inner})
+
+
+def test_groups_without_parameters_count(tmp_path: Path) -> None:
+    saved, live = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    path = save_checkpoint(tmp_path / "last.pt", model=saved, optimizer=torch.optim.SGD(saved.parameters()))
+    optimizer = torch.optim.SGD([{"params": live.parameters()}, {"params": []}])
+    before = weights(live)
+    with pytest.raises(CheckpointError, match="1 groups in the file, 2 here"):
+        load_checkpoint(path, model=live, optimizer=optimizer)
+    assert_same_bits(weights(live), before)
+
+
+class Migrating(torch.nn.Module):
+    """Converts what earlier versions of it saved, as torch's modules do."""
+
+    _version = 2
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([value]))
+        self.register_buffer("table", (value * torch.eye(2)).to_sparse())
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_module_with_versions_and_a_sparse_buffer_comes_back(tmp_path: Path) -> None:
+    saved, live = torch.nn.Sequential(Migrating(3.0)), torch.nn.Sequential(Migrating(1.0))
+    load_checkpoint(save_checkpoint(tmp_path / "last.pt", model={"net": saved}), model={"net": live})
+    assert live[0].weight.item() == 3 and torch.equal(live[0].table.to_dense(), 3 * torch.eye(2))
+
+
+def test_views_that_read_one_memory_in_other_ways_stay_apart_and_empty_ones_take_no_space(tmp_path: Path) -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    extra = {"all": numbers, "conjugate": numbers.conj(), "imaginary": numbers.imag, "negative": numbers.conj().imag}
+    model = torch.nn.Linear(1, 1)
+    path = save_checkpoint(tmp_path / "last.pt", model=model, extra={**extra, "none": torch.zeros(1 << 20)[:0]})
+    found = load_checkpoint(path, model=model).extra
+    assert all(torch.equal(found[name], value) for name, value in extra.items())
+    assert found["none"].shape == (0,) and path.stat().st_size < 100_000
+
+
 class Named(torch.Tensor):
     """As quantised and sharded tensors are: a subclass, whose own data are not its values."""
 
@@ -348,6 +407,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "foreign.pt")
     with pytest.raises(CheckpointError, match="was not written by save_checkpoint; import_checkpoint reads"):
         load_checkpoint(tmp_path / "foreign.pt", model=model)
+    torch.save({"note": "latentcache checkpoint"}, tmp_path / "alike.pt")
+    with pytest.raises(CheckpointError, match="has format None"):
+        load_checkpoint(tmp_path / "alike.pt", model=model)
     for name, detail in {"nothing": "there is no such file", "folder": "is a folder"}.items():
         with pytest.raises(CheckpointError, match=detail):
             load_checkpoint(tmp_path / name, model=model)
@@ -372,6 +434,16 @@ def test_damage_is_found_before_anything_is_loaded(
     else:
         assert not cut
         assert_same_bits(weights(other), weights(saved))
+
+
+def test_damage_that_makes_data_look_compressed_is_found(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "damaged.pt", model=torch.nn.Linear(4, 4))
+    data = bytearray(path.read_bytes())
+    for header in re.finditer(b"PK\x01\x02", data):
+        data[header.start() + 10] = 8  # the method: deflated
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_checkpoint(path, model=torch.nn.Linear(4, 4))
 
 
 class Trap:

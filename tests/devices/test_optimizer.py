@@ -76,6 +76,37 @@ def test_loaded_objects_of_state_share_nothing_with_their_source() -> None:
     assert after.codes.data_ptr() != before.codes.data_ptr()
 
 
+def test_loaded_settings_of_groups_share_nothing_with_their_source() -> None:
+    (_, source), (_, optimizer) = trained(), trained()
+    source.param_groups[0]["history"] = [1.0]
+    load_optimizer_state(optimizer, source.state_dict())
+    optimizer.param_groups[0]["history"].append(2.0)
+    assert source.param_groups[0]["history"] == [1.0]
+
+
+def test_the_optimizers_own_hooks_see_what_is_loaded() -> None:
+    """They may undo what a hook of `state_dict` did."""
+    (_, source), (_, optimizer) = trained(), trained()
+    seen = []
+
+    def halved(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            number: {key: value / 2 for key, value in values.items()} for number, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def renamed(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"] = [{**group, "name": "all"} for group in state_dict["param_groups"]]
+
+    optimizer.register_load_state_dict_pre_hook(halved)
+    optimizer.register_load_state_dict_pre_hook(renamed)
+    optimizer.register_load_state_dict_post_hook(seen.append)
+    load_optimizer_state(optimizer, source.state_dict())
+    values = zip(state_tensors(source), state_tensors(optimizer), strict=True)
+    assert all(torch.equal(a.value / 2, b.value) for a, b in values)
+    assert optimizer.param_groups[0]["name"] == "all" and seen == [optimizer]
+
+
 def test_flags_stay_and_settings_come() -> None:
     _, source = trained(fused=True, lr=0.5, betas=(0.7, 0.8))
     _, optimizer = trained(foreach=True, lr=0.1)

@@ -286,3 +286,30 @@ def test_an_average_that_is_in_already_stays_in() -> None:
         with phases.enter("sample"):
             assert torch.equal(run.unet.conv_in.weight, average)
     assert_same([run.unet.conv_in.weight], [trained])
+
+
+def test_averages_are_used_inside_an_open_autocast() -> None:
+    """It keeps its casts of the trained weights, and would compute with them in the phase."""
+    net, inputs = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    ema = EMAModel(net.parameters())
+    for average in ema.shadow_params:
+        average.zero_()
+    phases = Phases({"unet": net, "ema": ema}, device="cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = net(inputs)
+        with phases.enter("validate"):
+            assert not net(inputs).any()
+        assert torch.equal(net(inputs), trained)
+
+
+def test_a_phase_inside_a_cast_gives_a_gradient_back_in_the_dtype_of_the_cast() -> None:
+    net = torch.nn.Linear(2, 2)
+    phases = Phases({"unet": net}, device="cpu")
+    net(torch.ones(1, 2)).sum().backward()
+    gradient = net.weight.grad.clone()
+    with phases.enter("validate"):
+        net.to(torch.float64)
+        with phases.enter("sample"):
+            net.zero_grad()
+        assert net.weight.grad.dtype == net.weight.dtype == torch.float64
+    assert net.weight.dtype == torch.float32 and torch.equal(net.weight.grad, gradient)
