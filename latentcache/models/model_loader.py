@@ -142,8 +142,8 @@ class ModelLoader(Models):
         self._tokenizers: dict[str, Any] | None = None
         self._tokenizers_ahead: dict[str, Any] | None = None
         # The state of a part's files when it was loaded, and when `identity` was asked, with the answer.
-        self._loaded: dict[tuple[str, torch.dtype | None], Any] = {}
-        self._answered: dict[tuple[str, torch.dtype], tuple[Any, PartIdentity]] = {}
+        self._loaded: dict[tuple[str, torch.dtype | None], list[Any] | None] = {}
+        self._answered: dict[tuple[str, torch.dtype], tuple[list[Any], PartIdentity]] = {}
 
     @override
     def origin(self, part: str) -> str:
@@ -228,7 +228,7 @@ class ModelLoader(Models):
             self._note_loaded({name: before[name] for name in found}, dtype)
         return self._modules[part, dtype]
 
-    def _note_loaded(self, before: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    def _note_loaded(self, before: Mapping[str, list[Any]], dtype: torch.dtype | None) -> None:
         """Note from which files parts were loaded. ModelError for another part than `identity` said: keys have that."""
         for part, files in before.items():
             self._loaded[part, dtype] = files if files == self._files(part) else None
