@@ -179,10 +179,8 @@ class _Import:
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. What an error leaves is in no manifest, and goes with a prune."""
         progress.start(f"import {self._report.format}", None)
-        path = ""
         with self._workspace.store.writer() as writer:
             for item in self._foreign.items():
-                path = item.path
                 try:
                     if isinstance(item, Refusal):
                         self._report.refused.append(item)
@@ -194,7 +192,7 @@ class _Import:
                     self._report.refused.append(refusal_of(_sample_id_of(item), error))
                 progress.advance()
             writer.seal()
-        self._scale_check.check(path)
+        self._scale_check.check()
         self._report.bytes_written = writer.bytes_written
         self._report.scale = self._scale_check.to_json()
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}

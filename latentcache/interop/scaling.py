@@ -67,21 +67,23 @@ class ScaleCheck:
         self._stds: list[float] = []
         """The standard deviations of the latents as if all were scaled."""
         self._claims: set[bool] = set()
+        self._path = ""
 
     def add(self, latents: torch.Tensor, is_scaled: bool, path: str) -> None:
         """Note latents of the file `path`. Raises what `check` does, after the first FIRST_LOOK."""
         scaled = latents.float() if is_scaled else self._scaling.apply(latents.float())
         self._stds.append(scaled.std().item())
         self._claims.add(is_scaled)
+        self._path = path
         if len(self._stds) == FIRST_LOOK:
-            self.check(path)
+            self.check()
 
     def to_json(self) -> dict[str, Any]:
         """What a report says of it."""
         median = round(statistics.median(self._stds), 4) if self._stds else None
         return {"median_std_scaled": median, "checked": self._is_wanted}
 
-    def check(self, path: str) -> None:
+    def check(self) -> None:
         """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
         if not self._is_wanted or not self._stds:
             return
@@ -95,7 +97,7 @@ class ScaleCheck:
         met, expected = (median, 1.0) if scaled else (median * self._spread, self._spread)
         model = "SDXL" if self._family == DEFAULT else self._family
         raise DatasetError(
-            path,
+            self._path,
             f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
             f"holds {'scaled' if scaled else 'unscaled'} {model} latents, which have about {expected:.3g}. Nothing was "
             "imported: the cache was made for another model, or is of another format. For another VAE than "

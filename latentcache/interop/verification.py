@@ -64,8 +64,8 @@ class Verification:
         output = self.config.encode.image_output
         if output != "mean":
             raise ConfigError(
-                f"it is {output}, but imported latents can only stand for the mean: verify with a config that has "
-                "`image_output: mean`",
+                f"encode.image_output is {output}, but imported latents can only stand for the mean: verify with a "
+                "config that has `image_output: mean`",
                 key="encode.image_output",
             )
         named = [dataset for dataset in self.config.datasets if dataset.name == name] or list(self.config.datasets)

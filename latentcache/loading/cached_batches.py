@@ -46,13 +46,14 @@ class CachedBatches(Dataset[Batch]):
     ):
         check_output(output, scaled=scaled)
         self.sampler, self.dtype, self.output, self.scaled = sampler, dtype, output, scaled
-        self._plan: list[PlannedBatch] = [*sampler.plan(sampler.epoch)]
+        self._epoch = sampler.epoch
+        self._plan: list[PlannedBatch] = [*sampler.plan(self._epoch)]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the items are. It costs nothing where the epoch is the present one."""
-        if epoch != self.sampler.epoch:
-            self.sampler.set_epoch(epoch)
-            self._plan = [*self.sampler.plan(epoch)]
+        self.sampler.set_epoch(epoch)
+        if epoch != self._epoch:  # the sampler may be there already: others use it too
+            self._epoch, self._plan = epoch, [*self.sampler.plan(epoch)]
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; the number is the same in each."""

@@ -141,6 +141,9 @@ class ModelLoader(Models):
         self._origins: dict[str, ModelOrigin] = {}
         self._tokenizers: dict[str, Any] | None = None
         self._tokenizers_ahead: dict[str, Any] | None = None
+        # The state of a part's files when it was loaded, and when `identity` was asked, with the answer.
+        self._loaded: dict[tuple[str, torch.dtype | None], list[Any] | None] = {}
+        self._answered: dict[tuple[str, torch.dtype], tuple[list[Any], PartIdentity]] = {}
 
     @override
     def origin(self, part: str) -> str:
@@ -149,15 +152,22 @@ class ModelLoader(Models):
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
         # A part whose files have not changed since the memo was written is not loaded.
-        key = self._memo_key(part, dtype)
-        known = None if key is None else recalled(self._memo, key, _IDENTITY.validate_json)
-        if known is not None:
-            return known
-        found = self._identified(part, dtype)
-        # A file that changed while it was read must not be remembered.
-        if key is not None and key == self._memo_key(part, dtype):
-            self._memo[key] = _IDENTITY.dump_json(found).decode()
-        return found
+        self._answered.pop((part, dtype), None)
+        files, key = self._files(part), self._memo_key(part, dtype)
+        is_loaded = None if self.family.parts[part].role == "tokenizer" else dtype
+        known = recalled(self._memo, key, _IDENTITY.validate_json) if key and self._is_of(part, is_loaded) else None
+        if known is None:
+            known = self._identified(part, dtype)
+            # Files that changed while they were read, or since what is in memory was loaded, are not remembered.
+            if key and key == self._memo_key(part, dtype) and self._is_of(part, is_loaded):
+                self._memo[key] = _IDENTITY.dump_json(known).decode()
+        self._answered[part, dtype] = files, known
+        return known
+
+    def _is_of(self, part: str, dtype: torch.dtype | None) -> bool:
+        """Whether the part's files are those that it was loaded from, or it is not loaded."""
+        files = self._files(part)
+        return self._loaded.get((part, dtype), files) == files
 
     def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
         own = self.family.parts[part]
@@ -180,14 +190,18 @@ class ModelLoader(Models):
         if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
             vae = self._module(self.vae_name, torch.float32)
         found = self._with_stated_upcast(vae_facts(vae), settings)
-        if key is not None and key == self._memo_key(self.vae_name, torch.float32):
+        same = key == self._memo_key(self.vae_name, torch.float32) and self._is_of(self.vae_name, torch.float32)
+        if key is not None and same:
             self._memo[name] = _FACTS.dump_json(found).decode()
         return found
 
     @override
     def tokenizers(self) -> dict[str, Any]:
         if self._tokenizers is None:
-            self._tokenizers = self._origin(self.family.names("tokenizer")[0]).load_tokenizers()
+            names = self.family.names("tokenizer")
+            before = {name: self._files(name) for name in names}
+            self._tokenizers = self._origin(names[0]).load_tokenizers()
+            self._note_loaded(before, None)
         return self._tokenizers
 
     @override
@@ -199,15 +213,35 @@ class ModelLoader(Models):
     @override
     def release(self, *parts: str) -> None:
         super().release(*parts)
+        self._loaded = {key: files for key, files in self._loaded.items() if key in self._modules or key[1] is None}
         if not parts or not set(parts).isdisjoint(self.family.names("tokenizer")):
             self._tokenizers = self._tokenizers_ahead = None
+            self._loaded = {key: files for key, files in self._loaded.items() if key[1] is not None}
 
     @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
         if (part, dtype) not in self._modules:
-            for name, module in self._origin(part).load(part, dtype).items():
+            before = {name: self._files(name) for name in self.family.parts}
+            found = self._origin(part).load(part, dtype)
+            for name, module in found.items():
                 self._modules[name, dtype] = module.eval().requires_grad_(False)
+            self._note_loaded({name: before[name] for name in found}, dtype)
         return self._modules[part, dtype]
+
+    def _note_loaded(self, before: Mapping[str, list[Any]], dtype: torch.dtype | None) -> None:
+        """Note from which files parts were loaded. ModelError for another part than `identity` said: keys have that."""
+        for part, files in before.items():
+            self._loaded[part, dtype] = files if files == self._files(part) else None
+        for (part, computed), (files, answer) in [*self._answered.items()]:
+            if part not in before or dtype not in (None, computed) or self._loaded[part, dtype] == files:
+                continue
+            if self._identified(part, computed) != answer:
+                self.release(*before)
+                raise ModelError(
+                    f"{part}: the files of {self.origin(part)} changed since they were identified, and keys were made "
+                    "of what they were. Run the same command again.",
+                    part=part,
+                )
 
     def _origin(self, part: str) -> ModelOrigin:
         if part not in self.family.parts:
@@ -221,9 +255,13 @@ class ModelLoader(Models):
                 self._origins[name] = find_vae(str(self.vae_path), self._origin(self.family.names("text_encoder")[0]))
         return self._origins[name]
 
+    def _files(self, part: str) -> list[Any]:
+        """What changes when one of the part's files does."""
+        return [_signature(path) for path in self._origin(part).files(part)]
+
     def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
         """None if the part comes from no file. Library versions count: another one may read a config otherwise."""
-        files = [_signature(path) for path in self._origin(part).files(part)]
+        files = self._files(part)
         if not files:
             return None
         versions, described = [*installed_versions(("diffusers", "transformers")).values()], self.family.parts[part]

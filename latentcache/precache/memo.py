@@ -121,7 +121,7 @@ class Memo(MutableMapping[str, str]):
             if self._read_only:
                 logger.warning("memo of digests not used: %s: %s", self._path, error)
                 self._database = self._connected(is_empty=True)
-            elif is_again or getattr(error, "sqlite_errorcode", sqlite3.SQLITE_NOTADB) & 0xFF not in _DAMAGE:
+            elif is_again or not self._is_damage(error):
                 raise StoreError(
                     f"{self._path}: the memo of digests cannot be used now: {error}. Fix the cause, or remove the "
                     "file, and run the same command: then all files are read again"
@@ -131,6 +131,10 @@ class Memo(MutableMapping[str, str]):
                 remove_whole(self._path)
                 remove_whole(self._path.with_name(f"{self._path.name}-journal"))
         return self._execute(query, *values, is_again=True)
+
+    def _is_damage(self, error: sqlite3.Error) -> bool:
+        """Whether the error says that the file is no memo. Without a file nothing is there to be removed."""
+        return self.is_shared and getattr(error, "sqlite_errorcode", sqlite3.SQLITE_NOTADB) & 0xFF in _DAMAGE
 
     def _connected(self, *, is_empty: bool = False) -> sqlite3.Connection:
         """A connection to the file; to an empty database in memory where it is only read, and not there."""

@@ -70,7 +70,7 @@ def precache(
     Raises ClusterError where the cluster does not answer, or has not what is requested, and what `run_precache` raises.
     """
     if config.cache.store == "cpu":
-        raise ConfigError("is cpu: the memory of one process is no cache of a cluster", key="cache.store")
+        raise ConfigError("cache.store is cpu: the memory of one process is no cache of a cluster", key="cache.store")
     shard = Shard.from_environment()
     if shard.world_size > 1:
         raise ConfigError("Ray shares the work by itself: start one process, not one for each GPU", source="WORLD_SIZE")
@@ -350,9 +350,13 @@ def _device(config: Config) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"{name!r} is unknown; use auto, cpu, cuda, ...", key="encode.device") from error
+        raise ConfigError(
+            f"encode.device is {name!r}, which is unknown; use auto, cpu, cuda, ...", key="encode.device"
+        ) from error
     if device.index is not None:
-        raise ConfigError(f"is {name!r}: on Ray give no number, as Ray chooses the GPU", key="encode.device")
+        raise ConfigError(
+            f"encode.device is {name!r}: on Ray give no number, as Ray chooses the GPU", key="encode.device"
+        )
     return device
 
 

@@ -79,19 +79,18 @@ class CutCaptions:
         packs, places = self._store.places(keys)
         flags = np.zeros(len(keys), np.bool_)
         for number in np.unique(places[:, 0]).tolist():
-            if number >= 0:
+            if number >= 0 and (cut := self._cut_in(packs[number])) is not None:
                 here = places[:, 0] == number
-                flags[here] = self._cut_in(packs[number])[places[here, 1]]
+                flags[here] = cut[places[here, 1]]
         return flags
 
-    def _cut_in(self, pack: str) -> np.ndarray:
+    def _cut_in(self, pack: str) -> np.ndarray | None:
         if (known := self._by_pack.get(pack)) is not None:
             return known
-        path = self._store.path_of(pack)
         try:
-            whole = WholePack.in_file(path)
+            whole = WholePack.in_file(self._store.path_of(pack))
         except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
-            return np.zeros(self._store.table.packs[pack].num_entries, np.bool_)
+            return None
         cut = np.zeros(len(whole.row.keys), np.bool_)
         for row in range(len(cut)):
             if whole.row.pack.group_of(row).kind == "text":

@@ -162,6 +162,7 @@ def test_another_scale_is_refused_with_both_numbers(foreign: Path, tmp_path: Pat
     flags = ("import", "kohya", foreign, "--cache", tmp_path / "imported")
     code, _, err = run(*flags)
     assert code == 2 and re.search(r"standard deviation is (1|0\.9)", err) and "about 7.7" in err
+    assert latents_name("c", 80, 144) in err, "the file of a latent, and not of the text after it"
     assert run(*flags, "--no-scale-check")[0] == 0
 
 

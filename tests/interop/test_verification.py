@@ -243,7 +243,7 @@ def test_only_the_mean_can_be_verified(
     make_config: Callable[..., Config], samples: list[ExportSample], photos: Path
 ) -> None:
     config = make_config()
-    with pytest.raises(ConfigError, match=r"it is auto.*image_output: mean"):
+    with pytest.raises(ConfigError, match=r"encode.image_output is auto.*image_output: mean"):
         verified(config, Copy(samples, photos))
     with open_workspace(config.cache) as workspace:
         assert list(workspace.store.keys()) == []  # found out before anything is read

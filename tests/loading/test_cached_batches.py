@@ -53,6 +53,15 @@ def test_a_shuffling_data_loader_with_workers_gives_each_batch_once(path: Path, 
     assert plain(pickle.loads(pickle.dumps(batches))[0]) == expected[0]
 
 
+def test_the_epoch_is_the_one_that_was_set_also_where_the_sampler_was_there_before(path: Path) -> None:
+    sampler = sampler_of(path)
+    batches = CachedBatches(sampler)
+    sampler.set_epoch(1)
+    batches.set_epoch(1)
+    loader = LatentLoader(sampler, device="cpu", prefetch=0)
+    assert [plain(batches[number]) for number in range(len(batches))] == [plain(batch) for batch in loader]
+
+
 def _first(batches: list[dict[str, object]]) -> dict[str, object]:
     return batches[0]
 

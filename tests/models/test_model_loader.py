@@ -100,6 +100,59 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, 
     assert [part for part in family_named(DEFAULT).parts if after[part] != before[part]] == ["vae"]
 
 
+@pytest.fixture
+def replaced(folder, tmp_path):
+    """A model, and what replaces its VAE's weights and its tokenizer's end as a download does."""
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+
+    def replace() -> None:
+        weights = path / "vae" / "diffusion_pytorch_model.safetensors"
+        tensors = load_file(weights)
+        tensors["encoder.conv_in.bias"] = tensors["encoder.conv_in.bias"] + 1
+        save_file(tensors, path / "new")
+        os.replace(path / "new", weights)
+        settings = path / "tokenizer" / "tokenizer_config.json"
+        text = json.loads(settings.read_text()) | {"model_max_length": 33}
+        (path / "new").write_text(json.dumps(text))
+        os.replace(path / "new", settings)
+
+    return str(path), replace
+
+
+@pytest.mark.parametrize("part", ["vae", "tokenizer"])
+def test_a_file_that_is_replaced_after_loading_is_not_remembered_as_what_is_loaded(part, replaced):
+    (path, replace), memo = replaced, {}
+    models = ModelLoader(path, memo=memo)
+    before = models.identity(part, F32)
+    replace()
+    assert models.identity(part, F32) == before, "of what would encode"
+    after = ModelLoader(path, memo=memo).identity(part, F32)
+    assert after == ModelLoader(path).identity(part, F32) != before
+    assert models.identity(part, F32) == before
+    models.release()
+    assert models.identity(part, F32) == after
+
+
+@pytest.mark.parametrize("part", ["vae", "tokenizer"])
+def test_a_file_that_is_replaced_between_identity_and_loading_is_refused(part, replaced):
+    (path, replace), memo = replaced, {}
+    ModelLoader(path, memo=memo).identity(part, F32)
+    models = ModelLoader(path, memo=memo)
+    models.identity(part, F32)
+    os.utime(f"{path}/vae/config.json", ns=(1, 1))
+    os.utime(f"{path}/tokenizer/tokenizer_config.json", ns=(1, 1))
+    load = {"vae": lambda: models.vae(F32), "tokenizer": models.tokenizers}[part]
+    load()  # touched, and the same
+    models.release()
+    replace()
+    for _ in range(2):
+        with pytest.raises(ModelError, match="changed since they were identified"):
+            load()
+    models.identity(part, F32)
+    load()
+
+
 def test_an_unreadable_memo_is_rewritten(folder):
     memo: dict[str, str] = {}
     first = ModelLoader(str(folder), memo=memo).identity("vae", F32)
