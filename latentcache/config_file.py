@@ -93,9 +93,14 @@ def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
     if dotted.endswith(".area") and fault["type"] == "int_parsing":
         return "give a number of pixels, such as 1048576 for 1024x1024"
     if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
-        near = re.sub("[^A-Za-z0-9_-]+", "-", fault["input"]).strip("-_")[:64]
+        near = near_name(fault["input"])
         return "a name has at most 64 letters, digits, - and _" + (f"; {near!r} would do" if near else "")
     return None
+
+
+def near_name(text: str) -> str:
+    """The text as a name that a dataset may have; empty where no letter and no digit of it is left."""
+    return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
 
 
 MEANT = {"datasets.N.path": "datasets.N.source.path"}
@@ -188,7 +193,7 @@ def read_file(path: Path) -> dict[str, Any]:
         else:
             problem = f"holds {type(value).__name__}, not settings by name"
     except FileNotFoundError:
-        problem = "no such file; configs/ holds complete examples"
+        problem = "no such file; configs/ holds complete examples, and `latentcache init PHOTOS` writes a first one"
     except UnsafeStoreError as error:
         problem = error.detail
     except StoreError as error:

@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError
 
 import latentcache
 from latentcache.cli import commands
+from latentcache.cli.init_command import init
 from latentcache.cli.interop_commands import export_app, import_app
 from latentcache.cli.output import DONE, fail
 from latentcache.cli.remote_commands import REMOTE_COMMANDS
@@ -32,7 +33,7 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # `main` says what is safe
 )
-for command in (*commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
+for command in (init, *commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
     app.command(command)
 app.command(import_app)
 app.command(export_app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,7 +67,9 @@ class ConfigOptions:
     def load(self, path: Path) -> Config:
         """The config in a file, with the settings that were given as flags. Raises ConfigError."""
         if path.is_dir():
-            message = "is a folder, not a config; configs/ holds complete examples: set datasets.0.source.path to it"
+            message = (
+                f"is a folder, not a config; `latentcache init {shlex.quote(str(path))}` writes one for its images"
+            )
             raise ConfigError(message, source=str(path))
         given = None if self.settings is None else self.settings.model_dump(exclude_none=True)
         return load_config(path, overrides=given)
