@@ -83,11 +83,21 @@ def _describe(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ")
         return f"{dotted}: {message}" if location else message
+    if dotted == "cache":  # a URL in its place may have a password, which is not repeated
+        return "cache: give settings by their names, such as cache: {path: DIRECTORY}"
     return f"{dotted}: {_wanted(dotted, fault) or fault['msg']} (met: {fault['input']!r})"
 
 
 def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
     """What a setting takes, where the schema's own words do not help; None for the others."""
+    if fault["type"] == "model_type":
+        name, given = dotted.split(".")[-1], fault["input"]
+        example = f", such as {name}: {{path: {given}}}" if name in ("model", "source") else ""
+        return f"give settings by their names{example}"
+    if fault["type"] == "tuple_type":
+        return "give a list"
+    if dotted.endswith("max_bytes"):
+        return "give a number of bytes, such as 50GB or 50GiB"
     if dotted == "encode.batch_size":
         return "give 'auto' or a whole number from 1"
     if dotted.endswith(".area") and fault["type"] == "int_parsing":
@@ -191,7 +201,7 @@ def read_file(path: Path) -> dict[str, Any]:
         elif isinstance(value := reader(_text_of(path)), dict):
             return value
         else:
-            problem = f"holds {type(value).__name__}, not settings by name"
+            problem = "is empty" if value is None else f"holds {type(value).__name__}, not settings by name"
     except FileNotFoundError:
         problem = "no such file; configs/ holds complete examples, and `latentcache init PHOTOS` writes a first one"
     except UnsafeStoreError as error:

@@ -38,7 +38,9 @@ def flags_of(section: type[BaseModel], prefix: str = "") -> type[BaseModel]:
             described = f"{field.description or ''} [{type_name(field.annotation)}; {default}]"
             group = EVERYDAY if dotted in EVERYDAY_NAMES else SETTINGS
             fields[name] = (Annotated[str | None, Parameter(group=group)], Field(None, description=described))
-    return create_model(f"{section.__name__}Flags", __config__=ConfigDict(extra="forbid"), **fields)
+    # cyclopts lets all settings of a dataset pass, by whatever name: the schema names those that it does not know.
+    config = ConfigDict(extra="allow" if prefix.startswith("datasets.") else "forbid")
+    return create_model(f"{section.__name__}Flags", __config__=config, **fields)
 
 
 if TYPE_CHECKING:
