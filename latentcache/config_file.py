@@ -65,10 +65,15 @@ def _checked(section: type[Checked], settings: Mapping[str, Any], source: str | 
     try:
         return section.model_validate(settings)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        first = ".".join(str(part) for part in faults[0]["loc"])
-        lines = dict.fromkeys(map(_describe, faults))  # each member of a union has a fault of its own
-        raise ConfigError("\n  ".join(lines), source=source, key=first) from None
+        raise said(error, source) from None
+
+
+def said(error: ValidationError, source: str | None) -> ConfigError:
+    """Settings that do not fit the schema as an error that has a line for each."""
+    faults = error.errors(include_url=False, include_context=False)
+    first = ".".join(str(part) for part in faults[0]["loc"])
+    lines = dict.fromkeys(map(_describe, faults))  # each member of a union has a fault of its own
+    return ConfigError("\n  ".join(lines), source=source, key=first)
 
 
 def _describe(fault: Mapping[str, Any]) -> str:

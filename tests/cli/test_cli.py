@@ -136,6 +136,7 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
         (["--dryrun"], "Did you mean --dry-run?"),
         (["--encode.vae_dtype", "fp8"], "'float16'"),
         (["--datasets.cats.flip", "true"], "no such dataset; there are photos, 0"),
+        (["--cache", "x"], "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
         (["--datasets.0.flop", "true"], "datasets.0.flop: unknown setting; did you mean 'datasets.0.flip'?"),
         (["--datasets.photos.path", "x"], "datasets.0.path: unknown setting; did you mean 'datasets.0.source.path'?"),
         (["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
