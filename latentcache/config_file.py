@@ -65,10 +65,15 @@ def _checked(section: type[Checked], settings: Mapping[str, Any], source: str | 
     try:
         return section.model_validate(settings)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        first = ".".join(str(part) for part in faults[0]["loc"])
-        lines = dict.fromkeys(map(_describe, faults))  # each member of a union has a fault of its own
-        raise ConfigError("\n  ".join(lines), source=source, key=first) from None
+        raise said(error, source) from None
+
+
+def said(error: ValidationError, source: str | None) -> ConfigError:
+    """Settings that do not fit the schema as an error that has a line for each."""
+    faults = error.errors(include_url=False, include_context=False)
+    first = ".".join(str(part) for part in faults[0]["loc"])
+    lines = dict.fromkeys(map(_describe, faults))  # each member of a union has a fault of its own
+    return ConfigError("\n  ".join(lines), source=source, key=first)
 
 
 def _describe(fault: Mapping[str, Any]) -> str:
@@ -83,19 +88,34 @@ def _describe(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "value_error":
         message = str(fault["msg"]).removeprefix("Value error, ")
         return f"{dotted}: {message}" if location else message
+    if dotted == "cache":  # a URL in its place may have a password, which is not repeated
+        return "cache: give settings by their names, such as cache: {path: DIRECTORY}"
     return f"{dotted}: {_wanted(dotted, fault) or fault['msg']} (met: {fault['input']!r})"
 
 
 def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
     """What a setting takes, where the schema's own words do not help; None for the others."""
+    if fault["type"] == "model_type":
+        name, given = dotted.split(".")[-1], fault["input"]
+        example = f", such as {name}: {{path: {given}}}" if name in ("model", "source") else ""
+        return f"give settings by their names{example}"
+    if fault["type"] == "tuple_type":
+        return "give a list"
+    if dotted.endswith("max_bytes"):
+        return "give a number of bytes, such as 50GB or 50GiB"
     if dotted == "encode.batch_size":
         return "give 'auto' or a whole number from 1"
     if dotted.endswith(".area") and fault["type"] == "int_parsing":
         return "give a number of pixels, such as 1048576 for 1024x1024"
     if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
-        near = re.sub("[^A-Za-z0-9_-]+", "-", fault["input"]).strip("-_")[:64]
+        near = near_name(fault["input"])
         return "a name has at most 64 letters, digits, - and _" + (f"; {near!r} would do" if near else "")
     return None
+
+
+def near_name(text: str) -> str:
+    """The text as a name that a dataset may have; empty where no letter and no digit of it is left."""
+    return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
 
 
 MEANT = {"datasets.N.path": "datasets.N.source.path"}
@@ -186,9 +206,9 @@ def read_file(path: Path) -> dict[str, Any]:
         elif isinstance(value := reader(_text_of(path)), dict):
             return value
         else:
-            problem = f"holds {type(value).__name__}, not settings by name"
+            problem = "is empty" if value is None else f"holds {type(value).__name__}, not settings by name"
     except FileNotFoundError:
-        problem = "no such file; configs/ holds complete examples"
+        problem = "no such file; configs/ holds complete examples, and `latentcache init PHOTOS` writes a first one"
     except UnsafeStoreError as error:
         problem = error.detail
     except StoreError as error:

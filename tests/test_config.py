@@ -167,6 +167,12 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
         ({"datasets": [{"name": "my style!", "source": {"path": "x"}}]}, r"datasets\.0\.name: .*'my-style' would do"),
         ({"encode": {"cache_latents": True}}, r"encode\.cache_latents: unknown setting$"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
+        (
+            {"datasets": [{"name": "a", "source": "ph"}]},
+            r"source: give settings .* source: \{path: ph\} \(met: 'ph'\)$",
+        ),
+        ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
+        ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
@@ -208,6 +214,7 @@ def test_an_unknown_dataset_is_named(config_file: Path) -> None:
         ("run.json", "{", "is not valid JSON"),
         ("run.json", "[" * 200_000, "is not valid JSON"),
         ("run.yaml", "- 1", "holds list"),
+        ("run.yaml", "", "is empty"),
         ("run.yaml", "cache:\n\tpath: c", "YAML wants spaces"),
         ("run.yaml", 'cache: {path: "C:\\Users\\me"}', "write 'C:.Users.me' in single quotes"),
         ("run.ini", "", "unknown suffix '.ini'"),
@@ -287,7 +294,9 @@ def test_a_secret_in_a_location_is_not_repeated(given: str) -> None:
         location_of(given)
     with pytest.raises(ValidationError) as invalid:
         CacheConfig(path=given)
-    for text in (str(caught.value), str(invalid.value)):
+    with pytest.raises(ConfigError, match="cache: give settings by their names") as misplaced:
+        parse_config(MINIMAL | {"cache": given})
+    for text in (str(caught.value), str(invalid.value), str(misplaced.value)):
         assert "SEC" not in text and "RET" not in text
 
 

@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from cyclopts import App, CycloptsError
+from pydantic import ValidationError
 
 import latentcache
 from latentcache.cli import commands
+from latentcache.cli.init_command import init
 from latentcache.cli.interop_commands import export_app, import_app
 from latentcache.cli.output import DONE, fail
 from latentcache.cli.remote_commands import REMOTE_COMMANDS
 from latentcache.cli.service_commands import SERVICE_COMMANDS
+from latentcache.config_file import said
 from latentcache.errors import LatentCacheError
 from latentcache.utils.extras import naming_extras
 
@@ -32,7 +35,7 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # `main` says what is safe
 )
-for command in (*commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
+for command in (init, *commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
     app.command(command)
 app.command(import_app)
 app.command(export_app)
@@ -54,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else DONE
-    except (LatentCacheError, CycloptsError) as error:
+    except (LatentCacheError, CycloptsError) as raised:
+        error, cause = raised, raised.__cause__
+        if isinstance(raised, CycloptsError) and isinstance(cause, ValidationError):  # a flag names a section
+            error = said(cause, "flags")
         print(f"latentcache: {error}", file=sys.stderr)
         return fail(error, as_json)
     except KeyboardInterrupt:

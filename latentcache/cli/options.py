@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +38,9 @@ def flags_of(section: type[BaseModel], prefix: str = "") -> type[BaseModel]:
             described = f"{field.description or ''} [{type_name(field.annotation)}; {default}]"
             group = EVERYDAY if dotted in EVERYDAY_NAMES else SETTINGS
             fields[name] = (Annotated[str | None, Parameter(group=group)], Field(None, description=described))
-    return create_model(f"{section.__name__}Flags", __config__=ConfigDict(extra="forbid"), **fields)
+    # cyclopts lets all settings of a dataset pass, by whatever name: the schema names those that it does not know.
+    config = ConfigDict(extra="allow" if prefix.startswith("datasets.") else "forbid")
+    return create_model(f"{section.__name__}Flags", __config__=config, **fields)
 
 
 if TYPE_CHECKING:
@@ -66,7 +69,9 @@ class ConfigOptions:
     def load(self, path: Path) -> Config:
         """The config in a file, with the settings that were given as flags. Raises ConfigError."""
         if path.is_dir():
-            message = "is a folder, not a config; configs/ holds complete examples: set datasets.0.source.path to it"
+            message = (
+                f"is a folder, not a config; `latentcache init {shlex.quote(str(path))}` writes one for its images"
+            )
             raise ConfigError(message, source=str(path))
         given = None if self.settings is None else self.settings.model_dump(exclude_none=True)
         return load_config(path, overrides=given)

@@ -30,7 +30,7 @@ TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
 """A diffusers folder in the package: a tiny model that was trained on the quickstart's photos."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HUB_STEP = "Download it once while online, or name a local folder"
+_HUB_STEP = "Download it once while online (hf download NAME), or name a local folder"
 
 
 def refused(part: str, message: str) -> ModelError:

@@ -1,0 +1,140 @@
+"""`latentcache init`: a first config for a folder of images, and what is in the folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import Parameter
+
+from latentcache.cli.options import AsJson
+from latentcache.cli.output import DONE
+from latentcache.config import DatasetConfig
+from latentcache.config_file import near_name, parse_config
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.families import DEFAULT_REPOSITORY
+from latentcache.types import Refusal
+from latentcache.utils.wording import MAX_NAMED, counted, first_of
+
+REPEATS = re.compile(r"([1-9][0-9]{0,5})_(.+)")
+"""A folder's name as kohya has it: `10_cats`."""
+CLIP_TOKENS = 75
+CLIP_PIECES = re.compile(r"[^\W\d_]+|\d|(?:[^\w\s]|_)+")
+"""What CLIP's tokenizer never joins: it makes at least one token of each."""
+BUCKETS = {
+    None: "{area: 1048576}  # pixels at most: 1024 * 1024",
+    "kohya": "{rule: kohya, resolution: 1024, max_side: 2048}  # resolution and max_bucket_reso of the training",
+    "onetrainer": "{rule: onetrainer, resolution: 1024}  # resolution of the training",
+}
+HEAD = """# SDXL, by `latentcache init`; configs/sdxl.yaml shows every setting. Paths begin where the command runs.
+cache: {path: cache/sdxl}  # what is encoded; datasets and runs may share it
+datasets:
+"""
+DATASET = """  - name: '{name}'  # {num_samples} images, {num_bare} without a caption
+    repeats: {repeats}  # how often an epoch visits each image
+    source: {source}  # captions of cat.jpg are the lines of cat.txt; `kind: imagefolder` for metadata.jsonl
+    buckets: {buckets}
+"""
+TAIL = f"""model: {{path: {DEFAULT_REPOSITORY}}}  # or a diffusers folder, or a .safetensors file
+encode: {{store_dtype: float16}}  # half the space of float32
+"""
+NOTES = {
+    "buckets": "buckets, height x width",
+    "without_caption": "no caption, trained on the empty one",
+    "cut_captions": f"a caption of over {CLIP_TOKENS} words and signs, which SDXL cuts; precache may name more",
+    "refused": "refused",
+}
+
+
+def init(
+    photos: Path,
+    config: Path | None = None,
+    *,
+    trainer: Annotated[Literal["kohya", "onetrainer"] | None, Parameter(name="--for")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write a first config for a folder of images, for SDXL, and say what is in the folder.
+
+    Args:
+        photos: The folder. Subfolders such as `10_cats` become datasets of so many repeats.
+        config: The .yaml file to write; none is overwritten. Default: by the folder's name, in the current folder.
+        trainer: The trainer whose buckets are made. Default: those of latentcache.
+    """
+    from latentcache.dataset.samples import is_image, walk
+
+    photos = photos.expanduser()
+    config = config or Path(f"{near_name(photos.resolve().name) or 'photos'}.yaml")
+    if config.exists() or config.suffix not in (".yaml", ".yml"):
+        problem = "exists, and is left as it is" if config.exists() else "does not end in .yaml"
+        raise ConfigError(f"{problem}; `latentcache init PHOTOS OTHER.yaml` writes OTHER.yaml", source=str(config))
+    folders = [found for found in walk(str(photos)) if not isinstance(found, Refusal)]
+    tops = [top for top in dict.fromkeys(name.partition("/")[0] for name, _ in folders) if REPEATS.fullmatch(top)]
+    text, found = HEAD, dict[str, Any]()
+    for folder in [photos / top for top in tops] or [photos]:
+        match = REPEATS.fullmatch(folder.resolve().name)
+        name = near_name(match[2] if match else folder.resolve().name) or "photos"
+        name = f"{name[:56]}-{len(found) + 1}" if name.lower() in map(str.lower, found) else name
+        source, buckets = {"path": folder.as_posix()}, BUCKETS[trainer]
+        settings = {"name": name, "repeats": match[1] if match else 1, "source": source}
+        found[name] = has = _look(DatasetConfig.model_validate(settings | {"buckets": yaml.safe_load(buckets)}))
+        flow = yaml.safe_dump(source, default_flow_style=True, width=1 << 20, allow_unicode=True).strip()
+        filled = {"name": name, "source": flow, "num_bare": len(has["without_caption"]), "buckets": buckets}
+        text += DATASET.format_map(has | filled)
+    parse_config(yaml.safe_load(text + TAIL), source=str(config))
+    with config.open("x", encoding="utf-8") as file:
+        file.write(text + TAIL)
+    images = [f"{folder}/{name}".lstrip("/") for folder, names in folders for name in names if is_image(name)]
+    others = [image for image in images if tops and image.partition("/")[0] not in tops]
+    name = shlex.quote(str(config))
+    steps = [f"latentcache precache {name} --dry-run", f"latentcache precache {name}"]
+    for manifest, has in found.items() if trainer == "kohya" else ():
+        steps.append(f"latentcache export kohya {shlex.quote(has['path'])} --config {name} --manifest {manifest}")
+    told = {"config": str(config), "datasets": found, "left_out": others, "next": steps}
+    print(json.dumps(told) if as_json else "\n".join(_sentences(told)))
+    return DONE
+
+
+def _sentences(told: Mapping[str, Any]) -> Iterator[str]:
+    """What the JSON document says, for people."""
+    for name, has in told["datasets"].items():
+        yield f"{name}: {counted(has['num_samples'], 'image')} in {has['path']}; repeats: {has['repeats']}"
+        for which, note in NOTES.items():
+            what = has[which]
+            if names := [f"{each} ({what[each]})" for each in what] if isinstance(what, dict) else what:
+                yield f"  {note} ({len(names):,}): {first_of(names[:MAX_NAMED], len(names))}"
+    if others := told["left_out"]:
+        named = first_of(others[:MAX_NAMED], len(others))
+        yield f"{counted(len(others), 'image')} left out, in no folder with repeats: {named}"
+    yield from (f"wrote {told['config']}. Read it, then run", *(f"  {step}" for step in told["next"]))
+
+
+def _look(dataset: DatasetConfig) -> dict[str, Any]:
+    """What a dataset has, by the names of NOTES. DatasetError where it has no images."""
+    from latentcache.dataset.bucket_rules import BucketRule
+    from latentcache.dataset.images import probe
+    from latentcache.dataset.sources import open_source
+
+    source, rule = open_source(dataset.source), BucketRule(dataset.buckets)
+    sizes, refused, bare, cut = Counter[str](), dict[str, str](), list[str](), list[str]()
+    samples = list(source.samples())
+    for sample in samples:
+        if isinstance(sample, Refusal):
+            refused[sample.sample_id] = sample.reason
+            continue
+        bare += [] if sample.has_caption else [sample.sample_id]
+        # Without apostrophes: the tokenizer takes some together with letters.
+        lengths = [len(CLIP_PIECES.findall(caption.replace("'", ""))) for caption in sample.captions]
+        cut += [sample.sample_id] if max(lengths) > CLIP_TOKENS else []
+        try:
+            geometry = rule.geometry(probe(source.read(sample), sample.path, dataset.images))
+            sizes[str(geometry.target_size if geometry else "no-bucket")] += 1
+        except ImageRefused as error:
+            refused[sample.sample_id] = error.reason
+    where = {"path": dataset.source.path.as_posix(), "repeats": dataset.repeats, "num_samples": len(samples)}
+    return where | {"buckets": dict(sizes), "without_caption": bare, "cut_captions": cut, "refused": refused}

@@ -1,0 +1,98 @@
+"""`latentcache init`: the config that it writes is one, and it says what is in the folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.photo_files import write_photo
+
+from latentcache.config_file import load_config
+
+RunJson = Callable[..., tuple[int, Any]]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three photos in the working directory's `photos`: a caption, one that is too long, none; and an empty file."""
+    monkeypatch.chdir(tmp_path)
+    photos = tmp_path / "photos"
+    write_photo(photos / "a.png", 1, (512, 512)).with_suffix(".txt").write_text("a red house")
+    write_photo(photos / "b.png", 2, (512, 640)).with_suffix(".txt").write_text("tag, " * 40)
+    write_photo(photos / "sub" / "c.png", 3, (640, 512))
+    (photos / "bad.png").write_bytes(b"")
+    return photos
+
+
+def test_a_plain_folder(folder: Path, run: Run, run_json: RunJson) -> None:
+    code, out, _ = run("init", "photos")
+    assert code == 0 and "photos: 4 images in photos" in out and "sub/c.png" in out and "bad.png (empty)" in out
+    assert out.splitlines()[-2:] == [
+        "  latentcache precache photos.yaml --dry-run",
+        "  latentcache precache photos.yaml",
+    ]
+    [dataset] = load_config("photos.yaml").datasets
+    assert (dataset.name, dataset.repeats, dataset.source.path) == ("photos", 1, Path("photos"))
+    code, told = run_json("init", folder, "other.yml")
+    [found] = told["datasets"].values()
+    assert code == 0 and told["config"] == "other.yml" and not told["left_out"] and found["num_samples"] == 4
+    assert found["buckets"] == {"1024x1024": 1, "896x1152": 1, "1152x896": 1} and found["refused"] == {
+        "bad.png": "empty"
+    }
+    assert found["without_caption"] == ["bad.png", "sub/c.png"] and found["cut_captions"] == ["b.png"]
+    code, report = run_json("precache", "photos.yaml", "--model.path", "tiny", "--encode.device", "cpu", "--dry-run")
+    assert code == 0 and report["num_samples"] == 4 and report["num_refused"] == 1
+
+
+@pytest.mark.parametrize("trainer", ["kohya", "onetrainer"])
+def test_folders_with_repeats_are_datasets(folder: Path, run_json: RunJson, trainer: str) -> None:
+    for name in ("10_cats", "5_cats", "3_кот", "dogs"):
+        shutil.copytree(folder, folder.parent / "set" / name)
+    code, told = run_json("init", "set", "--for", trainer)
+    assert code == 0 and len(told["left_out"]) == 4 and told["left_out"][0] == "dogs/a.png"
+    datasets = {dataset.name: dataset for dataset in load_config("set.yaml").datasets}
+    assert {name: dataset.repeats for name, dataset in datasets.items()} == {"cats": 10, "photos": 3, "cats-3": 5}
+    assert datasets["photos"].source.path == Path("set/3_кот")
+    assert {dataset.buckets.rule for dataset in datasets.values()} == {trainer}
+    exports = [step for step in told["next"] if step.startswith("latentcache export kohya set/10_cats ")]
+    assert len(exports) == (trainer == "kohya")
+
+
+def test_one_folder_with_repeats(folder: Path, run_json: RunJson) -> None:
+    folder.rename("10_ohwx style")
+    assert run_json("init", "10_ohwx style")[0] == 0
+    [dataset] = load_config("10_ohwx-style.yaml").datasets
+    assert (dataset.name, dataset.repeats) == ("ohwx-style", 10)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+@pytest.mark.parametrize("name", [r"C:\Users\me", "it's: #1, {a}", "null", "two\nlines", "~tilde", "a\udcffb"])
+def test_odd_names_of_folders_are_quoted(folder: Path, run_json: RunJson, name: str) -> None:
+    shutil.move(folder, folder.parent / name)
+    code, told = run_json("init", folder.parent / name, "run.yaml")
+    assert code == 0 and load_config("run.yaml").datasets[0].source.path == folder.parent / name
+    assert len(told["datasets"]) == 1
+
+
+def test_what_is_not_done(folder: Path, run: Run, run_json: RunJson) -> None:
+    for name in ("nothing", "notes"):
+        (folder.parent / name).mkdir()
+    (folder.parent / "notes" / "a.txt").write_text("a caption without an image")
+    for name, message in (("nothing", "holds no images"), ("notes", "holds no images"), ("nowhere", "No such file")):
+        code, error = run_json("init", name)
+        assert code == 2 and name in error["error"] and message in error["error"]
+        assert not Path(f"{name}.yaml").exists()
+    Path("photos.yaml").write_text("mine")
+    code, _, err = run("init", "photos")
+    assert (
+        code == 2 and "photos.yaml: exists, and is left as it is" in err and Path("photos.yaml").read_text() == "mine"
+    )
+    assert "does not end in .yaml" in run("init", "photos", "photos.toml")[2] and not Path("photos.toml").exists()
+    assert '"kohya", "onetrainer"' in run("init", "photos", "--for", "comfy")[2]
+    code, _, err = run("precache", "photos")
+    assert code == 2 and "photos: is a folder, not a config; `latentcache init photos` writes one" in err
