@@ -66,10 +66,3 @@ def test_without_such_tokens_nothing_changes(filled: Callable[..., dict[str, Any
     found, right = (filled("sdxl", parts_of("sdxl", eos_token_id=number, added=False)) for number in (2, None))
     assert "pooled_at" not in found["recipe"]
     assert torch.equal(found[LEARNED]["pooled_prompt_embeds"], right[LEARNED]["pooled_prompt_embeds"])
-
-
-def test_the_callers_encoder_is_left_as_it_was(filled: Callable[..., dict[str, Any]]) -> None:
-    parts = parts_of("sdxl")
-    filled("sdxl", parts)
-    modules = [each for each in parts["text_encoder_2"].modules() if hasattr(each, "eos_token_id")]
-    assert modules and all(each.eos_token_id == 2 for each in modules)

@@ -18,9 +18,7 @@ from safetensors.torch import save_file
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig, ValidationConfig
 from latentcache.errors import ConfigError
-from latentcache.families import family_of_denoiser
-from latentcache.families.base import Family
-from latentcache.models.denoiser import load_denoiser, load_scheduler
+from latentcache.models.denoiser import load_denoiser
 from latentcache.models.lora import LORA_FILE, load_lora, lora_settings, save_lora
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
@@ -85,12 +83,6 @@ def test_a_denoiser_in_every_form(run: FamilyRun, other: Any, form: str, tmp_pat
     assert load_denoiser(path, dtype=torch.bfloat16, model=model).dtype == torch.bfloat16
 
 
-def test_tiny_is_the_families_own(run: FamilyRun) -> None:
-    model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
-    check_same(load_denoiser(dtype=F32, model=model), run.denoiser)
-    assert type(load_scheduler(model=model)) is type(run.parts["scheduler"])
-
-
 def test_a_lora_that_is_saved_is_the_one_that_is_loaded(run: FamilyRun, tmp_path: Path) -> None:
     trained = adapted(run)
     expected = output(run, trained)
@@ -112,11 +104,6 @@ def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step", model=trained, extra={"lora": lora_settings(trained)})
     model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
     assert torch.equal(output(run, load_denoiser(tmp_path / "step", dtype=F32, model=model)), output(run, trained))
-
-
-def test_its_class_and_config_say_its_family(run: FamilyRun) -> None:
-    expected = "qwen-image" if run.family.text_reads_control else run.family.name
-    assert family_of_denoiser(run.denoiser).name == expected
 
 
 def settings(**changes: Any) -> ValidationConfig:
@@ -144,15 +131,3 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
     # The cached texts were encoded in another batch. On some processors a batch changes last bits, and these change
     # how a value of nearly n + 0.5 is rounded.
     assert np.abs(np.asarray(sample.image) - image * 255).max() <= 0.501
-
-
-def test_sides_that_the_denoiser_does_not_take_are_refused(run: FamilyRun) -> None:
-    def check(family: Family, **sides: int) -> None:
-        check_sampling(run.parts["vae"], run.parts["scheduler"], settings(**sides), family)
-
-    if run.family.patch == 1:
-        check(run.family, height=72)
-        return
-    with pytest.raises(ConfigError, match=r"width is 72, .* multiples of 16") as raised:
-        check(run.family, width=72)
-    assert raised.value.key == "validation.width"

@@ -11,18 +11,15 @@ import torch
 from helpers.family_runs import TEXTS, family_config
 from helpers.tiny_models import tiny_model
 
-from latentcache.errors import ConfigError
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import Family
 from latentcache.models.model_loader import LoadedModels
-from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Entry
 
 FLOAT8 = "float8_e4m3fn"
 PADDED = [name for name in FAMILIES if not family_named(name).can_drop_padding]
-EXACT = [name for name in FAMILIES if family_named(name).can_drop_padding]
 
 
 def models_of(family: Family, **changed: Any) -> LoadedModels:
@@ -63,14 +60,6 @@ def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_pat
             )
             # A rounding to 4 significant bits is wrong by 1/16 at most, and by 0.026 in the mean of their squares.
             assert 0.01 < relative_rms < 0.04 and cosine > 0.999
-
-
-@pytest.mark.families
-@pytest.mark.parametrize("name", EXACT)
-def test_where_padding_is_dropped_it_is_refused(name: str, tmp_path: Path) -> None:
-    family = family_named(name)
-    with pytest.raises(ConfigError, match="stores no padding, which saves more"):
-        choose_encodings(family_config(tmp_path, text_store_dtype=FLOAT8), models_of(family), {})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,8 @@ import torch
 import transformers
 from helpers.tiny_models import tiny_model
 
-from latentcache.errors import ModelError
-from latentcache.families import base, family_named
+from latentcache.families import family_named
 from latentcache.families.base import Family
-from latentcache.families.hidden_states import HiddenStates
 
 LAYERS = {
     "qwen-image": "model.language_model",
@@ -107,30 +104,6 @@ def test_each_weight_that_is_digested_changes_the_result(name: str) -> None:
     assert torch.equal(encoded(family), before)
 
 
-READ = ("z-image", *LAYERS)
-"""Families whose texts are hidden states."""
-
-
-def hooks_of(module: torch.nn.Module) -> list[int]:
-    """transformers leaves its own at an encoder, where it was asked for hidden states."""
-    return [len(each._forward_hooks) for each in module.modules()]
-
-
-def without_stand_in(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pipeline gets the encoder itself, and reads its hidden states by their index."""
-    own = sys.modules[type(family).__module__]
-    module = own if hasattr(own, "HiddenStates") else base
-    monkeypatch.setattr(module, "HiddenStates", lambda encoder, modules: encoder)
-
-
-@pytest.mark.parametrize("name", READ)
-def test_a_text_has_the_bits_of_the_pipelines_own_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = family_named(name)
-    found = [encoded(family, text, 40) for text in ("cat", "a red cat on the table")]
-    without_stand_in(family, monkeypatch)
-    assert all(map(torch.equal, found, [encoded(family, text, 40) for text in ("cat", "a red cat on the table")]))
-
-
 def test_an_encoder_within_a_model_with_a_head_gives_the_same() -> None:
     family, parts = family_named("z-image"), tiny("z-image")
     model = transformers.Qwen3ForCausalLM(parts["text_encoder"].config).eval().requires_grad_(False)
@@ -139,29 +112,3 @@ def test_an_encoder_within_a_model_with_a_head_gives_the_same() -> None:
     with torch.no_grad():
         found = family.encode_text({**parts, "text_encoder": model}, texts, recipe)["prompt_embeds"][0]
     assert torch.equal(found, encoded(family))
-
-
-def test_a_compiled_encoder_is_run_as_it_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks that are added to a compiled module are not run."""
-    encoder, expected = tiny("z-image")["text_encoder"], encoded(family_named("z-image"))
-    monkeypatch.setattr(encoder, "_compiled_call_impl", lambda *_, **__: pytest.fail("the compiled one was called"))
-    assert torch.equal(encoded(family_named("z-image")), expected)
-
-
-def test_a_state_that_the_family_does_not_name_is_refused() -> None:
-    encoder, ids = tiny("z-image")["text_encoder"], torch.ones(1, 3, dtype=torch.int64)
-    states = HiddenStates(encoder, {1: "layers.0", 3: "layers.2"})(input_ids=ids).hidden_states
-    assert states[3].shape == (1, 3, 16)
-    with pytest.raises(ModelError, match=r"reads hidden state 2, but the family's texts are made of 1, 3: .* version"):
-        states[2]
-    for end, number in (("layers.7", 0), ("mlp", 4), ("ayers.0", 0)):
-        with pytest.raises(ModelError, match=f"^text_encoder: {number} modules of Qwen3Model have names that end in"):
-            HiddenStates(encoder, {1: end})
-
-
-def test_a_module_that_is_not_run_is_an_error() -> None:
-    encoder = tiny("krea2")["text_encoder"]
-    before, states = hooks_of(encoder), HiddenStates(encoder, {1: "language_model.layers.0", 2: "visual.merger"})
-    with torch.no_grad(), pytest.raises(ModelError, match="ran without 1 of the modules whose outputs are read"):
-        states(input_ids=torch.ones(1, 3, dtype=torch.int64))
-    assert hooks_of(encoder) == before

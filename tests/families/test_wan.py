@@ -11,19 +11,17 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.wan import pipeline_wan
+from helpers.family_references import NoNoise
 from helpers.tiny_models import tiny_folder, tiny_model
-from safetensors.torch import save_file
 
-from latentcache.config import Config, ModelConfig, ValidationConfig
+from latentcache.config import Config, ValidationConfig
 from latentcache.dataset.samples import Sample
-from latentcache.errors import ConfigError, ModelError
+from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
-from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
 from latentcache.models.vae import encode_images, keep_output, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.preparation import TextKeys
-from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import TextTask
 from latentcache.scaleout.encoder import RayEncoder
 from latentcache.types import Padding
@@ -36,11 +34,6 @@ TEXTS = ["cat", "a red cat &amp; a  table ", ""]
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
     return tiny_model(WAN.name)
-
-
-@pytest.fixture(scope="module")
-def pipeline(parts: dict[str, Any]) -> Any:
-    return WAN.pipeline(**parts)
 
 
 def encoded(parts: Mapping[str, Any], texts: list[str], **settings: Any) -> dict[str, torch.Tensor]:
@@ -88,14 +81,6 @@ def test_scaled_latents_are_those_of_the_pipeline_that_takes_a_video(parts, num_
     with torch.no_grad():
         expected = live.prepare_latents(video, 2, 16, 32, 48, torch.float32, "cpu", timestep=timestep)
     assert torch.equal(facts.scaling.apply(stored), expected)
-
-
-class NoNoise:
-    """For a scheduler, where the latents are wanted to which a pipeline adds noise."""
-
-    @staticmethod
-    def add_noise(latents: torch.Tensor, *_: Any) -> torch.Tensor:
-        return latents
 
 
 def test_an_image_is_a_video_of_one_frame_whatever_batch_it_is_in(parts):
@@ -159,47 +144,6 @@ def test_images_of_the_5b_model_are_those_of_its_pipeline(parts, vae_of_5b):
     assert torch.allclose(predicted, denoiser(**given).sample, atol=1e-5)
     [sample] = decode_samples(vae_of_5b, [found], [prompt], validation)
     assert sample.image.size == (96, 64)
-
-
-@pytest.mark.parametrize("form", ["folder", "file", "original file"])
-def test_a_denoiser_of_image_to_video_is_refused_by_what_it_is(parts, form, tmp_path):
-    denoiser = transformer_like(parts["transformer"], in_channels=36)
-    if form == "folder":
-        denoiser.save_pretrained(path := tmp_path / "transformer")
-    else:
-        prefix = ORIGINAL_PREFIX if form == "original file" else ""
-        tensors = {prefix + name: value.contiguous() for name, value in denoiser.state_dict().items()}
-        save_file(tensors, path := tmp_path / "wan_i2v.safetensors")
-    with pytest.raises(ModelError, match="makes videos from a first frame"):
-        load_denoiser(path, dtype=torch.float32, model=ModelConfig(path=tiny_folder("wan"), family="wan"))
-
-
-def test_a_prediction_is_the_pipelines_own_call(parts, pipeline):
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
-
-    def record(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[torch.Tensor]) -> None:
-        calls.append((args, kwargs, output[0]))
-
-    handle = parts["transformer"].register_forward_hook(record, with_kwargs=True)
-    try:
-        pipeline(TEXTS[0], height=32, width=48, num_frames=5, num_inference_steps=2, guidance_scale=1.0)
-    finally:
-        handle.remove()
-    _, call, expected = calls[-1]
-    assert 1 < call["timestep"].item() < 1000, "not divided by 1000"
-    batch = {"prompt_embeds": padded_again(encoded(parts, [TEXTS[0]]))}
-    with torch.no_grad():
-        found = WAN.predict(parts["transformer"], call["hidden_states"], call["timestep"], batch)
-    assert torch.equal(found, expected)
-
-
-def test_buckets_that_the_denoiser_does_not_take_are_refused(make_config: Callable[..., Config]) -> None:
-    buckets = {"area": 96 * 96, "step": 8}
-    with pytest.raises(ConfigError, match="sides that are multiples of 16 pixels; set step") as caught:
-        run_precache(make_config(**{"model.path": tiny_folder("wan"), "datasets.0.buckets": buckets}))
-    assert caught.value.key == "datasets.buckets"
-    with_sdxl = make_config(**{"datasets.0.buckets": buckets})
-    assert run_precache(with_sdxl, dry_run=True).num_misses > 0
 
 
 def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_it(

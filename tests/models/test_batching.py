@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -22,26 +21,6 @@ def _quick_collections() -> Iterator[None]:
 
 def raised(item, error):
     raise error
-
-
-def run(runner, items, encode, on_failure=raised):
-    """Each batch of one group with its result, none ahead."""
-    return runner.run_ahead([items], encode, lambda result: result, on_failure, num_ahead=0)
-
-
-def test_what_the_failed_call_held_is_freed_before_the_next_one():
-    references, alive = [], []
-
-    def encode(items):
-        alive.append([reference() is not None for reference in references])
-        big = torch.zeros(8)
-        references.append(weakref.ref(big))
-        if len(items) > 1:
-            raise torch.OutOfMemoryError("out of memory")
-        return items
-
-    list(run(BatchRunner("vae", 2, "cpu"), [0, 1], encode))
-    assert alive == [[], [False], [False, False]]
 
 
 def test_a_real_shortage_of_the_cpu_allocator_is_recognised():
@@ -135,17 +114,3 @@ def test_another_error_comes_after_the_results_of_what_was_launched_before(phase
         for batch, _ in runner.run_ahead([range(5)], calls["launch"], calls["fetch"], raised, num_ahead=1):
             done += batch
     assert done == [0, 1]
-
-
-def test_groups_are_asked_for_when_they_are_needed():
-    asked = []
-
-    def groups():
-        for number in range(10):
-            asked.append(number)
-            yield [number]
-
-    device = Device()
-    results = BatchRunner("vae", 4, "cpu").run_ahead(groups(), device.launch, device.fetch, raised, num_ahead=1)
-    next(results)
-    assert asked == [0, 1]

@@ -5,7 +5,6 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from helpers.encoding import encode_captions
 
-from latentcache.errors import ModelError
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts, tiny_pipeline
@@ -53,23 +52,6 @@ def test_a_surrounding_autocast_does_not_count(text):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = encode_captions(text, ["a cat"])
     assert all(torch.equal(inside[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("clip_skip", [-1, 2, 99])
-def test_a_clip_skip_beyond_the_layers_names_the_allowed_range(text, clip_skip):
-    with pytest.raises(ModelError, match=rf"clip_skip is {clip_skip}, but these text encoders allow 0 to 1"):
-        encode_captions(text, ["a cat"], clip_skip=clip_skip)
-
-
-def test_tokens_know_how_long_the_captions_were(text):
-    captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
-    tokens = SDXL.tokenize(text, captions)
-    uncut = [
-        [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
-        for tokenizer in (text["tokenizer"], text["tokenizer_2"])
-    ]
-    assert [each.num_tokens for each in tokens] == [max(pair) for pair in zip(*uncut, strict=True)]
-    assert {ids.shape for each in tokens for ids in each.input_ids} == {(1, 77)}
 
 
 def test_captions_that_are_tokenized_together_and_encoded_apart_are_those_that_are_alone(text):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_encoders
 
-from latentcache.errors import EncodeError
 from latentcache.models.tiny import tiny_pipeline
 from latentcache.models.vae import decode_fitting, decode_latents
 
@@ -108,13 +107,6 @@ def test_the_bits_are_the_pipelines(
     assert np.array_equal(images, pipeline_images(copy.deepcopy(vae), latents))
 
 
-def test_statistics_of_latents_as_in_the_pipeline(vae: torch.nn.Module, latents: torch.Tensor) -> None:
-    plain = decode_latents(vae, latents)
-    vae.register_to_config(latents_mean=[0.1, 0.2, 0.3, 0.4], latents_std=[1.0, 2.0, 3.0, 4.0])
-    images = decode_latents(vae, latents)
-    assert np.array_equal(images, pipeline_images(vae, latents)) and not np.array_equal(images, plain)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_a_decode_that_raises_leaves_the_vae_as_it_was(
@@ -137,35 +129,6 @@ def test_a_decode_that_raises_leaves_the_vae_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         decode_latents(vae, latents, tiled=tiled)
     assert seen == [(torch.float32 if dtype == torch.float16 else dtype, tiled)]
-
-
-def test_memory_that_runs_out_while_upcasting(
-    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vae.half()
-    untouched()
-    cast, calls = torch.Tensor.float, []
-
-    def float_(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append(tensor)
-        if len(calls) == 5:
-            raise torch.OutOfMemoryError("simulated")
-        return cast(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "float", float_)
-    with pytest.raises(torch.OutOfMemoryError):
-        decode_latents(vae, latents)
-    assert len(calls) == 5
-
-
-def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
-    untouched()
-    images, tiled = decode_fitting(vae, latents)
-    assert not tiled and np.array_equal(images, decode_latents(vae, latents))
-    vae.enable_tiling()
-    tiles, tiled = decode_fitting(vae, latents)
-    assert tiled and not np.array_equal(tiles, images)
-    vae.disable_tiling()
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -192,28 +155,10 @@ def _short(error: type[RuntimeError]) -> None:
     raise error("CUDA out of memory. Simulated")
 
 
-def test_tiles_that_do_not_fit_either(
-    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    untouched()
-    monkeypatch.setattr(vae, "decode", lambda *_, **__: _short(torch.OutOfMemoryError))
-    with pytest.raises(EncodeError, match=r"tiles do not fit .* on the CPU") as caught:
-        decode_fitting(vae, latents)
-    assert caught.value.problem == "out-of-memory"
-
-
 def test_other_errors_are_not_taken_for_a_shortage(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
     untouched()
     with pytest.raises(RuntimeError, match="channels"):
         decode_fitting(vae, latents[:, :3])
-
-
-def test_numbers_that_are_not_finite_become_black(
-    vae: torch.nn.Module, latents: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
-    images = decode_latents(vae, latents * torch.nan)
-    assert not images.any()
-    assert "18432 of 18432 decoded numbers are NaN" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen-image", "wan"])

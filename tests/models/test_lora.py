@@ -13,12 +13,11 @@ from diffusers.utils import convert_state_dict_to_diffusers
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from single_file import original_unet_name
-from unets import F16, F32, TINY, adapted_unet, frozen_unet, output
+from unets import F32, TINY, adapted_unet, frozen_unet, output
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.errors import ModelError, StoreError
 from latentcache.integrations.diffusers import load_unet
-from latentcache.models import lora
 from latentcache.models.lora import LORA_FILE, load_lora, save_lora
 
 TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
@@ -92,12 +91,6 @@ def test_settings_come_with_the_file(settings, tmp_path):
     check_loaded(unet, adapted, name)
 
 
-def test_without_alphas_each_is_the_rank(tmp_path):
-    adapted = adapted_unet(lora_alpha=4).requires_grad_(False)
-    unet = frozen_unet(5)
-    check_loaded(unet, adapted, load_lora(unet, save_diffusers(adapted, tmp_path / "lora", metadata=False)))
-
-
 @pytest.mark.parametrize("original", [True, False])
 def test_kohyas_alphas_are_those_of_their_layers(original, tmp_path):
     alphas = {"to_q": 12, "conv1": 2, "to_out.0": 7}
@@ -121,15 +114,6 @@ def test_the_scale(adapted, tmp_path):
     assert torch.equal(output(none), output(frozen_unet(5)))
 
 
-def test_the_adapter_has_the_unets_dtype(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = frozen_unet(5, F16)
-    load_lora(unet, path)
-    assert {parameter.dtype for parameter in unet.parameters()} == {F16}
-    half = torch.nn.Module.to(adapted_unet(target_modules=TARGETS), F16).requires_grad_(False)
-    assert torch.equal(output(unet), output(half))
-
-
 def test_a_saved_lora_is_whole_and_can_be_loaded(adapted, tmp_path):
     path = save_lora(adapted, tmp_path)
     assert path == tmp_path / LORA_FILE and list(tmp_path.iterdir()) == [path]
@@ -150,39 +134,6 @@ def test_a_second_lora_acts_next_to_the_first(adapted, tmp_path):
     torch.testing.assert_close(output(both), output(other_way))
     load_lora(alone, second, scale=2.0)
     assert not torch.allclose(output(both), output(alone))
-
-
-def test_next_to_the_adapter_of_a_checkpoint(adapted, tmp_path):
-    save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = load_unet(tmp_path / "step", dtype=F32, model=TINY)
-    load_lora(unet, path)
-    twice = frozen_unet(5)
-    load_lora(twice, path, scale=2.0)
-    torch.testing.assert_close(output(unet), output(twice))
-
-
-def test_nothing_else_changes(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = frozen_unet(5)
-    unet.train()
-    unet.conv_in.requires_grad_(True)
-    before = {id(parameter): parameter.clone() for parameter in unet.parameters()}
-    state = torch.get_rng_state()
-    load_lora(unet, path)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(module.training for module in unet.modules())
-    after = {id(parameter): parameter for parameter in unet.parameters()}
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-    assert [name for name, p in unet.named_parameters() if p.requires_grad] == ["conv_in.weight", "conv_in.bias"]
-
-
-def test_a_file_may_be_replaced_while_its_lora_is_in_use(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = frozen_unet(5)
-    name = load_lora(unet, path)
-    os.truncate(path / LORA_FILE, 0)
-    check_loaded(unet, adapted, name)
 
 
 # Refusals.
@@ -241,14 +192,6 @@ def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
         del tensors[name]
     save_file(tensors, path := tmp_path / "lora.safetensors")
     refused(frozen_unet(5), path, r"does not fit this UNet.*to_q")
-
-
-@pytest.mark.parametrize("kind", ["hada_w1_a", "dora_scale"])
-def test_kohyas_other_kinds_are_refused_and_not_read_as_a_lora(kind, adapted, tmp_path):
-    tensors = kohya_tensors(adapted, True, 10)
-    name = next(name for name in tensors if name.endswith("to_q.alpha"))
-    save_file({**tensors, name.replace("alpha", kind): torch.ones(1, 64)}, path := tmp_path / "x.safetensors")
-    refused(frozen_unet(5), path, kind)
 
 
 def test_what_is_no_lora_file_is_refused(adapted, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from helpers.tiny_models import save_diffusers_folder, tiny_denoiser, tiny_encoders
 
 from latentcache import LatentCache
-from latentcache.config import Config, ModelConfig
+from latentcache.config import Config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.precache.run import run_precache
@@ -61,18 +61,6 @@ def test_every_part_is_that_of_the_revision(
     file = tmp_path / "trained" / "diffusion_pytorch_model.safetensors"
     again = load_denoiser(file, dtype=torch.float32, model=config.model)
     assert again.config.cross_attention_dim == unet.config.cross_attention_dim
-
-
-def test_a_revision_without_a_hub_id_is_an_error(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    for path in ("tiny", "tiny-photos", str(tmp_path), str(file), "missing.safetensors"):
-        with pytest.raises(ValueError, match=r"revision is 'v1', but .* is no hub id"):
-            ModelConfig(path=path, revision="v1")
-    config = tmp_path / "config.yaml"
-    config.write_text("datasets: [{name: photos, source: {path: photos}}]\nmodel: {path: tiny}\n")
-    code, _, errors = run("precache", config, "--model.revision", "v1")
-    assert code != 0 and "revision is 'v1'" in errors
 
 
 def test_a_revision_that_the_hub_does_not_have_is_an_error(make_config: Callable[..., Config], hub: str) -> None:

@@ -7,20 +7,13 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-from latentcache.errors import ModelError
-from latentcache.families.scaling import Scaling, latents_from_moments
-from latentcache.families.sdxl import FAMILY as SDXL
+from latentcache.families.scaling import latents_from_moments
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import (
-    VaeFacts,
     encode_images,
     keep_output,
     problems,
-    text_dtype,
-    vae_dtype,
 )
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 
 @pytest.fixture(scope="module")
@@ -42,41 +35,10 @@ def test_moments_are_those_of_the_vae(parts, pixels, moments):
     assert not moments.requires_grad
 
 
-@pytest.mark.parametrize("form", ["tensor", "read-only", "flipped"])
-def test_pixels_may_be_a_tensor_or_any_array(parts, pixels, form):
-    given = {"tensor": torch.from_numpy(pixels), "read-only": pixels.copy(), "flipped": pixels[:, :, ::-1]}[form]
-    if form == "read-only":
-        given.flags.writeable = False
-    plain = np.ascontiguousarray(np.asarray(given))
-    assert torch.equal(encode_images(parts["vae"], given), encode_images(parts["vae"], plain.copy()))
-
-
 def test_a_surrounding_autocast_does_not_count(parts, pixels, moments):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = encode_images(parts["vae"], pixels)
     assert torch.equal(inside, moments)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        np.zeros((1, 8, 8, 3), np.float32),
-        np.zeros((8, 8, 3), np.uint8),
-        np.zeros((1, 3, 8, 8), np.uint8),
-    ],
-)
-def test_pixels_of_another_form_are_refused(parts, wrong):
-    with pytest.raises(ModelError, match=r"uint8 \[B, H, W, 3\] is needed"):
-        encode_images(parts["vae"], wrong)
-
-
-def test_slicing_and_tiling_stay_as_the_caller_set_them(parts, pixels, moments):
-    vae = copy.deepcopy(parts["vae"])
-    vae.enable_slicing()
-    encode_images(vae, pixels)
-    assert (vae.use_slicing, vae.use_tiling) == (True, False)
-    vae.enable_tiling()
-    assert not torch.equal(encode_images(vae, pixels), moments)
 
 
 def test_a_sample_is_that_of_diffusers_for_its_seed(moments):
@@ -129,27 +91,3 @@ def test_an_overflow_in_float16_is_found_and_float32_is_fine(pixels):
     half = encode_images(copy.deepcopy(vae).half(), pixels)
     assert problems(single) == [None] * 3
     assert set(problems(half)) <= {"nan", "inf"}
-
-
-@pytest.mark.parametrize(
-    ("requested", "upcast", "device", "expected"),
-    [
-        ("auto", True, CPU, torch.float32),
-        ("auto", False, CPU, torch.float32),
-        ("auto", True, CUDA, torch.float32),
-        ("auto", False, CUDA, torch.float16),
-        ("float16", True, CUDA, torch.float16),
-        ("bfloat16", True, CUDA, torch.bfloat16),
-    ],
-)
-def test_the_dtype_of_the_vae_comes_with_its_reason(requested, upcast, device, expected):
-    dtype, reason = vae_dtype(requested, VaeFacts(Scaling(), upcast, 4, 8), device)
-    assert dtype is expected
-    assert reason.endswith(".")
-    assert ("force_upcast" in reason) == (device == CUDA and requested != "bfloat16")
-
-
-def test_the_dtype_of_the_text_encoders():
-    assert text_dtype("auto", SDXL, CPU)[0] is torch.float32
-    assert text_dtype("auto", SDXL, CUDA)[0] is torch.float16
-    assert text_dtype("bfloat16", SDXL, CUDA)[0] is torch.bfloat16
