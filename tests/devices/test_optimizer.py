@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState
-from helpers.packed_optimizers import PackedMomentum
 
 from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer, state_tensors
 from latentcache.errors import CheckpointError, DeviceError
@@ -65,17 +61,6 @@ def test_loaded_state_shares_no_memory_with_its_source(flags: dict[str, Any]) ->
     assert all(torch.equal(a.value, b.value) for a, b in values)
 
 
-def test_loaded_objects_of_state_share_nothing_with_their_source() -> None:
-    param = torch.nn.Parameter(torch.ones(2))
-    source, optimizer = PackedMomentum([param]), PackedMomentum([param])
-    param.grad = torch.ones(2)
-    source.step()
-    load_optimizer_state(optimizer, source.state_dict())
-    [before], [after] = source.state[param]["momentum"], optimizer.state[param]["momentum"]
-    assert after is not before and torch.equal(after.codes, before.codes)
-    assert after.codes.data_ptr() != before.codes.data_ptr()
-
-
 def test_loaded_settings_of_groups_share_nothing_with_their_source() -> None:
     (_, source), (_, optimizer) = trained(), trained()
     source.param_groups[0]["history"] = [1.0]
@@ -113,17 +98,6 @@ def test_flags_stay_and_settings_come() -> None:
     load_optimizer_state(optimizer, source.state_dict())
     group = optimizer.param_groups[0]
     assert (group["fused"], group["foreach"], group["lr"], group["betas"]) == (None, True, 0.5, (0.7, 0.8))
-
-
-def test_the_optimizer_inside_accelerates_wrapper_is_repaired() -> None:
-    try:
-        _, optimizer = trained()
-        wrapper = Accelerator(cpu=True).prepare_optimizer(optimizer)
-        assert isinstance(wrapper, AcceleratedOptimizer)
-        assert repair_optimizer(wrapper).moved == ()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def test_what_cannot_be_repaired_is_named() -> None:

@@ -152,12 +152,11 @@ class Conductor:
 
 
 class ConductedLayer(torch.nn.Module):
-    """A layer's replaced forward; with `wraps` it stands in the model in the layer's place."""
+    """A layer's replaced forward."""
 
-    def __init__(self, layer: torch.nn.Module, conductor: Conductor, *, wraps: bool):
+    def __init__(self, layer: torch.nn.Module, conductor: Conductor):
         super().__init__()
         self.conductor, self._run, self._layer = conductor, layer.forward, lambda: layer
-        self.checkpoint = layer if wraps else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.conductor.before_layer(self._layer())
@@ -186,14 +185,10 @@ def fetched(device: torch.device) -> Denoiser:
     return model
 
 
-def conducted(device: torch.device, *, wraps: bool) -> Denoiser:
+def conducted(device: torch.device) -> Denoiser:
     model, conductor = Denoiser().to(device), Conductor(device)
     for number in range(1, NUM_BLOCKS):
         layer = model.blocks[number]
-        made = ConductedLayer(layer, conductor, wraps=wraps)
-        if wraps:
-            model.blocks[number] = made
-        else:
-            layer.forward = made.forward
+        layer.forward = ConductedLayer(layer, conductor).forward
         layer.to("cpu")
     return model

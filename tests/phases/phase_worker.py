@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 from helpers.gloo_ranks import report
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from latentcache.errors import PhaseError
 from latentcache.phases.phases import Phases
 
 NUM_STEPS = 4
@@ -184,41 +182,14 @@ def in_fsdp() -> dict[str, Any]:
     return seen | {"outcomes": outcomes, "averages": averages}
 
 
-def in_fsdp1() -> dict[str, Any]:
-    def shard(net: Net) -> torch.nn.Module:
-        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
-
-    refused: list[str] = []
-
-    def try_to(run: Run) -> None:
-        try:
-            validate(run)
-        except PhaseError as error:
-            refused.append(str(error))
-
-    run = Run(shard)
-    return {
-        "reason": run.phases.not_moved().get("unet"),
-        "outcomes": {
-            "without": run.run(),
-            "after the update": Run(shard).run(validate),
-            "before the update": Run(shard).run(try_to, before_update=True),
-            "with an ema": Run(shard, averaged=True).run(try_to),
-        },
-        "refused": refused,
-    }
-
-
 def main() -> None:
     rank, world_size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
-    # BatchNorm's buffers are averaged over no ranks; FSDP1 is deprecated in favour of fully_shard.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*FullyShardedDataParallel")
     try:
-        found = {"ddp": in_ddp(), "fsdp": in_fsdp(), "fsdp1": in_fsdp1()}
+        found = {"ddp": in_ddp(), "fsdp": in_fsdp()}
     finally:
         dist.destroy_process_group()
     report(found)

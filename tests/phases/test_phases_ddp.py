@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,13 +37,6 @@ class Run:
         self.reduced.clear()
         self.ddp(torch.ones(2, 3)).square().sum().backward()
         return len(self.reduced)
-
-
-@pytest.fixture
-def frozen() -> Iterator[Callable[[], None]]:
-    """A call hides every object from the garbage collector, until the test ends."""
-    yield gc.freeze
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -85,16 +77,3 @@ def test_a_cast_under_ddp_is_an_error_that_says_what_to_do(
     for tensor, dtype, memory, values in before:
         assert (tensor.dtype, tensor.data_ptr()) == (dtype, memory) and torch.equal(tensor, values)
     assert run.step() == 0, "the hooks are there: this is no error"
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
-def test_objects_that_are_frozen_after_phases_are_built_hide_no_ddp(
-    given: Callable[[Any], torch.nn.Module], frozen: Callable[[], None]
-) -> None:
-    run = Run(given)
-    frozen()
-    assert run.phases.not_moved() == {"unet": REASON}
-    refused = pytest.raises(PhaseError, match="wrap the module in DistributedDataParallel again")
-    with refused, run.phases.enter("validate") as phases:
-        phases.module("unet").half()

@@ -1,4 +1,4 @@
-"""The phase switch in two processes on gloo: DistributedDataParallel, fully_shard and FullyShardedDataParallel."""
+"""The phase switch in two processes on gloo: DistributedDataParallel and fully_shard."""
 
 from __future__ import annotations
 
@@ -47,12 +47,3 @@ def test_shards_are_not_moved_and_not_left_gathered(ranks: list[dict[str, Any]])
         assert found["left gathered"] == 0
         assert found["flags restored"] and not found["training"]
         assert found["compiled after it"] and not found["compiled in the phase"]
-
-
-def test_fsdp1_is_refused_where_it_would_train_with_old_weights(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        found = rank["fsdp1"]
-        assert found["reason"] == "FullyShardedDataParallel is sharded by FSDP1"
-        for scenario in ("after the update", "before the update", "with an ema"):
-            assert found["outcomes"][scenario] == found["outcomes"]["without"]
-        assert len(found["refused"]) == 2 and all("zero_grad(set_to_none=True)" in text for text in found["refused"])

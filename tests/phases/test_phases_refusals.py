@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -79,19 +78,6 @@ def test_wrong_names_are_refused_and_change_nothing(act: Callable[[Phases], Any]
     assert state(small) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"immovable": ["te"]}, r"immovable names \['te'\]; the modules are unet, vae"),
-        ({"validate": Phase(("te",))}, "phase validate: names te"),
-        ({"train": Phase((), ("unet",))}, "phase train: trains unet, which it parks"),
-    ],
-)
-def test_wrong_declarations_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(PhaseError, match=message):
-        Phases(small_parts(), device="cpu", **options)
-
-
 def test_one_module_under_two_names_is_refused() -> None:
     """One name could be parked in eval mode, and the other trained on the device."""
     parts = small_parts()
@@ -109,39 +95,6 @@ def test_a_part_without_values_is_refused_where_a_phase_needs_it() -> None:
         with pytest.raises(PhaseError, match="load the part first") as caught:
             small.lend("vae").__enter__()
         assert caught.value.offenders == ("vae.weight",) and small.current == "validate"
-
-
-class Bare:
-    """An EMA of another library."""
-
-    shadow_params: list[torch.Tensor]
-
-    def __init__(self, *methods: str, num: int | None = None):
-        for method in methods:
-            setattr(self, method, lambda parameters: None)
-        if num is not None:
-            self.shadow_params = [torch.zeros(1)] * num
-
-
-@pytest.mark.parametrize(
-    ("ema", "message"),
-    [
-        (Bare(num=4), "the ema is a Bare without store, copy_to, restore"),
-        (
-            Bare("store", "copy_to", "restore", num=3),
-            "the ema averages 3 parameters, but the denoiser has 4, 4 of them trained; build it over one of these",
-        ),
-    ],
-)
-def test_an_ema_that_does_not_fit_is_refused(ema: Bare, message: str) -> None:
-    small = Phases(small_parts() | {"ema": ema}, device="cpu")
-    small.start("train")
-    before = state(small)
-    with pytest.raises(PhaseError, match=message), small.enter("validate"):
-        pass
-    assert state(small) == before
-    with small.enter(Phase(on_device=("unet",))):
-        assert small.current == "custom", "a phase without averages has no need of it"
 
 
 def test_averages_come_in_and_out_of_a_nested_phase_once() -> None:
@@ -256,19 +209,3 @@ class _LinesUntil:
                 press_ctrl_c()
             self._left -= 1
         return self.trace
-
-
-def test_phases_work_in_another_thread(small: Phases) -> None:
-    before, found = state(small), []
-
-    def work() -> None:
-        handler = signal.getsignal(signal.SIGINT)
-        with small.enter("validate"), small.lend("vae"):
-            found.append((small.module("unet").training, signal.getsignal(signal.SIGINT) is handler))
-            torch.rand(2)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [(False, True)]
-    assert state(small) == before

@@ -8,16 +8,116 @@ from typing import Any
 import pytest
 import schedulefree
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from diffusers.training_utils import EMAModel
-from helpers.phase_wrapped import WrappedRun, assert_as_without, assert_same, forward, validate
+from helpers.encoding import HIDDEN_SIZE, HIDDEN_SIZE_2
+from helpers.phase_training import SIDE, small_unet
 from peft import LoraConfig
+from torch.utils._pytree import tree_leaves
 
 from latentcache.models.tiny import tiny_parts
 from latentcache.phases.phases import Phases
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights="gaussian")
+Wrap = Callable[[torch.nn.Module, torch.optim.Optimizer], tuple[Any, Any]]
+
+
+def as_they_are(unet: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    return unet, optimizer
+
+
+def fused_adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def forward(unet: Any, num: int = 2) -> torch.Tensor:
+    """The UNet on `num` fixed samples: draws nothing but the dropout of train mode."""
+    return unet(
+        torch.linspace(-1, 1, num * 4 * SIDE * SIDE).view(num, 4, SIDE, SIDE),
+        torch.tensor([5, 600])[:num],
+        torch.ones(num, 7, HIDDEN_SIZE + HIDDEN_SIZE_2),
+        added_cond_kwargs={"text_embeds": torch.ones(num, HIDDEN_SIZE_2), "time_ids": torch.ones(num, 6)},
+    ).sample
+
+
+class WrappedRun:
+    """Two runs made alike do the same, bit by bit. `prepare` changes the UNet before the optimizer is built."""
+
+    def __init__(
+        self,
+        wrap: Wrap = as_they_are,
+        *,
+        make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = fused_adamw,
+        prepare: Callable[[Any], object] = lambda unet: None,
+        parts: dict[str, Any] | None = None,
+        **phases: Any,
+    ):
+        torch.manual_seed(3)
+        self.unet = small_unet().train()
+        prepare(self.unet)
+        self.inner_optimizer = make_optimizer([p for p in self.unet.parameters() if p.requires_grad])
+        self.wrapped, self.optimizer = wrap(self.unet, self.inner_optimizer)
+        self.parts = {"unet": self.wrapped, "optimizer": self.optimizer, **(parts or {})}
+        self.phases = Phases(self.parts, device="cpu", **phases)
+        self.phases.start("train")
+        self.losses: list[float] = []
+
+    def backward(self) -> None:
+        noise = torch.randn(2, 4, SIDE, SIDE)
+        loss = F.mse_loss(forward(self.wrapped).float(), noise)
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, validate: Callable[[WrappedRun], object] | None = None, *, num_steps: int = 3) -> list[Any]:
+        """All steps, with `validate` after the backward of one and the update of another; the outcome."""
+        for number in range(num_steps):
+            self.backward()
+            if validate is not None and number == 1:
+                validate(self)
+            self.update()
+            if validate is not None and number == 1:
+                validate(self)
+        return self.outcome()
+
+    def outcome(self) -> list[Any]:
+        """Losses, weights, optimizer state, and the next draw."""
+        states = [self.unet.state_dict(), self.inner_optimizer.state_dict()["state"]]
+        tensors = [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+        return [*self.losses, *(tensor.detach().clone() for tensor in tensors), torch.rand(()).item()]
+
+
+def validate(run: WrappedRun) -> torch.Tensor:
+    """A phase with a forward of the eager module in it."""
+    with run.phases.enter("validate") as phases:
+        assert not phases.module("unet").training
+        output = forward(phases.module("unet"), num=1)
+        assert not output.requires_grad and output.isfinite().all()
+        torch.rand(5)
+        return output
+
+
+def assert_same(one: list[Any], other: list[Any]) -> None:
+    """Bit by bit."""
+    assert len(one) == len(other)
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f"value {number} differs"
+
+
+def assert_as_without(
+    make: Callable[[], WrappedRun], validate: Callable[[WrappedRun], object] = validate
+) -> WrappedRun:
+    """A run with phases in the middle gives what one without them gives. Returns the run with them."""
+    expected = make().run()
+    assert not torch.equal(expected[len(expected) // 2], torch.zeros(())), "nothing was trained"
+    run = make()
+    assert_same(run.run(validate), expected)
+    return run
 
 
 @pytest.fixture
@@ -177,24 +277,6 @@ def add_lora(unet: Any) -> None:
     unet.add_adapter(LORA)
 
 
-def test_a_lora_in_eval_mode_is_put_back_in_eval_mode() -> None:
-    """A UNet whose frozen base is in eval mode while its adapters train: the flags are those of each submodule."""
-
-    run = WrappedRun(prepare=add_lora)
-    run.unet.eval()
-    for name, module in run.unet.named_modules():
-        if "lora_" in name:
-            module.train()
-    modes = {name: module.training for name, module in run.unet.named_modules()}
-    assert set(modes.values()) == {True, False}
-    with run.phases.enter("validate"):
-        assert not any(module.training for module in run.unet.modules())
-        with run.phases.enter("train"):
-            assert all(module.training for module in run.unet.modules())
-        assert not any(module.training for module in run.unet.modules())
-    assert {name: module.training for name, module in run.unet.named_modules()} == modes
-
-
 # What other software manages
 
 
@@ -207,39 +289,6 @@ def quantised(unet: Any) -> None:
     add_lora(unet)
     layer = unet.mid_block.attentions[0].proj_in
     layer.weight = named_like("bitsandbytes")(layer.weight.data, requires_grad=False)
-
-
-def test_a_quantised_base_is_left_and_what_trains_on_it_is_put_back() -> None:
-    """QLoRA: the tensors stay, everything else is put back as on any other part."""
-
-    def disturb(run: WrappedRun) -> None:
-        with run.phases.enter("validate"):
-            forward(run.unet)
-            run.unet.requires_grad_(False)
-            run.optimizer.zero_grad()
-            run.unet.train()
-
-    run = assert_as_without(lambda: WrappedRun(prepare=quantised), disturb)
-    assert run.phases.not_moved() == {
-        "unet": "mid_block.attentions.0.proj_in.weight is a bitsandbytes Params4bit, which its package places"
-    }
-
-
-def partitioned(unet: Any) -> None:
-    for number, parameter in enumerate(unet.parameters()):
-        parameter.ds_id = number
-
-
-def test_a_partitioned_part_keeps_what_its_software_changes() -> None:
-    run = WrappedRun(prepare=partitioned)
-    assert run.phases.not_moved().get("unet") == "conv_in.weight is a partition of DeepSpeed ZeRO-3"
-    taken = run.unet.conv_in.weight
-    with run.phases.enter("validate"):
-        assert not run.unet.training
-        run.unet.conv_in.weight = torch.nn.Parameter(torch.ones_like(taken))  # as a gather may do it
-        run.unet.requires_grad_(False)
-    assert run.unet.conv_in.weight is not taken
-    assert run.unet.training and all(p.requires_grad for p in run.unet.parameters() if p is not run.unet.conv_in.weight)
 
 
 # What else training keeps
@@ -313,3 +362,19 @@ def test_a_phase_inside_a_cast_gives_a_gradient_back_in_the_dtype_of_the_cast() 
             net.zero_grad()
         assert net.weight.grad.dtype == net.weight.dtype == torch.float64
     assert net.weight.dtype == torch.float32 and torch.equal(net.weight.grad, gradient)
+
+
+def test_a_quantised_base_is_left_and_what_trains_on_it_is_put_back() -> None:
+    """QLoRA: the tensors stay, everything else is put back as on any other part."""
+
+    def disturb(run: WrappedRun) -> None:
+        with run.phases.enter("validate"):
+            forward(run.unet)
+            run.unet.requires_grad_(False)
+            run.optimizer.zero_grad()
+            run.unet.train()
+
+    run = assert_as_without(lambda: WrappedRun(prepare=quantised), disturb)
+    assert run.phases.not_moved() == {
+        "unet": "mid_block.attentions.0.proj_in.weight is a bitsandbytes Params4bit, which its package places"
+    }

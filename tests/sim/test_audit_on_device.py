@@ -1,10 +1,7 @@
-"""The audit against a second device. Where a step can run, the step is the judge: what fails must be an error."""
+"""The audit against a second device."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
@@ -12,27 +9,6 @@ from diffusers.training_utils import EMAModel
 
 from latentcache.devices.audit import AuditReport, audit
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
-    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
-    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
-    "adamw-capturable": (torch.optim.AdamW, {"capturable": True}),
-    "radam": (torch.optim.RAdam, {}),
-    "nadam": (torch.optim.NAdam, {}),
-    "nadam-foreach": (torch.optim.NAdam, {"foreach": True}),
-    "nadam-capturable": (torch.optim.NAdam, {"capturable": True}),
-    "adamax": (torch.optim.Adamax, {}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "rprop": (torch.optim.Rprop, {}),
-    "adafactor": (torch.optim.Adafactor, {}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "adagrad-fused": (torch.optim.Adagrad, {"fused": True}),
-    "asgd": (torch.optim.ASGD, {}),
-    "asgd-foreach": (torch.optim.ASGD, {"foreach": True}),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
-}
 
 
 def small(device: torch.device) -> torch.nn.Sequential:
@@ -44,14 +20,6 @@ def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
     optimizer.zero_grad()
     net(torch.ones(5, 3, device=device) * torch.arange(5, device=device)[:, None]).square().sum().backward()
     optimizer.step()
-
-
-def stepped(name: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    net = small(device)
-    kind, options = OPTIMIZERS[name]
-    optimizer = kind(net.parameters(), lr=0.01, **options)
-    step(net, optimizer, device)
-    return net, optimizer
 
 
 def paths(report: AuditReport, level: str = "error") -> list[str]:
@@ -114,27 +82,6 @@ def test_a_training_step_of_the_tiny_denoiser_is_clean(device: torch.device) -> 
     assert dict(report.devices)["batch"] == str(device)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_torch_judges_each_misplaced_state(name: str, device: torch.device) -> None:
-    """Each state tensor alone is moved to the other device: the step fails exactly where the audit says error."""
-    net, optimizer = stepped(name, device)
-    tensors = [key for key, value in optimizer.state[net[2].weight].items() if isinstance(value, torch.Tensor)]
-    assert tensors
-    for key in tensors:
-        net, optimizer = stepped(name, device)
-        state = optimizer.state[net[2].weight]
-        state[key] = state[key].to("cpu" if state[key].device == device else device)
-        report = audit({"net": net, "optimizer": optimizer}, device=device)
-        try:
-            step(net, optimizer, device)
-        except (RuntimeError, AssertionError):
-            assert paths(report) == [f"optimizer.net.2.weight.{key}"], f"{key}: the step fails"
-        else:
-            assert report.ok, f"{key}: the step runs, but {report.to_text()}"
-            expected = [f"optimizer.net.2.weight.{key}"] if key == "step" and "asgd" not in name else []
-            assert paths(report, "warning") == expected
-
-
 def test_parked_parts_have_a_device_of_their_own(device: torch.device) -> None:
     net, vae = small(device), small(torch.device("cpu"))
     assert audit({"net": net, "vae": vae}, device={"vae": "cpu"}).ok
@@ -146,7 +93,10 @@ def test_parked_parts_have_a_device_of_their_own(device: torch.device) -> None:
 
 
 def test_parked_optimizer_state(device: torch.device) -> None:
-    net, optimizer = stepped("adamw", device)
+    net = small(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True)
+    net(torch.randn(5, 3, device=device)).sum().backward()
+    optimizer.step()
     for state in optimizer.state.values():
         for key in state:
             state[key] = state[key].cpu()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.loss_cases import SCHEDULER, make_cache
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
@@ -48,39 +46,3 @@ def test_the_device_gives_the_cpus_losses(cache: LatentCache, device: torch.devi
     )
     assert other.measurement_settings == cpu.measurement_settings
     assert losses(other) == pytest.approx(losses(cpu), rel=TOLERANCE[device.type])
-
-
-class CountReads(TorchDispatchMode):
-    """Counts what the host reads from the device: values, and copies to the CPU."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        on_host = isinstance(result, bool | int | float) or (
-            isinstance(result, torch.Tensor) and result.device.type == "cpu"
-        )
-        self.num += on_host and any(tensor.device.type != "cpu" for tensor in given)
-        return result
-
-
-def test_the_host_waits_once_a_batch(cache: LatentCache, device: torch.device) -> None:
-    class Still(torch.nn.Module):
-        """Waits for nothing itself."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1, device=device))
-            self.num_calls = 0
-
-        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
-            assert {sample.device, timestep.device} == {device}
-            self.num_calls += 1
-            return (sample * self.weight,)
-
-    unet = Still()
-    with CountReads() as reads:
-        report = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
-    assert report.loss.num == 7
-    assert reads.num == unet.num_calls

@@ -1,19 +1,25 @@
-"""What a device's memory allows: the batches of the VAE, and text encoders layer by layer."""
+"""What a device's memory allows: the batches of the VAE, and text encoders layer by layer, with the same bits."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.config import Config
+from latentcache.devices.placement import device_of
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import inference
 from latentcache.models.model_loader import LoadedModels
+from latentcache.models.running import WEIGHTS_SHARE, encoders_placed, weight_bytes
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
@@ -24,6 +30,7 @@ IMAGE_BYTES = 1024 * 1024 * 5 * 128 * 4
 """What an image of 1024x1024 is taken to need in float32."""
 
 SetFree = Callable[..., None]
+TEXTS = ["a red cat on the table", "cats", ""]
 
 
 @pytest.fixture
@@ -138,3 +145,73 @@ def test_a_text_is_refused_where_float32_does_not_fit(
     report = run_precache(config, models=LoadedModels(**parts), workspace=Workspace())
     assert report.num_encoded == 5 and {refusal.reason for refusal in report.refused} == {"out-of-memory"}
     assert all("not even layer by layer" in refusal.detail for refusal in report.refused)
+
+
+# Text encoders that are larger than the free memory
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layer_by_layer_gives_the_same_bits(name: str, device: torch.device, set_free: SetFree) -> None:
+    family = family_named(name)
+    parts = tiny_encoders(name)
+    encoders = {part: parts[part] for part in family.names("text_encoder")}
+    recipe = family.text_recipe()
+    texts = family.tokenize(parts, TEXTS)
+
+    def encoded() -> dict[str, torch.Tensor]:
+        with inference(device):
+            return {field: tensor.cpu() for field, tensor in family.encode_text(parts, texts, recipe).items()}
+
+    set_free(1 << 40)
+    with encoders_placed(encoders, device) as notes:
+        assert notes == {}
+        whole = encoded()
+    before = {part: tensors_of(encoder) for part, encoder in encoders.items()}
+    largest = max(encoders, key=lambda part: weight_bytes(encoders[part]))
+    encoders[largest].train()
+    set_free(0.9 * weight_bytes(encoders[largest]) / WEIGHTS_SHARE)
+    with encoders_placed(encoders, device) as notes:
+        assert "layer by layer" in notes[largest] and "are free" in notes[largest]
+        assert {tensor.device.type for tensor in encoders[largest].parameters()} == {device.type, "meta"}
+        assert not encoders[largest].training
+        pieces = encoded()
+        again = encoded()
+        with encoders_placed(encoders, device) as inner:  # as a stage does inside of what a service has placed
+            assert inner == {}
+        assert {tensor.device.type for tensor in encoders[largest].parameters()} == {device.type, "meta"}
+    assert whole.keys() == pieces.keys()
+    for field, tensor in whole.items():
+        assert torch.equal(tensor, pieces[field]) and torch.equal(tensor, again[field]), field
+    assert encoders[largest].training
+    for part, encoder in encoders.items():
+        assert device_of(encoder).type == "cpu"
+        after = tensors_of(encoder)
+        # Module.to gives buffers new objects, and its parameters new memory.
+        own = {each: t for each, t in before[part].items() if part == largest or isinstance(t, torch.nn.Parameter)}
+        assert all(after[each] is tensor for each, tensor in own.items()), part
+        assert "to" not in vars(encoder) and not hasattr(encoder, "hf_device_map")
+
+
+def test_a_service_makes_room_for_text_encoders_that_fit_alone(
+    make_config: Callable[..., Config], photos: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer each prompt takes longer, and so it would stay until the models are idle."""
+    config, parts = make_config(**{"encode.device": str(device), "encode.text_dtype": "float32"}), tiny_parts()
+    beside_the_vae = int(0.9 * weight_bytes(parts["text_encoder_2"]) / WEIGHTS_SHARE)
+
+    def free(_: object = None) -> tuple[int, int]:
+        return (1 << 40 if device_of(parts["vae"]).type == "cpu" else beside_the_vae), 1 << 40
+
+    monkeypatch.setattr(torch.get_device_module(device), "mem_get_info", free)
+    with MissEncoder(config, Workspace(), models=LoadedModels(**parts)) as encoder:
+        [(_, image)] = encoder.image((photos / "a.png").read_bytes())
+        for task, kind in ((image, "image"), (encoder.prompt("a red house"), "text")):
+            [future] = encoder.submit([task]).values()
+            future.result(60)
+            assert encoder.loaded == {kind}
+        for name in ("text_encoder", "text_encoder_2"):
+            assert device_of(parts[name]).type == device.type and not hasattr(parts[name], "hf_device_map")

@@ -26,8 +26,7 @@ MAKERS: dict[str, Callable[[torch.device], Denoiser]] = {
     "kohya": partial(swapped, moves_norms=True),
     "simpletuner": streamed,
     "ai-toolkit": fetched,
-    "onetrainer": partial(conducted, wraps=False),
-    "onetrainer compiled": partial(conducted, wraps=True),
+    "onetrainer": conducted,
     "diffusers blocks": partial(grouped, level="block_level"),
     "diffusers leaves": partial(grouped, level="leaf_level"),
 }

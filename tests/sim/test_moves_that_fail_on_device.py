@@ -123,19 +123,3 @@ def test_no_room_at_the_beginning_of_a_phase_changes_nothing(
     assert parts["unet"].places() == {device.type}
     assert [(tensor.device, tensor.data_ptr()) for tensor in parts["vae"].parameters()] == memory
     assert phases.current == "train"
-
-
-@pytest.mark.parametrize("call", ["start", "place"])
-def test_a_placement_that_fails_leaves_parts_whole_and_says_what_repairs_it(
-    call: str, parts: dict[str, Any], card: Card, device: torch.device
-) -> None:
-    phases = Phases(parts, device=device)
-    card.room -= 1
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        getattr(phases, call)()
-    notes = " ".join(caught.value.__notes__)
-    assert f"unet was not put on {device}" in notes and "Phases.place()" in notes
-    assert parts["unet"].places() == parts["vae"].places() == {"cpu"}
-    card.room += 1
-    phases.place()
-    assert phases.on_device() == {"unet"} and parts["unet"].places() == {device.type}

@@ -54,18 +54,6 @@ class Model:
 class OlderModel(Model):
     """`vae_to`, `text_encoder_to`, ... and `to`."""
 
-    def vae_to(self, device: torch.device) -> None:
-        self.move("vae", device)
-
-    def unet_to(self, device: torch.device) -> None:
-        self.move("unet", device)
-
-    def text_encoder_to(self, device: torch.device) -> None:
-        self.move("text_encoder", device)
-
-    def text_encoder_2_to(self, device: torch.device) -> None:
-        self.move("text_encoder_2", device)
-
     def to(self, device: torch.device) -> None:
         for name in ("vae", "unet", *ENCODERS):
             self.move(name, device)
@@ -75,6 +63,10 @@ class OlderModel(Model):
         for name in ("vae",) if kind == "image" else ENCODERS:
             getattr(self, f"{name}_to")(self.device)
         self.eval()
+
+
+for _name in ("vae", "unet", *ENCODERS):
+    setattr(OlderModel, f"{_name}_to", lambda self, device, name=_name: self.move(name, device))
 
 
 class NewerModel(Model):

@@ -1,4 +1,4 @@
-"""Every torch optimizer under every flag: state loaded too early fails, and the optimizer's own policy repairs it."""
+"""Every torch optimizer under every flag: misplaced state fails, the audit says so, and a repair puts it right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from helpers.optimizer_steps import train
 from torch.utils._pytree import tree_map_only
 
-from latentcache.devices.optimizer import FLAGS, load_optimizer_state, repair_optimizer, state_rule, state_tensors
+from latentcache.devices.audit import audit
+from latentcache.devices.optimizer import FLAGS, repair_optimizer, state_rule, state_tensors
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"amsgrad": True},
@@ -85,14 +86,6 @@ def loaded_too_early(name: str, setting: str, device: torch.device) -> tuple[tor
     return model, optimizer
 
 
-def move_everything(optimizer: torch.optim.Optimizer) -> None:
-    """The remedy that is passed around: every tensor of state to the device of its parameter."""
-    for param, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[name] = value.to(param.device)
-
-
 def syncs_of_a_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, host_syncs: Callable[[], Any]
 ) -> int:
@@ -128,37 +121,6 @@ def test_state_loaded_before_the_move_fails_until_it_is_repaired(
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("setting", ["foreach", "loop"])
-def test_moving_everything_costs_host_syncs_and_repair_undoes_it(
-    setting: str, device: torch.device, host_syncs: Callable[[], Any]
-) -> None:
-    model, optimizer = loaded_too_early("AdamW", setting, device)
-    move_everything(optimizer)
-    assert any("step" in line for line in misplaced(optimizer))
-    assert syncs_of_a_step(model, optimizer, device, host_syncs) > 0
-
-    report = repair_optimizer(optimizer)
-
-    assert {moved.moved_to for moved in report.moved} == {torch.device("cpu")}
-    assert list(misplaced(optimizer)) == []
-    assert syncs_of_a_step(model, optimizer, device, host_syncs) == 0
-
-
-@pytest.mark.parametrize("setting", ["default", "fused", "capturable"])
-def test_state_of_a_checkpoint_keeps_the_flags_that_the_caller_built(setting: str, device: torch.device) -> None:
-    """VAR #127: the state came from an optimizer with other flags."""
-    for other in ("default", "fused", "capturable"):
-        _, state = saved_state("AdamW", other, device)
-        model, optimizer = built("AdamW", setting, device)
-        flags = {flag: optimizer.param_groups[0][flag] for flag in FLAGS}
-        state["param_groups"][0]["lr"] = 0.25
-        load_optimizer_state(optimizer, state)
-        assert {flag: optimizer.param_groups[0][flag] for flag in FLAGS} == flags
-        assert optimizer.param_groups[0]["lr"] == 0.25
-        assert list(misplaced(optimizer)) == []
-        train(model, optimizer, range(3, 4), device)
-
-
 def test_float32_moments_of_bfloat16_parameters_keep_their_bits(device: torch.device) -> None:
     model = torch.nn.Linear(3, 2).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -173,19 +135,26 @@ def test_float32_moments_of_bfloat16_parameters_keep_their_bits(device: torch.de
             assert state[name].flatten()[0].item() == torch.tensor(1 / 3).item()
 
 
-def test_an_8_bit_optimizer_is_asked_itself(device: torch.device) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    if device.type != "cuda":
-        pytest.skip("the kernels of bitsandbytes need a real accelerator")
-    model = torch.nn.Linear(128, 128, bias=False).to(device)
-    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), min_8bit_size=1)
-    model(torch.ones(1, 128, device=device)).sum().backward()
-    optimizer.step()
-    state = optimizer.state[model.weight]
-    assert state["state1"].dtype == torch.uint8
-    before = state["state1"].clone()
-    state["state1"] = state["state1"].cpu()
-    repair_optimizer(optimizer)
-    assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
-    assert torch.equal(optimizer.state[model.weight]["state1"], before)
-    optimizer.step()
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_torch_judges_each_misplaced_state(name: str, setting: str, device: torch.device) -> None:
+    """Each state tensor alone is moved to the other device: the step fails exactly where the audit says error."""
+
+    def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = built(name, setting, device)
+        train(model, optimizer, range(2), device)
+        return model, optimizer
+
+    model, optimizer = stepped()
+    tensors = [key for key, value in optimizer.state[model[2].weight].items() if isinstance(value, torch.Tensor)]
+    assert tensors
+    for key in tensors:
+        model, optimizer = stepped()
+        state = optimizer.state[model[2].weight]
+        state[key] = state[key].to("cpu" if state[key].device == device else device)
+        report = audit({"net": model, "optimizer": optimizer}, device=device)
+        try:
+            train(model, optimizer, range(2, 3), device)
+        except (RuntimeError, AssertionError):
+            assert [each.path for each in report.errors] == [f"optimizer.net.2.weight.{key}"], f"{key}: the step fails"
+        else:
+            assert report.ok, f"{key}: the step runs, but {report.to_text()}"

@@ -66,34 +66,6 @@ def test_what_other_software_places_is_left_where_it_is(
     assert places() == {place}
 
 
-def test_weights_that_were_parked_in_inference_mode_can_be_trained(device: torch.device) -> None:
-    training = Training(device)
-    training.step()
-    with training.phases.enter("sample"), torch.inference_mode(), training.phases.enter(Phase(on_device=("vae",))):
-        assert training.phases.on_device() == {"vae"}
-    assert not any(parameter.is_inference() for parameter in training.unet.parameters())
-    training.step()
-
-
-def test_averages_that_are_parked_come_back(device: torch.device) -> None:
-    """The UNet comes from the CPU, its averages come in on the device, and it makes room for the VAE with them in."""
-    training = Training(device, "ema")
-    training.step()
-    training.step()
-    with training.phases.enter(Phase(on_device=())) as phases:
-        trained = training.unet.mid_block.resnets[0].conv1.weight
-        assert trained.device == CPU
-        values = trained.detach().clone()
-        with phases.enter("sample"):
-            average = trained.detach().clone()
-            assert not torch.equal(average.cpu(), values)
-            with phases.enter(Phase(on_device=("vae",), averaged=True)):
-                assert torch.equal(trained, average.cpu())
-            assert torch.equal(trained, average), "the averages are no longer in"
-        assert torch.equal(trained, values)
-    training.step()
-
-
 def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.device) -> None:
     """Memory that it kept is not put back: the weights have been moved and trained since."""
     training = Training(device)

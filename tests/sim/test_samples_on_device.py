@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
-from latentcache.validation.sample_images import PromptEmbeddings, prompt_embeddings
+from latentcache.validation.sample_images import prompt_embeddings
 
 CPU = torch.device("cpu")
 PROMPTS = ["a validation prompt", "a late idea"]
@@ -72,40 +71,3 @@ def test_the_whole_path_on_a_device_gives_the_images_of_the_cpu(
     for image, sample in zip(images, expected, strict=True):
         other = np.asarray(sample.image)
         assert other.std() > 1 and np.abs(image.astype(int) - other).max() <= 2
-
-
-def made_up(device: torch.device) -> list[PromptEmbeddings]:
-    shapes = {"prompt_embeds": (1, 77, 72), "pooled_prompt_embeds": (1, 40)}
-    both = ({name: torch.ones(shape, device=device) for name, shape in shapes.items()} for _ in range(2))
-    return [PromptEmbeddings("made up", "", *both)]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_half_precision_vae_is_upcast_and_put_back(
-    device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    vae = parts["vae"].half()
-    before = [(id(p), p.dtype, p.device, p.detach().clone()) for p in vae.parameters()]
-    unet = tiny_denoiser().half().to(device)
-    (made,) = made_up(device)
-    half = {name: tensor.half() for name, tensor in made.embeds.items()}
-    embeddings = [replace(made, embeds=half, negative=half)]
-    seen = []
-    decode = vae.decode
-
-    def watched(latents: torch.Tensor, **kwargs: Any) -> Any:
-        seen.append((latents.dtype, latents.device, vae.dtype, vae.device))
-        if fails:
-            raise KeyboardInterrupt
-        return decode(latents, **kwargs)
-
-    monkeypatch.setattr(vae, "decode", watched)
-    if fails:
-        with pytest.raises(KeyboardInterrupt):
-            generate(unet, vae, tiny_pipeline().scheduler, embeddings, SETTINGS)
-    else:
-        assert generate(unet, vae, tiny_pipeline().scheduler, embeddings, SETTINGS)[0].image.size == (96, 64)
-    assert seen == [(torch.float32, device, torch.float32, device)]
-    for (number, dtype, device_before, values), parameter in zip(before, vae.parameters(), strict=True):
-        assert (number, dtype, device_before) == (id(parameter), parameter.dtype, parameter.device)
-        assert torch.equal(values, parameter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from helpers.report_samples import SETTINGS, losses, report
 
 from latentcache.errors import MetricsError
 from latentcache.utils.json_document import to_bytes
-from latentcache.validation.metrics import Estimate, LossReport, Metrics, TimestepBin, read_history
+from latentcache.validation.metrics import LossReport, Metrics, read_history
 from latentcache.validation.results import ValidationReport
 
 
@@ -45,11 +44,6 @@ def test_metrics_come_back_as_they_were_written(tmp_path: Path, nan: bool) -> No
     assert equal(found.loss_report, losses(5, nan=nan)) and found.to_json() == written.to_json()
 
 
-def test_metrics_without_a_loss_have_no_report(tmp_path: Path) -> None:
-    found = Metrics.read(write(ValidationReport(step=7), tmp_path))
-    assert found.loss_report is None and math.isnan(found.loss) and found.num_samples == 0
-
-
 def test_fields_and_settings_of_a_later_version(tmp_path: Path) -> None:
     document = report(3).to_json() | {"added_later": 1}
     document["measurement_settings"] |= {"min_timestep": 20}
@@ -58,16 +52,6 @@ def test_fields_and_settings_of_a_later_version(tmp_path: Path) -> None:
     assert found is not None and found.by_timestep == losses(3).by_timestep
     assert found.measurement_settings != SETTINGS, "another setting may give other losses"
     assert list(SETTINGS.differences(found.measurement_settings)) == ["min_timestep is None in one and 20 in the other"]
-
-
-def test_estimates() -> None:
-    assert Estimate.of([1.0, 3.0]) == Estimate(mean=2.0, standard_error=1.0, num=2)
-    assert Estimate.of([1.0]) == Estimate(mean=1.0, standard_error=None, num=1)
-    for values in ([], [1.0, math.inf], [math.nan, 1.0]):
-        estimate = Estimate.of(values)
-        assert math.isnan(estimate.mean) and estimate.standard_error is None and estimate.num == len(values)
-    part = TimestepBin.of([0.5], first=0, end=10)
-    assert part.model_dump(by_alias=True) == {"loss": 0.5, "standard_error": None, "num": 1, "first": 0, "end": 10}
 
 
 # What does not fit
@@ -119,17 +103,3 @@ def test_steps_come_back_as_they_were_measured_in_order(tmp_path: Path) -> None:
     for step, loss in history.items():
         assert equal(loss, losses(step, nan=step == 500))
     assert math.isnan(history[500].loss.mean)
-
-
-def test_links_pipes_copies_and_other_folders_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(report(1, num_images=0), tmp_path / "validation")
-    (tmp_path / "validation" / "000002").symlink_to(tmp_path / "validation" / "000001")
-    (tmp_path / "validation" / "000003").mkdir()
-    (tmp_path / "validation" / "000003" / "metrics.json").symlink_to(tmp_path / "validation/000001/metrics.json")
-    (tmp_path / "validation" / "000004").mkdir()
-    os.mkfifo(tmp_path / "validation" / "000004" / "metrics.json")
-    put(tmp_path / "validation", "000001 (copy)", (tmp_path / "validation/000001/metrics.json").read_bytes())
-    (tmp_path / "validation" / "notes").mkdir()
-    (tmp_path / "validation" / "file").write_text("not a folder")
-    assert list(read_history(tmp_path / "validation")) == [1]
-    assert str(tmp_path / "validation" / "000004" / "metrics.json") in caplog.text and "notes" not in caplog.text

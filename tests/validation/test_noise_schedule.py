@@ -10,19 +10,15 @@ import torch
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
-    DPMSolverMultistepScheduler,
     EDMEulerScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
 )
 from diffusers.training_utils import compute_snr
-from hypothesis import given
-from hypothesis import strategies as st
 
 from latentcache.errors import ConfigError
 from latentcache.families.base import TimestepSampling
-from latentcache.validation.noise_schedule import OFFSET_BITS, NoiseSchedule, index_in, strata
+from latentcache.validation.noise_schedule import NoiseSchedule
 
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 INDEX = torch.tensor([0, 1, 499, 998, 999])
@@ -62,13 +58,6 @@ def test_flow_is_that_of_diffusers(shift: float) -> None:
     assert schedule.noised(LATENTS, NOISE, INDEX)[-1].equal(NOISE[-1]), "the last index is noise alone"
 
 
-@pytest.mark.parametrize("solver", [DPMSolverMultistepScheduler, UniPCMultistepScheduler])
-def test_a_solver_that_samples_flow_stands_for_flow_training(solver: Any) -> None:
-    found = NoiseSchedule.of(solver(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0))
-    expected = NoiseSchedule.of(FlowMatchEulerDiscreteScheduler(shift=3.0))
-    assert found.digest == expected.digest and found.noise_scale.equal(expected.noise_scale)
-
-
 def test_a_scheduler_config_file_is_enough() -> None:
     for scheduler in (EulerDiscreteScheduler(**SDXL), FlowMatchEulerDiscreteScheduler(shift=2.0)):
         config = {**scheduler.config, "_class_name": type(scheduler).__name__}
@@ -99,13 +88,6 @@ def test_zero_terminal_snr_divides_by_nothing(prediction_type: str, limit: float
     last = torch.tensor([999])
     assert schedule.snr(last).item() == 0 and schedule.min_snr_weight(last, 5.0).item() == limit
     assert schedule.noised(LATENTS[:1], NOISE[:1], last).equal(NOISE[:1])
-
-
-@pytest.mark.parametrize(("prediction_type", "limit"), [("epsilon", 0.0), ("v_prediction", 0.0), ("sample", 5.0)])
-def test_a_first_step_without_noise_divides_by_nothing(prediction_type: str, limit: float) -> None:
-    schedule = NoiseSchedule.of(DDPMScheduler(trained_betas=[0.0, 0.5], prediction_type=prediction_type))
-    assert schedule.num_train_timesteps == 2
-    assert schedule.min_snr_weight(torch.tensor([0]), 5.0).item() == limit
 
 
 @pytest.mark.parametrize("scheduler", [DDPMScheduler(**SDXL), FlowMatchEulerDiscreteScheduler(shift=3.0)])
@@ -163,18 +145,6 @@ def test_the_digest_stands_for_what_counts_and_nothing_else() -> None:
 def test_a_scheduler_that_no_training_has_is_refused(scheduler: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         NoiseSchedule.of(scheduler)
-
-
-@given(data=st.data(), num_train_timesteps=st.integers(1, 2000))
-def test_each_stratum_has_one_timestep_in_range(data: st.DataObject, num_train_timesteps: int) -> None:
-    num_timesteps = data.draw(st.integers(1, num_train_timesteps))
-    offset = data.draw(st.integers(0, (1 << OFFSET_BITS) - 1))
-    parts = strata(num_train_timesteps, num_timesteps)
-    assert [index for part in parts for index in part] == list(range(num_train_timesteps))
-    assert len(parts) == num_timesteps and max(map(len, parts)) - min(map(len, parts)) <= 1
-    for part in parts:
-        assert index_in(part, offset) in part
-        assert index_in(part, 0) == part[0] and index_in(part, (1 << OFFSET_BITS) - 1) == part[-1]
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

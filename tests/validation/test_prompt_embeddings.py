@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ModelError, SampleError, TrainableEncoderError
+from latentcache.errors import ModelError, SampleError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.prompts import cache_prompts
@@ -80,17 +79,6 @@ def test_cached_prompts_in_their_order_and_in_the_requesters_dtype(cache: Latent
     exact = prompt_embeddings(cache, [""], "ugly", device=unet, dtype=torch.float32)
     assert exact[0].embeds["prompt_embeds"].dtype == torch.float32
     assert prompt_embeddings(cache, [], "never cached", device="cpu") == []
-
-
-def test_no_negative_prompt_is_zeros(cache: LatentCache) -> None:
-    (embeddings,) = prompt_embeddings(cache, [""], None, device="cpu")
-    assert embeddings.negative_prompt is None
-    assert {name: tuple(zeros.shape) for name, zeros in embeddings.negative.items()} == {
-        "prompt_embeds": (1, 77, 72),
-        "pooled_prompt_embeds": (1, 40),
-    }
-    assert not any(zeros.any() for zeros in embeddings.negative.values())
-    assert embeddings.embeds["prompt_embeds"].any()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +153,7 @@ def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
         assert records[0].provenance["num_tokens"] == records[1].provenance["num_tokens"]
 
 
-def test_lost_and_damaged_entries_are_encoded_again(
+def test_lost_entries_are_encoded_again(
     config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels
 ) -> None:
     row: Row = prompts_of(workspace).rows[prompt_id("a validation prompt")]
@@ -177,15 +165,6 @@ def test_lost_and_damaged_entries_are_encoded_again(
 
     (embeddings,) = prompt_embeddings(cache, ["a validation prompt"], "", device="cpu", encode=encode)
     assert torch.equal(embeddings.embeds["prompt_embeds"], before["prompt_embeds"])
-    needle = before["pooled_prompt_embeds"].numpy().tobytes()
-    for pack in config.cache.path.glob("packs/*/*.safetensors"):
-        data = pack.read_bytes()
-        if needle in data:
-            os.chmod(pack, 0o600)
-            pack.write_bytes(data.replace(needle, bytes(len(needle))))
-    with LatentCache(config.cache.path) as damaged:
-        (embeddings,) = prompt_embeddings(damaged, ["a validation prompt"], "", device="cpu", encode=encode)
-    assert torch.equal(embeddings.embeds["pooled_prompt_embeds"], before["pooled_prompt_embeds"])
 
 
 def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, parts: dict[str, Any]) -> None:
@@ -198,28 +177,6 @@ def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, p
         cache_prompts(config, workspace, models, NEW, device="cpu")
     assert caught.value.part == "text_encoder_2"
     assert prompts_of(workspace).rows == rows and len(workspace.manifests.names()) == 2
-
-
-def test_other_settings_are_refused(
-    make_config: Callable[..., Config], workspace: Workspace, models: LoadedModels
-) -> None:
-    changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
-    with pytest.raises(
-        ModelError,
-        match=r"salt changed \('' -> 'x'\), encoder dtype changed \(float32 -> float16\), "
-        r"stored dtype changed \(float32 -> float16\), clip skip changed \(0 -> 1\)",
-    ):
-        cache_prompts(changed, workspace, models, NEW, device="cpu")
-
-
-def test_an_encoder_that_is_trained_is_refused(
-    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any]
-) -> None:
-    parts["text_encoder_2"].text_projection.requires_grad_(True)
-    before = encoders(parts)
-    with pytest.raises(TrainableEncoderError, match=r"text_encoder_2\.text_projection\.weight requires grad"):
-        cache_prompts(config, workspace, models, NEW, device="cpu")
-    assert encoders(parts) == before
 
 
 @pytest.mark.parametrize("failing", ["text_encoder", "text_encoder_2"])
@@ -237,3 +194,15 @@ def test_an_encoder_that_fails_is_put_back_and_can_be_tried_again(
     hook.remove()
     assert encoders(parts) == before
     assert cache_prompts(config, workspace, models, NEW, device="cpu") == 2
+
+
+def test_other_settings_are_refused(
+    make_config: Callable[..., Config], workspace: Workspace, models: LoadedModels
+) -> None:
+    changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
+    with pytest.raises(
+        ModelError,
+        match=r"salt changed \('' -> 'x'\), encoder dtype changed \(float32 -> float16\), "
+        r"stored dtype changed \(float32 -> float16\), clip skip changed \(0 -> 1\)",
+    ):
+        cache_prompts(changed, workspace, models, NEW, device="cpu")

@@ -16,9 +16,8 @@ from helpers.runner_runs import precache_training_set, runner_for, validation_co
 from PIL import Image
 
 from latentcache.config import Config
-from latentcache.errors import ConfigError, ModelError, SampleError, StoreError, TrainableEncoderError
+from latentcache.errors import ConfigError, SampleError, StoreError, TrainableEncoderError
 from latentcache.loading.cache import LatentCache
-from latentcache.phases.phases import Phases
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.validation import runner as runner_module
@@ -88,11 +87,6 @@ def test_training_goes_on_bit_by_bit_after_a_cold_validation(variant: str, cold:
     assert [i.image.tobytes() for i in first.images] == [i.image.tobytes() for i in second.images]
 
 
-def test_what_a_cold_validation_encodes_is_what_precache_would(cold: LatentCache, config: Config) -> None:
-    runner_for(Training(CPU), cold, config).run(0)
-    assert run_precache(config).num_encoded == 0
-
-
 @pytest.mark.parametrize("stage", ["validation_loss", "denoise", "decode_samples", "publish"])
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
 def test_training_goes_on_after_a_validation_that_fails(
@@ -133,38 +127,6 @@ def test_a_cold_validation_set_without_encoders_names_the_command(cold: LatentCa
     with pytest.raises(StoreError, match=r"held-out is not cached, and text_encoder.*latentcache precache CONFIG"):
         runner.run(1)
     assert differences(before, state_of(training)) == []
-
-
-def test_an_uncached_prompt_without_encoders_is_named_with_the_command(
-    warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measured_first(*_: object, **__: object) -> None:
-        pytest.fail("the loss was measured, for minutes, and is lost")
-
-    monkeypatch.setattr(runner_module, "validation_loss", measured_first)
-    validation = config.validation.model_copy(update={"prompts": ("never seen",)})
-    runner = ValidationRunner(
-        without_encoders(Training(CPU)), warm, config.model_copy(update={"validation": validation})
-    )
-    with pytest.raises(SampleError, match=r"prompt: never seen.*latentcache precache"):
-        runner.run(1)
-
-
-def test_a_new_prompt_is_encoded_once(warm: LatentCache, config: Config) -> None:
-    validation = config.validation.model_copy(update={"prompts": ("never seen", "a validation prompt")})
-    config = config.model_copy(update={"validation": validation})
-    runner = runner_for(Training(CPU), warm, config)
-    reports = [runner.run(step) for step in range(2)]
-    assert [report.num_filled for report in reports if report] == [1, 0]
-    assert run_precache(config).num_encoded == 0
-
-
-def test_an_entry_that_was_lost_is_encoded_again(warm: LatentCache, config: Config) -> None:
-    runner = runner_for(Training(CPU), warm, config)
-    key = next(iter(warm.manifest("held-out").rows.values())).images[0].key
-    warm.store.remove([key])
-    report = runner.run(1)
-    assert report is not None and report.num_filled == 1 and report.loss is not None and report.loss.skipped == ()
 
 
 def test_the_process_that_validates_fills_the_cache_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,35 +204,6 @@ def test_settings_that_cannot_work_are_refused_before_the_training(
     config = config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
     with pytest.raises(ConfigError, match=message):
         ValidationRunner(parts, warm, config)
-
-
-def test_the_loss_of_a_unet_that_is_stored_in_8_bits(warm: LatentCache, config: Config) -> None:
-    training = Training(CPU)
-    parts = without_encoders(training) | {"optimizer": None}
-    training.unet.requires_grad_(False).to(torch.bfloat16)
-    phases = Phases({"unet": training.unet, "vae": parts["vae"]}, device=CPU)
-    expected = ValidationRunner(parts, warm, config, phases=phases).run(1)
-    training.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
-    found = ValidationRunner(parts, warm, config, phases=phases).run(1)
-    assert found is not None and found.loss is not None and expected is not None and expected.loss is not None
-    assert found.loss.measurement_settings == expected.loss.measurement_settings and len(found.images) == 1
-    assert found.loss.loss.mean == pytest.approx(expected.loss.loss.mean, rel=0.05)
-
-
-def test_results_without_a_place_are_found_before_the_work(
-    warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner_module, "validation_loss", lambda *_, **__: pytest.fail("the loss was measured"))
-    config.validation.path.write_text("a file")
-    with pytest.raises(StoreError, match=str(config.validation.path)):
-        ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1)
-
-
-def test_a_unet_of_another_model_is_named_before_its_forward(warm: LatentCache, config: Config) -> None:
-    training = Training(CPU)
-    training.unet.register_to_config(cross_attention_dim=2048)
-    with pytest.raises(ModelError, match="width 2048"):
-        ValidationRunner(without_encoders(training), warm, config).run(1)
 
 
 class FullyShardedDataParallel(torch.nn.Module):
