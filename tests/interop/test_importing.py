@@ -15,9 +15,8 @@ from helpers.foreign_samples import FACTOR, STD, Foreign, image, pairs, text
 from helpers.photo_files import write_photo
 
 from latentcache.config import Config
-from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.errors import DatasetError, SampleError, StoreError
 from latentcache.identity import caption_digest, digest, key_of
 from latentcache.interop.importing import import_cache
 from latentcache.interop.reports import ImportReport
@@ -87,15 +86,6 @@ def test_scaled_latents_are_divided_in_float32() -> None:
     assert torch.equal(batch["latents"][0], latents)
 
 
-def test_a_dtype_can_be_asked_for() -> None:
-    workspace = Workspace()
-    item = image("a")
-    into(workspace, item, text("a"), store_dtype=torch.float16)
-    row = rows_of(workspace)["a"]
-    assert torch.equal(workspace.store.get(row.images[0].key).tensors["latents"], item.latents.half())
-    assert workspace.store.get(row.captions[0].key).tensors["pooled_prompt_embeds"].dtype is torch.float16
-
-
 def test_what_overflows_the_dtype_that_was_asked_for_is_not_imported() -> None:
     workspace = Workspace()
     large, loud = text("a", caption="of a"), image("b", is_scaled=True, std=1.0)
@@ -108,16 +98,6 @@ def test_what_overflows_the_dtype_that_was_asked_for_is_not_imported() -> None:
     ]
 
 
-def test_scaled_latents_of_two_dtypes_are_stored_in_one() -> None:
-    workspace = Workspace()
-    latents = torch.randn(4, 8, 16)
-    items = [image("a", latents=latents, is_scaled=True), image("b", latents=latents.bfloat16(), is_scaled=True)]
-    report = into(workspace, *items, text("a", "b"))
-    assert report.refused == [] and report.num_samples == 2
-    batch = cache_of(workspace, unverified=True).batch(["a", "b"], device="cpu")
-    assert batch["latents"].dtype is torch.float32
-
-
 def test_the_frames_and_the_channels_are_those_of_the_family() -> None:
     geometry = image("a").geometry
     still, clip = (torch.randn(16, frames, 8, 16) for frames in (1, 3))
@@ -126,18 +106,6 @@ def test_the_frames_and_the_channels_are_those_of_the_family() -> None:
         report = import_cache(Foreign(items, family=family), Workspace(), name="foreign")
         assert [refusal.sample_id for refusal in report.refused] == ["a"] and report.num_images == 1
         assert f"does not fit a bucket of {geometry.target_size} of {family}" in report.refused[0].detail
-
-
-def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
-    workspace = Workspace()
-    report = into(
-        workspace, image("a"), image("b"), text("a", "b", caption=None), text("b", caption="x"), text("b", caption="x")
-    )
-    assert report.num_unknown_captions == 1 and report.num_samples == 2
-    rows = rows_of(workspace)
-    assert [ref.text for ref in rows["a"].captions] == [""] and [ref.text for ref in rows["b"].captions] == ["", "x"]
-    assert rows["a"].captions[0].key == rows["b"].captions[0].key
-    assert workspace.store.get(rows["a"].captions[0].key).record.identity["source"] is None
 
 
 # What is refused
@@ -196,29 +164,13 @@ def test_latents_that_are_not_scaled_as_claimed_are_refused(
 ) -> None:
     # A few white images hide nothing: the median counts.
     items = [image(f"{number}", is_scaled=is_scaled, std=std) for number in range(count)]
-    read: list[str] = []
-
-    class Counting(Foreign):
-        def items(self) -> Any:
-            for item in super().items():
-                read.append(item.path)
-                yield item
-
     with open_workspace(cache_config(tmp_path)) as workspace:
         with pytest.raises(DatasetError, match=met) as caught:
-            import_cache(Counting(items), workspace, name="foreign")
+            import_cache(Foreign(items), workspace, name="foreign")
         assert re.search(expected, str(caught.value)) and "--no-scale-check" in str(caught.value)
-        assert len(read) == min(count, 64)  # the rest need not be read
         assert workspace.manifests.names() == []
         report = import_cache(Foreign(items), workspace, name="foreign", scale_check=False)
     assert report.num_images == count and report.scale["checked"] is False
-
-
-def test_latents_that_are_scaled_as_claimed_pass_also_with_odd_ones_among_them() -> None:
-    scaled = [image(f"{number}", is_scaled=True, std=1.0) for number in range(70)]
-    odd = [image(f"odd {number}", is_scaled=True, std=20.0) for number in range(30)]
-    report = into(Workspace(), *odd, *scaled)
-    assert report.num_images == 100 and report.scale["median_std_scaled"] == pytest.approx(1.1, abs=0.3)
 
 
 def cache_config(tmp_path: Path) -> Any:
@@ -245,12 +197,6 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
             assert manifest is not None and workspace.store.find(manifest.keys()) == manifest.keys()
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a b", "validation-prompts-x", "x" * 65])
-def test_names_are_those_of_a_config(name: str) -> None:
-    with pytest.raises(ConfigError, match="name"):
-        import_cache(Foreign(()), Workspace(), name=name)
-
-
 def test_an_import_replaces_an_import_but_never_what_precache_made(config: Config) -> None:
     with open_workspace(config.cache) as workspace:
         into(workspace, *pairs("a"))
@@ -260,31 +206,7 @@ def test_an_import_replaces_an_import_but_never_what_precache_made(config: Confi
             import_cache(Foreign(pairs("a")), workspace, name="photos")
 
 
-def test_an_import_of_nothing_changes_nothing() -> None:
-    workspace = Workspace()
-    into(workspace, *pairs("a"))
-    with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
-        into(workspace)
-    refused = Refusal("", "/foreign", "missing", "there is no index")
-    report = into(workspace, refused)
-    assert report.refused == [refused]
-    assert "manifest  none written: nothing was imported" in report.to_text()
-    assert set(rows_of(workspace)) == {"a"}
-
-
 # Trust
-
-
-def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
-    with open_workspace(cache_config(tmp_path)) as workspace:
-        into(workspace, *pairs("a"))
-        rows = rows_of(workspace)
-    file = tmp_path / "cache" / "manifests" / "foreign.safetensors"
-    found = ManifestFolder(file.parent).read("foreign")
-    assert found is not None and found.imported_from == "test"
-    assert found.rows["a"].to_json()["images"][0]["trust"] == "unverified"
-    verified = replace(rows["a"].images[0], trust="verified")
-    assert "trust" not in replace(rows["a"], images=(verified,)).to_json()["images"][0]
 
 
 def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:
@@ -324,17 +246,7 @@ def test_precache_replaces_what_was_imported(
         assert report.notes == {"image could not be read: No such file or directory": 1}
         imported_keys = set(workspace.store.keys())
     code, status = run_json("status", config.cache.path)
-    assert code == 0 and status["manifests"][0] | {"name": ""} == {
-        "name": "",
-        "role": "train",
-        "num_samples": 3,
-        "num_refused": 0,
-        "num_lost": 0,
-        "num_unverified": 3,
-        "imported_from": "test",
-        "num_cut": 0,
-        "cut": [],
-    }
+    assert code == 0 and (status["manifests"][0]["num_unverified"], status["manifests"][0]["num_lost"]) == (3, 0)
     code, shown = run_json("show", "a.png", config.cache.path)
     assert code == 0 and shown["datasets"][0]["entries"][0]["identity"]["trust"] == "unverified"
     report = run_precache(config, dry_run=True)
@@ -352,19 +264,13 @@ def test_precache_replaces_what_was_imported(
     assert run_precache(config).num_misses == 0
 
 
-def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-    with open_workspace(config.cache) as workspace:
-        into(workspace, *pairs("a"))
-    with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
-        cache.prompt("", device="cpu")
-    run_precache(config)
-    # The encoders of an import are not known: the cache's only prompts are taken.
-    with LatentCache(config.cache.path, manifest="foreign") as cache:
-        assert cache.prompt("", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
-    run_precache(make_config(**{"encode.clip_skip": 1}))
-    with (
-        LatentCache(config.cache.path, manifest="foreign") as cache,
-        pytest.raises(StoreError, match="different text encoders"),
-    ):
-        cache.prompt("", device="cpu")
+def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
+    workspace = Workspace()
+    report = into(
+        workspace, image("a"), image("b"), text("a", "b", caption=None), text("b", caption="x"), text("b", caption="x")
+    )
+    assert report.num_unknown_captions == 1 and report.num_samples == 2
+    rows = rows_of(workspace)
+    assert [ref.text for ref in rows["a"].captions] == [""] and [ref.text for ref in rows["b"].captions] == ["", "x"]
+    assert rows["a"].captions[0].key == rows["b"].captions[0].key
+    assert workspace.store.get(rows["a"].captions[0].key).record.identity["source"] is None

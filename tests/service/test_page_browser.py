@@ -1,4 +1,4 @@
-"""The page in Chromium: scrolling, searching, dark and narrow, by keyboard, and looked at by axe.
+"""The page in Chromium: scrolling, searching, hostile texts, and looked at by axe.
 
 Nothing may be written to the console, and nothing requested from elsewhere. Where Chromium is not installed these tests
 fail: `apt-get install chromium` (scripts/test.py does it).
@@ -21,7 +21,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import CaptionRef, Row
-from latentcache.service.auth import Access
 from latentcache.service.page.text import url
 
 pytestmark = pytest.mark.page
@@ -33,8 +32,7 @@ ARGUMENTS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
 AXE = gzip.decompress((Path(__file__).parent / "axe.min.js.gz").read_bytes()).decode()
-VIEW, PHONE = {"width": 1200, "height": 800}, {"width": 390, "height": 844}
-TOKEN = "read-" * 5
+VIEW = {"width": 1200, "height": 800}
 
 
 @pytest.fixture(scope="module")
@@ -107,113 +105,6 @@ def test_the_gallery_loads_more_while_scrolling(open_page: OpenPage, base: str) 
     assert images_loaded(page)
 
 
-def test_search_and_filters_work_while_typing(open_page: OpenPage, base: str) -> None:
-    page = open_page(base, "/gallery")
-    page.get_by_label("Search captions and ids").press_sequentially("number 17")
-    expect(page.get_by_role("status")).to_have_text("1 sample")
-    expect(tiles(page)).to_have_count(1)
-    assert page.url == f"{base}/gallery?search=number%2017"
-    page.get_by_label("Search captions and ids").fill("")
-    page.get_by_label("State").select_option("refused")
-    expect(page.get_by_role("status")).to_have_text("1 sample: cannot be used, for a stated reason")
-    page.get_by_label("State").select_option("")
-    page.get_by_label("Dataset").select_option("held-out")
-    expect(page.get_by_role("status")).to_have_text("2 samples")
-    tiles(page).first.click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("000.png")
-    page.go_back()
-    expect(page.get_by_role("status")).to_have_text("2 samples")
-
-
-def test_it_works_without_scripts(open_page: OpenPage, base: str) -> None:
-    page = open_page(base, "/gallery", java_script_enabled=False)
-    page.get_by_label("Search captions and ids").fill("house")
-    page.get_by_role("button", name="Search").click()
-    expect(page.get_by_role("status")).to_have_text("60 samples")
-    page.get_by_role("link", name="More samples").click()
-    expect(tiles(page)).to_have_count(24)
-    tiles(page).last.click()
-    expect(page.get_by_role("heading", level=2).first).to_have_text("The photo, and what is cached of it")
-
-
-def test_by_keyboard_alone(open_page: OpenPage, base: str) -> None:
-    page = open_page(base, "/gallery")
-
-    def focused() -> str:
-        return str(page.evaluate("document.activeElement.innerText || document.activeElement.id"))
-
-    page.keyboard.press("Tab")
-    assert focused() == "Skip to the content"
-    assert page.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
-    page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    assert focused() == "search"
-    page.keyboard.type("number 5")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("status")).to_have_text("15 samples")
-    for _ in range(4):
-        page.keyboard.press("Tab")
-    assert "a red house, number 5" in focused()
-    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", level=1)).to_have_text("005.png")
-    page.get_by_role("link", name="Next").focus()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", level=1)).to_have_text("006.png")
-
-
-def test_a_sample_shows_the_photo_next_to_its_latents(open_page: OpenPage, base: str) -> None:
-    page = open_page(base, url("/sample", dataset="photos", id="001.png"))
-    page.wait_for_load_state("networkidle")
-    photo, crop = page.locator("figure image"), page.locator("rect.crop").last
-    outer, inner = photo.bounding_box(), crop.bounding_box()
-    assert outer is not None
-    assert inner is not None
-    assert inner["height"] / outer["height"] == pytest.approx(115.4 / 128, abs=0.03)
-    assert images_loaded(page)
-    page.get_by_text("row of the manifest").click()
-    expect(page.locator("details[open] pre")).to_contain_text('"sample_id": "001.png"')
-
-
-def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage, base: str) -> None:
-    for path in ("/", "/gallery", url("/sample", dataset="photos", id="001.png"), "/health"):
-        page = open_page(base, path, viewport=PHONE, has_touch=True, is_mobile=True)
-        page.wait_for_load_state("networkidle")
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
-        for link in page.locator("header nav a").all():
-            box = link.bounding_box()
-            assert box is not None
-            assert box["x"] + box["width"] <= PHONE["width"], path
-
-
-def test_on_a_phone_the_filters_are_folded_until_one_is_set(open_page: OpenPage, base: str) -> None:
-    wide = open_page(base, "/gallery")
-    expect(wide.get_by_text("Filters")).to_be_hidden()
-    expect(wide.get_by_label("Dataset")).to_be_visible()
-    page = open_page(base, "/gallery", viewport=PHONE)
-    expect(page.get_by_label("State")).to_be_hidden()
-    page.get_by_text("Filters").click()
-    page.get_by_label("State").select_option("refused")
-    expect(page.get_by_role("status")).to_have_text("1 sample: cannot be used, for a stated reason")
-    page.reload()
-    expect(page.get_by_label("State")).to_be_visible()
-    page.get_by_label("Search captions and ids").fill("zzzzzz")
-    expect(page.get_by_text('Nothing matches "zzzzzz" with state "refused"')).to_be_visible()
-    page.get_by_role("link", name="Clear").click()
-    expect(tiles(page)).to_have_count(24)
-
-
-def test_dark_and_light_follow_the_system(open_page: OpenPage, base: str) -> None:
-    def brightness(scheme: str) -> int:
-        page = open_page(base, "/", color_scheme=scheme)
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(int(part) for part in colour[4:-1].split(","))
-
-    assert brightness("dark") < 100
-    assert brightness("light") > 700
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_violation(open_page: OpenPage, base: str, scheme: str) -> None:
     """Every rule in light; in dark those of contrast, since the rest is the same."""
@@ -240,13 +131,12 @@ def test_hostile_texts_do_nothing(open_page: OpenPage, tmp_path: Path) -> None:
     ManifestFolder(tmp_path / "cache" / "manifests").write(manifest)
     with page_of(tmp_path / "cache", show_photos=True) as base:
         page = open_page(base, "/gallery?dataset=photos")
-        for count in (48, len(HOSTILE)):
-            page.keyboard.press("End")
-            expect(tiles(page)).to_have_count(count)
+        page.keyboard.press("End")
+        expect(tiles(page)).to_have_count(len(HOSTILE))
         shown = page.locator("a.tile .caption").all_inner_texts()
         assert HOSTILE[0] in shown
         assert page.evaluate("window.harmed") is None
-        for text in HOSTILE[:40:8]:
+        for text in HOSTILE[::8]:
             tile = tiles(page).nth(HOSTILE.index(text))
             tile.hover()
             page.goto(str(tile.get_attribute("href")))
@@ -254,28 +144,4 @@ def test_hostile_texts_do_nothing(open_page: OpenPage, tmp_path: Path) -> None:
             assert page.evaluate("window.harmed") is None
             page.go_back()
             page.keyboard.press("End")
-            expect(tiles(page)).to_have_count(48)
-
-
-def test_a_token_is_asked_for_and_kept_from_scripts(open_page: OpenPage, tmp_path: Path) -> None:
-    photo_cache(tmp_path, 3)
-    with page_of(tmp_path / "cache", access=Access(reading_token=TOKEN, is_open=False)) as base:
-        page = open_page(base, "/login")
-        page.get_by_label("Token").fill(TOKEN)
-        page.get_by_role("button", name="Log in").click()
-        expect(page.get_by_role("heading", level=1)).to_have_text("cache")
-        page.wait_for_load_state("networkidle")
-        assert images_loaded(page)
-        assert page.evaluate("document.cookie") == ""
-        page.get_by_role("button", name="Log out").click()
-        expect(page.get_by_role("heading", level=1)).to_have_text("Log in")
-        assert page.request.get("/gallery").status == 401
-
-
-def test_the_first_view_takes_less_than_200_kb(open_page: OpenPage, base: str) -> None:
-    """`scripts/bench_service.py --part page` measures it for 100,000 samples, with the time."""
-    for path in ("/", "/gallery"):
-        page = open_page(base, path)
-        page.wait_for_load_state("networkidle")
-        sizes = page.evaluate("performance.getEntries().reduce((sum, entry) => sum + (entry.transferSize || 0), 0)")
-        assert 10_000 < sizes < 200_000
+            expect(tiles(page)).to_have_count(len(HOSTILE))
