@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -57,36 +56,3 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
             assert not file.parent.exists(), "the token stays on no disk"
         finally:
             process.kill()
-
-
-@pytest.mark.parametrize("command", ["browse", "serve"])
-def test_without_the_packages_of_a_server_the_extra_is_named(
-    run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("latentcache.service")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    code, _, err = run(command, tmp_path)  # type: ignore[operator]  # a fixture's function
-    assert code == 2
-    assert "pip install 'latentcache[service]'" in err and "Traceback" not in err
-
-
-def test_browse_needs_a_cache(run: object, tmp_path: Path) -> None:
-    code, _, err = run("browse", tmp_path / "none", "--no-open")  # type: ignore[operator]  # a fixture's function
-    assert code == 2
-    assert "no such cache directory and no such config" in err
-
-
-def test_the_port_is_tried_before_the_models_are_looked_at(run: object, tmp_path: Path) -> None:
-    photo_cache(tmp_path, 2)
-    config = tmp_path / "config.json"
-    dataset = {"name": "photos", "source": {"kind": "folder", "path": str(tmp_path / "photos")}}
-    model = {"path": str(tmp_path / "no-model")}
-    config.write_text(json.dumps({"cache": {"path": str(tmp_path / "cache")}, "datasets": [dataset], "model": model}))
-    command = ["serve", tmp_path / "cache", "--encode", config]
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        code, _, err = run(*command, "--port", port)  # type: ignore[operator]  # a fixture's function
-        assert code == 2 and f"cannot listen on 127.0.0.1:{port}" in err and "no-model" not in err
-    code, _, err = run(*command, "--port", 0, "--config", config)  # type: ignore[operator]  # as above
-    assert code == 2 and "--config: leave it out" in err

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from latentcache.config import Config
-from latentcache.config_file import load_config, parse_config
 from latentcache.errors import ConfigError
 from latentcache.precache.run import run_precache
 from latentcache.scaleout.ray import RayCluster, precache
-
-CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 
 @pytest.fixture
@@ -35,11 +28,6 @@ def test_with_nothing_to_do_no_cluster_is_needed(config_file: Path, run_json: An
     assert again["num_refused"] == 0 and again["misses_by_reason"] == {}
 
 
-def test_a_dry_run_needs_no_cluster(config_file: Path, run_json: Any, tmp_path: Path) -> None:
-    code, report = run_json("precache", config_file, "--ray=auto", "--dry-run")
-    assert code == 0 and report["num_misses"] == 12 and not (tmp_path / "cache").exists()
-
-
 def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
     config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,14 +37,6 @@ def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     code, error = run_json("precache", config_file, "--ray", "auto")
     assert code == 2 and "refused" in error["error"]
-
-
-def test_without_ray_the_error_says_what_to_install(
-    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    code, error = run_json("precache", config_file, "--ray", "auto")
-    assert code == 2 and "pip install 'latentcache[ray]'" in error["error"]
 
 
 def test_what_cannot_run_on_a_cluster_is_refused(
@@ -83,41 +63,3 @@ def test_keys_are_planned_for_the_device_of_the_encoders(make_config: Callable[.
     assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0.5}), "auto").device.type != "cpu"
     report = run_precache(there.config, remote_encoders=there, dry_run=True)
     assert report.num_misses == 12 and report.placement["text"].startswith("cuda float16")
-
-
-def test_paths_of_the_encoders_are_absolute(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    given = make_config(**{"cache.path": "here/cache", "model.path": "model", "model.vae": "someone/a-hub-id"})
-    config = RayCluster(given, "auto").config
-    assert config.cache.path == tmp_path / "here/cache" and config.model.path == str(tmp_path / "model")
-    assert config.model.vae == "someone/a-hub-id"
-
-
-def test_the_examples_of_clusters_are_valid() -> None:
-    config = load_config(CLUSTER / "cluster.yaml")
-    assert parse_config(config.model_dump(mode="json")).ray.max_encoders == 16
-    job = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))
-    assert job["kind"] == "RayJob" and job["spec"]["entrypoint"].startswith("latentcache precache ")
-    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
-    assert workers["resources"]["limits"]["nvidia.com/gpu"] == "1" and workers["image"]
-
-
-def test_the_job_of_slurm_starts_ray_once_on_each_node(tmp_path: Path) -> None:
-    log = tmp_path / "steps.txt"
-    for name, line in (("srun", f'echo "$@" >> {log}'), ("scontrol", "printf 'n1\\nn2\\nn3\\nn4\\n'"), ("sleep", "")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_NNODES": "4", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
-    job |= {"SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_PER_NODE": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = f"source {CLUSTER / 'slurm.sh'} config.yaml && wait"
-    subprocess.run(["bash", "-c", script], env=os.environ | job, check=True)
-    steps = log.read_text().splitlines()
-    assert sum(" ray start " in step for step in steps) == 2
-    for step in steps:
-        found = dict(word[2:].split("=") for word in step.split() if word.startswith(("--nodes=", "--ntasks=")))
-        assert found["nodes"] == found.get("ntasks", job["SLURM_NTASKS"])
-    [run] = [step for step in steps if " precache " in step]
-    assert run.endswith("--ray n1:20007 --ray.max_encoders auto")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +21,6 @@ from latentcache.integrations.diffusers import save_lora
 from latentcache.loading.cache import LatentCache
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -67,14 +62,9 @@ def test_import_tells_what_it_did(
     assert code == 0 and report["name"] == "kohya" and report["cache"] == str(cache)
     assert (report["num_samples"], report["num_unverified"], report["num_verified"]) == (2, 4, 0)
     assert [refusal["reason"] for refusal in report["refused"]] == ["truncated"]
-    code, out, _ = run("import", "kohya", foreign, "--cache.path", cache, "--name", "again", "--strict")
-    assert code == 1 and "imported  2 samples from kohya as again" in out
-    assert "d_0080x0144_sdxl.npz: truncated" in out
+    assert run("import", "kohya", foreign, "--cache.path", cache, "--name", "again", "--strict")[0] == 1
     code, status = run_json("status", cache)
     assert [manifest["name"] for manifest in status["manifests"]] == ["again", "kohya"]
-    assert {(manifest["imported_from"], manifest["num_unverified"]) for manifest in status["manifests"]} == {
-        ("kohya", 2)
-    }
     assert "imported from kohya, 2 unverified" in run("status", cache)[1]
     # One import's entries are another's: nothing is stored twice.
     assert status["store"]["num_entries"] == {"image": 2, "text": 2}
@@ -100,16 +90,12 @@ def test_import_takes_name_role_and_repeats_from_the_config(
     ("arguments", "message"),
     [
         (("nothing", ".", "--cache", "x"), "nothing"),
-        (("kohya", ".", "--recorded-root", "t", "--cache", "x"), "--recorded-root"),
         (("simpletuner", ".", "--cache", "x"), "--images"),
         (("kohya", "photos"), "which cache? Give --cache DIR"),
         (("kohya", "photos", "--cache", "x", "--verify", "3"), "--verify encodes entries again, and needs --config"),
-        (("kohya", "photos", "--cache", "x", "--verify", "0", "--config", "c.json"), "--verify is '0'; give a number"),
         (("kohya", "photos", "--cache", "x", "--name", "../x"), "the name is '../x'"),
-        (("kohya", "photos", "--cache", "x", "--images", "none"), "does not exist"),
         (("kohya", "none", "--cache", "x"), "is not a folder"),
         (("kohya", "photos", "--cache", "x", "--repeats", "0"), "repeats is 0; it must be at least 1"),
-        (("simpletuner", ".", "--images", ".", "--captions", "none", "--cache", "x"), "--captions none"),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value[:20],
 )
@@ -128,43 +114,6 @@ def test_what_cannot_be_imported_says_what_to_do(
     assert code == 2 and message in err
 
 
-@pytest.mark.parametrize("source", ["kohya", "simpletuner"])
-def test_a_folder_without_a_cache_is_an_error(
-    photos: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any], source: str
-) -> None:
-    flags = ("--images", photos) if source == "simpletuner" else ()
-    code, _, err = run("import", source, photos, *flags, "--cache", tmp_path / "imported")
-    assert code == 2 and "nothing was imported: there are no files of" in err
-    assert run_json("status", tmp_path / "imported")[1]["manifests"] == []
-
-
-def test_one_format_is_imported_without_the_others(foreign: Path, tmp_path: Path) -> None:
-    """Also no model library: an export of a large cache starts at once."""
-    program = (
-        "import sys\nfrom latentcache.cli.app import main\nmain(sys.argv[1:])\n"
-        "print([name for name in sys.modules if name.startswith('latentcache.interop.formats.')])\n"
-        "print('diffusers' in sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for action, name, folder in (("import", "simpletuner", foreign), ("export", "webdataset", tmp_path / "out")):
-        flags = [str(folder), "--cache", "cache", *(["--images", str(foreign)] if action == "import" else [])]
-        command = [sys.executable, "-c", program, action, name, *flags]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines() == [f"['latentcache.interop.formats.{name}']", "False"], done.stderr
-
-
-def test_another_scale_is_refused_with_both_numbers(foreign: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
-    for stem, width, height in (("a", 144, 80), ("c", 80, 144)):
-        path = foreign / latents_name(stem, width, height)
-        with np.load(path) as arrays:
-            scaled = {name: arrays[name] * 0.13025 if name == "latents" else arrays[name] for name in arrays}
-        write_npz(path, {name: array.astype("f4") if name == "latents" else array for name, array in scaled.items()})
-    flags = ("import", "kohya", foreign, "--cache", tmp_path / "imported")
-    code, _, err = run(*flags)
-    assert code == 2 and re.search(r"standard deviation is (1|0\.9)", err) and "about 7.7" in err
-    assert run(*flags, "--no-scale-check")[0] == 0
-
-
 def test_export_needs_a_dataset_and_trust(
     foreign: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
 ) -> None:
@@ -181,19 +130,6 @@ def test_export_needs_a_dataset_and_trust(
         assert all(np.array_equal(before[name], after[name]) for name in before)
     code, out_text, _ = run("export", "kohya", out, "--cache", cache, "--manifest", "two", "--unverified", "--strict")
     assert code == 1 and "skipped   4" in out_text
-
-
-def test_export_compares_with_the_buckets_of_the_training(
-    config: Config, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
-) -> None:
-    flags = ("export", "kohya", tmp_path / "out", "--cache", config.cache.path, "--buckets")
-    code, report = run_json(*flags, "resolution=128, step=32, min_side=32")
-    assert code == 0 and (report["num_images"], report["num_texts"], report["num_other_buckets"]) == (0, 5, 5)
-    assert report["buckets"]["resolution"] == 128 and report["buckets"]["upscale"] is True
-    code, _, err = run(*flags, "area=9216")
-    assert code == 2 and "--buckets" in err and "area is no setting of rule kohya" in err
-    code, _, err = run(*flags, "resolution")
-    assert code == 2 and "resolution: Input should be a valid integer" in err
 
 
 def test_an_export_that_lacks_entries_is_no_success(
@@ -230,15 +166,6 @@ def test_verify_makes_precache_hit(
     assert run("verify", tmp_path / "imported")[0] == 0
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
-
-
 def test_training_on_an_import_is_training_on_what_was_exported(
     script: Any,
     exported: Config,
@@ -269,31 +196,6 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     code, there, _ = train(file("origin.json", exported.cache.path, False), "origin")
     assert code == 0 and here["losses"] == there["losses"]
     assert Path(here["lora"]).exists()
-
-
-def test_validation_prompts_are_encoded_next_to_an_import(
-    script: Any,
-    exported: Config,
-    photos: Path,
-    tmp_path: Path,
-    run: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    cache = tmp_path / "imported"
-    assert run("import", "kohya", photos, "--cache", cache, "--name", "photos", "--no-scale-check")[0] == 0
-    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
-    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
-    file = config_file(config, tmp_path / "config.json", path=str(cache), unverified=True)
-    flags = ["--steps", "1", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
-    monkeypatch.setattr(sys, "argv", ["train_lora", str(file), *flags, str(tmp_path / "out")])
-    assert script.main() == 0
-    assert Path(json.loads(capsys.readouterr().out)["validations"][0]["grid"]).exists()
-    shutil.rmtree(tmp_path / "validation")
-    lora = tmp_path / "out" / "pytorch_lora_weights.safetensors"
-    code, out, err = run("validate", file, "--lora", lora, "--json")
-    assert code == 0, err
-    assert json.loads(out)["step"] == 1 and (tmp_path / "validation" / "000001").is_dir(), "as its file says"
 
 
 def test_the_step_of_a_lora_is_never_guessed(
@@ -340,8 +242,6 @@ def test_other_formats_take_their_own_options(
     assert len(described["common"]["image_encoding"]["vae"]["weights"]) == 64 and not described["scaled"]
     code, _, err = run(*export, *flags)
     assert code == 2 and "is not empty. Shards are written to a new folder" in err
-    code, _, err = run("export", "webdataset", tmp_path / "x", *flags, "--dtype", "bfloat16")
-    assert code == 2 and "bfloat16" in err and "float16" in err
     code, _, err = run("export", "musubi", tmp_path / "x", *flags)
     assert code == 2 and "how musubi lays out files of the family sdxl is not known; it is for flux, z-image" in err
     # SimpleTuner's names are hashes of the image's name and of the caption: `printf %s c | sha256sum`.

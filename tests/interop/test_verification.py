@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.foreign_samples import Foreign, image
-from helpers.photo_files import write_photo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +27,7 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.precache.workspace import open_workspace
 
 
 @dataclass
@@ -120,21 +118,6 @@ def test_precache_finds_what_was_verified(target: Config, samples: list[ExportSa
         assert torch.equal(cache.batch(["a.png"], device="cpu")["latents"][0], expected.latents)
 
 
-def test_some_entries_of_each_kind_are_drawn_by_the_seed(
-    target: Config, samples: list[ExportSample], photos: Path
-) -> None:
-    keys = []
-    for seed in (0, 0, 1):
-        report = verified(target, Copy(samples, photos), num_entries=2, seed=seed)
-        assert (report.num_verified, report.num_unverified) in ((4, 12), (5, 11))  # one caption is shared by two
-        assert {kind: found.num_compared for kind, found in report.differences.items()} == {"image": 2, "text": 2}
-        with LatentCache(target.cache.path, manifest="photos") as cache:
-            rows = cache.manifest("photos").rows.values()
-            refs = [ref for row in rows for ref in (*row.images, *row.captions)]
-            keys.append({ref.key for ref in refs if ref.trust == "verified"})
-    assert keys[0] == keys[1] != keys[2]
-
-
 def test_what_is_not_equal_stays_unverified_and_is_encoded(
     target: Config, samples: list[ExportSample], photos: Path
 ) -> None:
@@ -161,16 +144,6 @@ def test_rounding_is_equal_where_the_file_is_rounded(target: Config, samples: li
         assert max(found.largest for found in report.differences.values()) > 0
         with LatentCache(target.cache.path) as cache:  # stored as the identity says
             assert cache.batch(["a.png"], device="cpu")["latents"].dtype is torch.float32
-
-
-def test_scaled_latents_are_rounded_as_their_file_is(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    items = [
-        replace(item, latents=(item.latents * 0.13025).bfloat16(), is_scaled=True)
-        for item in Copy(samples, photos).items()
-        if isinstance(item, ForeignImage)
-    ]
-    report = verified(target, Foreign(items))
-    assert report.unequal == [] and report.differences["image"].num_equal == 10
 
 
 def test_a_draw_is_compared_with_the_mean_and_the_deviation(
@@ -249,54 +222,6 @@ def test_only_the_mean_can_be_verified(
         assert list(workspace.store.keys()) == []  # found out before anything is read
 
 
-def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    (photos / "a.png").unlink()
-    (photos / "b.png").write_bytes((photos / "b.png").read_bytes()[:100])
-    write_photo(photos / "c.png", 2, (100, 80))
-    report = verified(target, Copy(samples, photos))
-    details = {(refusal.sample_id, refusal.reason): refusal.detail for refusal in report.unequal}
-    assert "give --images" in details["a.png", "missing"]
-    assert ("b.png", "truncated") in details
-    assert "the image is 100x80 now (upright), but one of 144x80 was cached" in details["c.png", "unequal"]
-    assert report.num_unverified == 6 and report.num_verified == 10
-
-
-def test_an_unknown_caption_cannot_be_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    items = [
-        replace(item, caption=None) if isinstance(item, ForeignText) else item for item in Copy(samples, photos).items()
-    ]
-    report = verified(target, Foreign(items))
-    assert {refusal.detail for refusal in report.unequal} == {"its caption is not known, so it cannot be encoded again"}
-    assert report.differences.keys() == {"image"} and report.num_verified == 10
-
-
-def test_entries_of_another_model_say_so(target: Config, photos: Path) -> None:
-    foreign = Foreign([image("a.png", image_path=photos / "a.png", latents=torch.randn(16, 8, 16))])
-    report = verified(target, foreign)
-    assert "the image is 80x144 now (upright), but one of 80x160 was cached" in report.unequal[0].detail
-    write_photo(photos / "a.png", 0, (80, 160))
-    assert "it comes from another model" in verified(target, foreign).unequal[0].detail
-
-
-def test_the_config_must_say_which_images_policy(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    [dataset] = target.datasets
-    two = target.model_copy(
-        update={"datasets": (dataset.model_copy(update={"name": "x"}), dataset.model_copy(update={"name": "y"}))}
-    )
-    with pytest.raises(ConfigError, match="none of the datasets x, y is named 'photos'"):
-        verified(two, Copy(samples, photos))
-    with Workspace() as workspace:
-        import_cache(
-            Copy(samples, photos), workspace, name="y", scale_check=False, verification=Verification(two, None, 1)
-        )
-
-
-def test_texts_in_float8_are_not_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    encode = target.encode.model_copy(update={"text_store_dtype": "float8_e4m3fn"})
-    with pytest.raises(ConfigError, match="text_store_dtype is float8_e4m3fn, which is too coarse"):
-        verified(target.model_copy(update={"encode": encode}), Copy(samples, photos))
-
-
 def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: list[ExportSample], photos: Path) -> None:
     components = tiny_parts()
     for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
@@ -309,23 +234,6 @@ def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: lis
     assert f"{nothing}VAE gave nan, computed in float32" in details
     assert f"{nothing}text encoders gave nan for caption 'a red house'" in details
     json.dumps(report.to_json(), allow_nan=False)
-
-
-def test_verified_and_unverified_samples_fit_into_one_batch(
-    make_config: Callable[..., Config], samples: list[ExportSample], photos: Path, tmp_path: Path
-) -> None:
-    changes = {"encode.image_output": "mean", "encode.store_dtype": "float16"}
-    config = make_config(**{"cache.path": tmp_path / "half", "datasets.0.flip": True, **changes})
-    report = verified(config, Copy(samples, photos), num_entries=2)
-    assert report.num_verified > 0 and report.num_unverified > 0
-    with LatentCache(config.cache.path, unverified=True) as cache:
-        for sample_ids in (["a.png", "b.png", "sub/e.png"], ["c.png", "d.png"]):
-            for flip in (False, True):
-                batch = cache.batch(sample_ids, device="cpu", flip=flip)
-                assert batch["latents"].dtype is batch["prompt_embeds"].dtype is torch.float16
-    with open_workspace(config.cache) as workspace, pytest.raises(ConfigError, match="no --dtype with --verify"):
-        copy, verification = Copy(samples, photos), Verification(config)
-        import_cache(copy, workspace, name="photos", store_dtype=torch.float32, verification=verification)
 
 
 @given(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.quick_encoder import FaultyEncoder, QuickEncoder
+from helpers.quick_encoder import QuickEncoder
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -118,30 +118,6 @@ def test_what_kills_each_encoder_ends_the_run_and_what_was_sealed_stays(
     assert all(after[key] == before[key] for key in sealed), "nothing that was sealed is encoded twice"
 
 
-def test_a_lost_node_costs_what_it_had_not_sealed(
-    make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path
-) -> None:
-    more_photos(photos, 60)
-    config = make_config(**GPU, **{"encode.batch_size": 2})
-    node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 << 20)
-
-    def remove(num_encoded: int) -> None:
-        if num_encoded >= 20 and node in cluster.list_all_nodes():
-            cluster.remove_node(node, allow_graceful=False)
-
-    report = quickly(config, cluster, progress=Encoding(remove))
-    assert node not in cluster.list_all_nodes()
-    assert report.refused == [] and report.num_encoded == report.num_misses == len(durable(config))
-
-
-def test_a_fault_elsewhere_is_logged_with_its_traceback(
-    make_config: MakeConfig, cluster: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(ClusterError, match=r"TypeError: a fault of an encoder.*; the log has the traceback"):
-        quickly(make_config(**GPU), cluster, FaultyEncoder)
-    assert "quick_encoder.py" in caplog.text and "in _encode" in caplog.text
-
-
 def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path) -> None:
     more_photos(photos, 80)
     config = make_config(**GPU, **{"encode.batch_size": 2})
@@ -178,9 +154,3 @@ def test_stopping_seals_what_is_done(make_config: MakeConfig, photos: Path, clus
     report = quickly(config, cluster, progress=Encoding(lambda num_encoded: stop.set()), stop=stop)
     assert report.interrupted and 0 < report.num_encoded < report.num_misses
     assert len(durable(config)) == report.num_encoded == len(times_encoded(tmp_path))
-
-
-def test_a_cluster_without_what_is_wanted_is_an_error_soon(make_config: MakeConfig, cluster: Any) -> None:
-    config = make_config(**(GPU | {"ray.accelerator_type": "H100", "ray.wait_s": 1}))
-    with pytest.raises(ClusterError, match=r"1 encoders with 1 GPUs of type H100 .* have CPU 3, GPU 2.*min_encoders"):
-        quickly(config, cluster)
