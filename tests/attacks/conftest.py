@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from attack_limits import make_outside, unchanged, within_limits
-
-MAX_WAIT_S = 60.0
-"""By the clock: the tests of a lane share the processor."""
 
 
 @pytest.fixture
@@ -22,6 +21,6 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def limited(outside: Path) -> Iterator[None]:
-    """The test has 10 s of the processor's time and 256 MiB."""
-    with within_limits(max_wait_s=MAX_WAIT_S):
+    """The test has two minutes and 256 MiB."""
+    with within_limits() if sys.platform == "linux" else nullcontext():
         yield

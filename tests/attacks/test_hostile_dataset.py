@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache.config import SourceConfig
-from latentcache.dataset import samples
-from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError, ImageRefused
@@ -34,8 +31,6 @@ pytestmark = pytest.mark.usefixtures("limited")
 
 NO_FILES = ["pipe", "socket", "device", "loop"]
 """What the system has for a file and is none."""
-MANY = 3000
-"""Levels of folders: a path through all of them is longer than the system takes."""
 
 
 def png(number: int = 0) -> bytes:
@@ -116,52 +111,6 @@ def hostile_images() -> list[tuple[str, bytes, str]]:
     ]
 
 
-def test_very_deep_folders_end_where_the_systems_paths_do(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "a.png").write_bytes(png())
-    here = os.open(tmp_path / "root", os.O_RDONLY)
-    for _ in range(MANY):
-        os.mkdir("d", dir_fd=here)
-        below = os.open("d", os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
-    try:
-        ids, refused = found(source_of(tmp_path / "root"))
-        assert ids == ["a.png"]
-        ((name, reason),) = refused.items()
-        assert reason == "unreadable" and name.startswith("d/d/d/")
-    finally:
-        subprocess.run(["rm", "-rf", tmp_path / "root" / "d"], check=True)  # shutil.rmtree takes no such paths
-
-
-def test_a_folder_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    for name in ("a.png", "locked/b.png", "readable/c.png"):
-        (tmp_path / "root" / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / "root" / name).write_bytes(png())
-    (tmp_path / "root").chmod(0o755)
-    (tmp_path / "root" / "locked").chmod(0)
-    (tmp_path / "root" / "locked.png").write_bytes(png())
-    (tmp_path / "root" / "locked.png").chmod(0)
-    as_root = os.geteuid() == 0
-    modes = {path: path.stat().st_mode for path in (tmp_path, *tmp_path.parents)}
-    modes = {path: mode for path, mode in modes.items() if not mode & 0o001}
-    if as_root:  # who may read everything: the test looks as somebody else
-        for path in modes:
-            path.chmod(modes[path] | 0o011)
-        os.seteuid(65534)
-    try:
-        ids, refused = found(source_of(tmp_path / "root"))
-    finally:
-        if as_root:
-            os.seteuid(0)
-        for path, mode in modes.items():
-            path.chmod(mode)
-        (tmp_path / "root" / "locked").chmod(0o700)
-    assert ids == ["a.png", "readable/c.png"]
-    assert refused == {"locked": "unreadable", "locked.png": "unreadable"}
-
-
 @pytest.mark.parametrize("what", [*NO_FILES, "folder", "sparse", "gone", "empty"])
 @pytest.mark.parametrize("kind", ["folder", "imagefolder", "webdataset", "parquet"])
 def test_what_changes_after_it_was_listed_is_refused(tmp_path: Path, outside: Path, kind: str, what: str) -> None:
@@ -228,49 +177,7 @@ def test_metadata_that_is_no_file_or_no_table_is_refused_alone(tmp_path: Path, o
         assert set(refused.values()) <= {"unreadable", "corrupt"}
 
 
-def test_lines_that_are_too_long_deep_or_odd_are_refused_by_number(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    names: list[Any] = ["x" * 5000, "\0", "\ud800.png", "\u202egnp.a", "a\n.png", "CON", 7, None, ["a.png"], {}]
-    lines = [json.dumps({"file_name": name}).encode() for name in names]
-    lines += [
-        b'{"file_name": "a.png", "text": "' + b"x" * (2 << 20) + b'"}',
-        b'{"file_name": "a.png", "text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-        b'{"file_name": "a.png", "text": 1e999}',
-        b'{"file_name": "a.png", "text": ' + b"9" * 5000 + b"}",
-        json.dumps({"file_name": "a.png", "text": "x"}).encode(),
-    ]
-    (tmp_path / "metadata.jsonl").write_bytes(b"\n".join(lines))
-    source = source_of(tmp_path, "imagefolder")
-    items = list(source.samples())
-    assert [item.sample_id for item in items if isinstance(item, Sample)] == ["a.png"]
-    refused = [item for item in items if isinstance(item, Refusal)]
-    assert len(refused) == len(lines) - 1
-
-
-def test_a_line_without_an_end_is_refused_and_what_follows_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    sparse(tmp_path / "metadata.jsonl", b'{"file_name": "a.png", "text": "x"}\n')
-    ids, refused = found(source_of(tmp_path, "imagefolder"))
-    assert ids == ["a.png"] and refused == {"metadata.jsonl:2": "corrupt"}
-
-
 # Captions ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_caption_that_is_too_long_is_refused(tmp_path: Path, make_config: Callable[..., Any]) -> None:
-    folder, long = tmp_path / "captions", samples.MAX_ONE_CAPTION_BYTES
-    folder.mkdir()
-    rows = {
-        "one": ["a caption"],
-        "too long": ["x" * (long + 1)],
-        "as long as may be": ["\x01" * long],
-    }
-    pq.write_table(pa.table({"image": [png()] * len(rows), "text": list(rows.values())}), folder / "t.parquet")
-    config = make_config(**{"datasets.0.source": {"kind": "parquet", "path": folder}})
-    report = run_precache(config)
-    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == {"t.parquet#1": "bad-caption"}
-    manifest = ManifestFolder(config.cache.path / "manifests").read("photos")
-    assert manifest is not None and len(manifest.rows) == len(rows)
 
 
 # Tars ----------------------------------------------------------------------------------------------------------------

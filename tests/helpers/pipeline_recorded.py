@@ -11,22 +11,17 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from helpers.pipeline_images import random_access
+from helpers.pipeline_modules import random_access, settings
 from helpers.pipeline_sdxl import Run, Setup
-from PIL import Image
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("onetrainer_sdxl.json").read_text(encoding="utf-8"))
-VIDEO = ".mp4"
 
 
 def default_concept(path: Path, **image_settings: Any) -> dict[str, Any]:
@@ -38,11 +33,8 @@ def default_concept(path: Path, **image_settings: Any) -> dict[str, Any]:
     return concept
 
 
-@dataclass
 class RecordedSetup(Setup):
-    """`videos`: the loader takes files with VIDEO too, as OneTrainer's loaders of video models do."""
-
-    videos: bool = False
+    """A setup over the recorded list."""
 
     def start(self, num_epochs: int = 1) -> Run:
         run = RecordedRun(self)
@@ -56,24 +48,21 @@ class RecordedRun(Run):
 
     def _modules(self) -> Iterator[Any]:
         host, setup = self.setup.host, self.setup
-        assert isinstance(setup, RecordedSetup)
         made = stand_ins(host)
         yield host.ConceptPipelineModule(copy.deepcopy(setup.concepts))
         yield host.SettingsPipelineModule(RECORDED["settings"] | {"target_resolution": setup.resolution})
         for name, recorded in RECORDED["modules"]:
-            settings = {key: _value(value, self._objects()) for key, value in recorded.items()}
+            given = {key: _value(value, self._objects()) for key, value in recorded.items()}
             if name == "DiskCache":
-                yield self._cache(settings)
+                yield self._cache(given)
                 continue
-            if name == "CollectPaths" and setup.videos:
-                settings["extensions"] |= {VIDEO}
-            kind = getattr(host, name, None) or made.get(name) or passing(host, name, settings)
-            yield kind(**settings)
+            kind = getattr(host, name, None) or made.get(name) or passing(host, name, given)
+            yield kind(**given)
 
-    def _cache(self, settings: dict[str, Any]) -> Any:
-        kind = settings["cache_dir"]
+    def _cache(self, given: dict[str, Any]) -> Any:
+        kind = given["cache_dir"]
         folder = {"cache_dir": str(self.setup.cache_dir / kind)}
-        self.caches[kind] = self.setup.host.LatentCacheModule(**settings | folder | dict(self.setup.changes))
+        self.caches[kind] = self.setup.host.LatentCacheModule(**given | folder | dict(self.setup.changes))
         return self.caches[kind]
 
     def _objects(self) -> dict[str, Any]:
@@ -105,9 +94,9 @@ def _value(recorded: Any, objects: dict[str, Any]) -> Any:
     return recorded
 
 
-def passing(base: SimpleNamespace, name: str, settings: dict[str, Any]) -> type:
+def passing(base: SimpleNamespace, name: str, taken: dict[str, Any]) -> type:
     """A module of this name that takes these settings, and passes its values on: all that is random in it is off."""
-    names = settings.get("names") or [settings["text_out_name"]]
+    names = taken.get("names") or [taken["text_out_name"]]
 
     class Passing(random_access(base)):
         first = names[0]
@@ -123,7 +112,7 @@ def passing(base: SimpleNamespace, name: str, settings: dict[str, Any]) -> type:
             assert self.ask(variation, self.enabled_in_name, index) is False, "here is no such augmentation"
             return {each: self.ask(variation, each, index) for each in names}
 
-    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in settings]
+    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in taken]
     self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     Passing.__init__.__signature__ = inspect.Signature([self_parameter, *parameters])  # the cache reads it
     Passing.__name__ = name
@@ -134,115 +123,79 @@ def stand_ins(base: SimpleNamespace) -> dict[str, type]:
     """Modules of the list that the pipeline of the other tests lacks."""
     Module = random_access(base)
 
+    @settings
     class DownloadHuggingfaceDatasets(Module):
-        def __init__(self, concept_in_name: str, path_in_name: str, enabled_in_name: str, concept_out_name: str):
-            super().__init__()
-            self.first = self.concept_in_name = concept_in_name
-            self.path_in_name, self.enabled_in_name = path_in_name, enabled_in_name
-            self.concept_out_name = concept_out_name
-
-        def get_outputs(self) -> list[str]:
-            return [self.concept_out_name]
+        concept_in_name: str
+        path_in_name: str
+        enabled_in_name: str
+        concept_out_name: str
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
             return {self.concept_out_name: self.ask(variation, self.concept_in_name, index)}
 
+    @settings
     class LoadVideo(Module):
-        """A random frame of a video; None for other files, but a random stream is made for each, as in mgds."""
+        """None, since no file here is a video; a random stream is made for each, as in mgds."""
 
-        def __init__(
-            self,
-            path_in_name: str,
-            target_frame_count_in_name: str,
-            video_out_name: str,
-            range_min: float,
-            range_max: float,
-            target_frame_rate: float,
-            supported_extensions: set[str],
-            dtype: torch.dtype | None = None,
-        ):
-            super().__init__()
-            self.first = self.path_in_name = path_in_name
-            self.target_frame_count_in_name = target_frame_count_in_name
-            self.video_out_name, self.supported_extensions = video_out_name, supported_extensions
-            self.range_min, self.range_max, self.target_frame_rate = range_min, range_max, target_frame_rate
-            self.dtype = dtype
-
-        def get_outputs(self) -> list[str]:
-            return [self.video_out_name]
+        path_in_name: str
+        target_frame_count_in_name: str
+        video_out_name: str
+        range_min: float
+        range_max: float
+        target_frame_rate: float
+        supported_extensions: set[str]
+        dtype: torch.dtype | None = None
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            rand = self._get_rand(variation, index)
-            path = self.ask(variation, self.path_in_name, index)
-            int(self.ask(variation, self.target_frame_count_in_name, index))
-            if os.path.splitext(path)[1].lower() not in self.supported_extensions:
-                return {self.video_out_name: None}
-            with Image.open(path) as video:
-                video.seek(rand.randrange(video.n_frames))
-                frame = torch.from_numpy(np.array(video.convert("RGB"))).permute(2, 0, 1).to(self.dtype)
-            return {self.video_out_name: frame / 255 * (self.range_max - self.range_min) + self.range_min}
+            self._get_rand(variation, index)
+            self.ask(variation, self.path_in_name, index)
+            return {self.video_out_name: None}
 
+    @settings
     class GetFilename(Module):
-        def __init__(self, path_in_name: str, filename_out_name: str, include_extension: bool):
-            super().__init__()
-            self.first = self.path_in_name = path_in_name
-            self.filename_out_name, self.include_extension = filename_out_name, include_extension
-
-        def get_outputs(self) -> list[str]:
-            return [self.filename_out_name]
+        path_in_name: str
+        filename_out_name: str
+        include_extension: bool
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
             return {self.filename_out_name: Path(self.ask(variation, self.path_in_name, index)).stem}
 
+    @settings
     class SelectInput(Module):
-        def __init__(
-            self, setting_name: str, out_name: str, setting_to_in_name_map: dict[str, str], default_in_name: str
-        ):
-            super().__init__()
-            self.setting_name, self.out_name = setting_name, out_name
-            self.setting_to_in_name_map, self.default_in_name = setting_to_in_name_map, default_in_name
-            self.in_names = list(setting_to_in_name_map.values())
-            self.first = self.in_names[0]
+        setting_name: str
+        out_name: str
+        setting_to_in_name_map: dict[str, str]
+        default_in_name: str
 
-        def get_outputs(self) -> list[str]:
-            return [self.out_name]
+        def get_inputs(self) -> list[str]:
+            return list(self.setting_to_in_name_map.values())
+
+        def length(self) -> int:
+            return self._get_previous_length(self.get_inputs()[0])
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
             chosen = self.setting_to_in_name_map[self.ask(variation, self.setting_name, index)]
             return {self.out_name: self.ask(variation, chosen, index)}
 
+    @settings
     class RescaleImageChannels(Module):
-        def __init__(
-            self,
-            image_in_name: str,
-            image_out_name: str,
-            in_range_min: float,
-            in_range_max: float,
-            out_range_min: float,
-            out_range_max: float,
-        ):
-            super().__init__()
-            self.first = self.image_in_name = image_in_name
-            self.image_out_name = image_out_name
-            self.in_range_min, self.in_range_max = in_range_min, in_range_max
-            self.out_range_min, self.out_range_max = out_range_min, out_range_max
-
-        def get_outputs(self) -> list[str]:
-            return [self.image_out_name]
+        image_in_name: str
+        image_out_name: str
+        in_range_min: float
+        in_range_max: float
+        out_range_min: float
+        out_range_max: float
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
             image = self.ask(variation, self.image_in_name, index)
             factor = (self.out_range_max - self.out_range_min) / (self.in_range_max - self.in_range_min)
             return {self.image_out_name: (image - self.in_range_min) * factor + self.out_range_min}
 
+    @settings
     class MapData(Module):
-        def __init__(self, in_name: str, out_name: str, map_fn: Any):
-            super().__init__()
-            self.first = self.in_name = in_name
-            self.out_name, self.map_fn = out_name, map_fn
-
-        def get_outputs(self) -> list[str]:
-            return [self.out_name]
+        in_name: str
+        out_name: str
+        map_fn: Callable[[Any], Any]
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
             return {self.out_name: self.map_fn(self.ask(variation, self.in_name, index))}

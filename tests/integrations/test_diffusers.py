@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.config_file import parse_config
-from latentcache.errors import ModelError, SampleError, StoreError
 from latentcache.integrations.diffusers import (
     PrecomputedDataset,
     collate,
@@ -30,7 +29,6 @@ from latentcache.integrations.diffusers import (
     prompt_kwargs,
     time_ids,
 )
-from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 
@@ -102,29 +100,6 @@ def sample_of(size: tuple[int, int]) -> str:
 # Batches
 
 
-def test_an_item_holds_what_the_scripts_name_in_their_types(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache()))
-    for item in dataset:
-        assert item.keys() == NAMES
-        name = sample_of(item["original_sizes"])
-        target = BUCKETS.get(name, (96, 96))
-        assert (item["crop_top_lefts"], item["target_sizes"]) == (CROPS.get(name, (0, 0)), target)
-        for pair in ("original_sizes", "crop_top_lefts", "target_sizes"):
-            # The script adds them as tuples, and they must stay integers up to there.
-            assert type(item[pair]) is tuple and [type(number) for number in item[pair]] == [int, int]
-        assert item["model_input"].shape == (4, target[0] // 8, target[1] // 8)
-        assert item["prompt_embeds"].shape == (77, 72) and item["pooled_prompt_embeds"].shape == (40,)
-        assert {item[name].dtype for name in NAMES if isinstance(item[name], torch.Tensor)} == {torch.float32}
-
-
-def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:
-    latents = LatentDataset(make_cache("mean"))
-    full, half = PrecomputedDataset(latents), PrecomputedDataset(latents, dtype=torch.bfloat16)
-    for whole, item in zip(full, half, strict=True):
-        for name in ("model_input", "prompt_embeds", "pooled_prompt_embeds"):
-            assert item[name].dtype is torch.bfloat16 and torch.equal(item[name], whole[name].bfloat16())
-
-
 def epochs_of(loader: Any, num_epochs: int) -> list[list[dict[str, Any]]]:
     return [list(loader) for _ in range(num_epochs)]
 
@@ -169,14 +144,6 @@ def test_every_part_of_a_row_is_of_one_sample_in_every_epoch(make_cache: Callabl
     assert len(set(orders)) == 3
 
 
-def test_a_mixed_batch_is_an_error_that_names_the_sampler(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache()))
-    mixed = DataLoader(dataset, batch_size=len(dataset), collate_fn=collate)
-    with pytest.raises(StoreError, match=r"lie in 128x64, 64x128, 96x96: .*BucketBatchSampler"):
-        next(iter(mixed))
-    assert len(list(DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset.dataset, 3), collate_fn=collate))) == 3
-
-
 @forks
 def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path]) -> None:
     dataset = PrecomputedDataset(LatentDataset(make_cache(), caption="random"), proportion_empty_prompts=0.5)
@@ -215,19 +182,6 @@ def test_the_proportion_of_empty_prompts(make_cache: Callable[..., Path], propor
     assert low <= num_empty <= high
 
 
-def test_a_proportion_is_from_0_to_1(make_cache: Callable[..., Path]) -> None:
-    with pytest.raises(StoreError, match=r"proportion_empty_prompts is 1.5; it must be from 0 to 1"):
-        PrecomputedDataset(LatentDataset(make_cache()), proportion_empty_prompts=1.5)
-
-
-def test_several_manifests_are_one_dataset(make_cache: Callable[..., Path]) -> None:
-    path = make_cache("mean")
-    dataset = PrecomputedDataset(LatentDataset(path, LatentDataset(path).names * 2), proportion_empty_prompts=0.0)
-    assert len(dataset) == 10
-    sizes = [row["original_sizes"] for row in rows_of(list(data_loader(dataset, 4)))]
-    assert sorted(sizes) == sorted([*SIZES.values(), *SIZES.values()])
-
-
 OLD_ACCELERATE = Version(version("accelerate")) < Version("1.14")
 NEEDS_DROP_LAST = pytest.mark.skipif(OLD_ACCELERATE, reason="accelerate before 1.14 shares batches of one size only")
 
@@ -251,22 +205,6 @@ def test_processes_of_accelerate_share_whole_batches(make_cache: Callable[..., P
     whole.set_epoch(7)
     shards[0].batch_sampler.sampler.set_epoch(7)  # how accelerate's loader reaches it through the shard
     assert list(shards[0]) == list(whole)[: len(whole) // 2 * 2 : 2]
-
-
-def test_set_epoch_of_the_prepared_loader_says_where_a_run_goes_on(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache("mean")))
-
-    def orders(loader: Any, num_epochs: int) -> list[list[tuple[int, int]]]:
-        return [
-            [size for batch in epoch for size in batch["original_sizes"]] for epoch in epochs_of(loader, num_epochs)
-        ]
-
-    whole = orders(data_loader(dataset, 2), 5)
-    prepared = Accelerator(cpu=True).prepare(data_loader(dataset, 2))
-    prepared.set_epoch(3)
-    plain = data_loader(dataset, 2)
-    plain.batch_sampler.set_epoch(3)
-    assert orders(prepared, 2) == orders(plain, 2) == whole[3:] != whole[:2]
 
 
 # The training step of the scripts
@@ -459,34 +397,9 @@ def test_an_offloaded_pipeline_gets_them_where_its_unet_will_run(make_cache: Cal
     assert np.array_equal(images_of(bare, **kwargs), expected)
 
 
-def test_what_prompt_kwargs_refuses(make_cache: Callable[..., Path]) -> None:
-    pipeline = without_encoders(tiny_pipeline())
-    with LatentCache(make_cache()) as cache:
-        with pytest.raises(StoreError, match="prompts is empty"):
-            prompt_kwargs(cache, [], device="cpu")
-        with pytest.raises(StoreError, match="negative holds 1 texts for 2 prompts"):
-            prompt_kwargs(cache, PROMPTS, ["ugly"], device="cpu")
-        with pytest.raises(SampleError, match=r"a dog.*is not cached.*validation.prompts"):
-            prompt_kwargs(cache, "a dog", device=pipeline)
-        with pytest.raises(SampleError, match=r"blurry.*is not cached.*validation.negative_prompt"):
-            prompt_kwargs(cache, PROMPTS, "blurry", device=pipeline)
-        pipeline.unet = None
-        with pytest.raises(ModelError, match=r"StableDiffusionXLPipeline has no UNet.*name a device"):
-            prompt_kwargs(cache, PROMPTS, device=pipeline)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"addition_embed_type": None}, "addition_embed_type None.*Give an SDXL pipeline"),
-        ({"cross_attention_dim": 40}, "takes prompt_embeds of width 40 .* but the cache has 72 and 40"),
-    ],
-    ids=["sd15", "refiner"],
-)
-def test_a_pipeline_of_another_kind_is_refused(
-    make_cache: Callable[..., Path], settings: dict[str, Any], message: str
-) -> None:
-    config = dict(tiny_denoiser().config) | settings
-    pipeline = without_encoders(tiny_pipeline(tiny_parts() | {"unet": UNet2DConditionModel.from_config(config)}))
-    with LatentCache(make_cache()) as cache, pytest.raises(ModelError, match=message):
-        prompt_kwargs(cache, PROMPTS, device=pipeline)
+def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:
+    latents = LatentDataset(make_cache("mean"))
+    full, half = PrecomputedDataset(latents), PrecomputedDataset(latents, dtype=torch.bfloat16)
+    for whole, item in zip(full, half, strict=True):
+        for name in ("model_input", "prompt_embeds", "pooled_prompt_embeds"):
+            assert item[name].dtype is torch.bfloat16 and torch.equal(item[name], whole[name].bfloat16())

@@ -7,9 +7,7 @@ the names that the removed lines bind for others. DIFFUSERS_EXAMPLES=<folder wit
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
-import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,20 +46,6 @@ def stored(tree: ast.AST) -> dict[str, int]:
         for name, line in bound:
             found[name] = min(line, found.get(name, line))
     return found
-
-
-def needed_names(source: str, kept: str) -> list[str]:
-    """What `main` of the kept lines reads before it binds it, and `main` of the whole script binds."""
-    whole, rest = (main_of(text) for text in (source, kept))
-    bound = stored(rest)
-    reads = [node for node in ast.walk(rest) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    inner = {name for node in ast.walk(rest) if isinstance(node, ast.comprehension) for name in stored(node.target)}
-    first = {node.id for node in reads if node.lineno < bound.get(node.id, 1 << 30)}
-    return sorted(first & stored(whole).keys() - inner)
-
-
-def main_of(source: str) -> ast.FunctionDef:
-    return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main")
 
 
 def inserted(editing: ModuleType, name: str) -> Iterator[ast.AST]:
@@ -103,25 +87,3 @@ def test_a_script_with_other_lines_is_refused_by_the_line(
         assert editing.main([str(path), "cache", "photos"]) == 2
         out, err = capsys.readouterr()
         assert out == "" and met in err and recorded["lines"][0].strip() in err and "by hand" in err
-
-
-def test_the_guide_names_every_line_that_is_looked_for(editing: ModuleType) -> None:
-    guide = (ROOT / "docs" / "guide" / "diffusers.md").read_text(encoding="utf-8")
-    assert set(editing.EDITS) == set(SCRIPTS)
-    for name, edits in editing.EDITS.items():
-        assert f"### {name}" in guide
-        part = guide.split(f"### {name}")[1].split("\n#")[0]
-        for edit in edits:
-            assert f"| `{edit.first.strip()}` | `{edit.end.strip()}` |" in part
-
-
-@pytest.mark.skipif("DIFFUSERS_EXAMPLES" not in os.environ, reason="DIFFUSERS_EXAMPLES names no folder of scripts")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_real_script_is_as_recorded(editing: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(os.environ["DIFFUSERS_EXAMPLES"], name).read_text(encoding="utf-8")
-    lines, recorded = source.splitlines(), RECORD["scripts"][name]
-    assert [lines.index(line) + 1 for line in recorded["lines"]] == recorded["line_numbers"]
-    compile(editing.edited(source, name, "cache", "photos"), name, "exec")
-    kept = {name: tuple(dataclasses.replace(edit, text="") for edit in editing.EDITS[name])}
-    monkeypatch.setattr(editing, "EDITS", kept)
-    assert needed_names(source, editing.edited(source, name, "cache", "photos")) == recorded["needed"]

@@ -211,31 +211,6 @@ def test_images_added(setup: Callable[..., Setup], folder: Path) -> None:
         assert_same(item, after[name])
 
 
-def test_one_image_removed(setup: Callable[..., Setup], folder: Path) -> None:
-    before = setup().start().by_photo()
-    (folder / "p01.png").unlink()
-    run = setup().start()
-    assert run.encoded == Counter()
-    after = run.by_photo()
-    assert after.keys() == before.keys() - {"p01.png"}
-    for name, item in after.items():
-        assert_same(item, before[name])
-
-
-def test_a_rename_that_changes_the_order(setup: Callable[..., Setup], folder: Path) -> None:
-    before = setup().start().by_photo()
-    for suffix in (".png", ".txt"):
-        (folder / f"p00{suffix}").rename(folder / f"zz{suffix}")
-    run = setup().start()
-    assert run.encoded == Counter()
-    after = run.by_photo()
-    moved, old = after.pop("zz.png"), before["p00.png"]
-    assert moved["image_path"] == str(folder / "zz.png")
-    assert_same({**moved, "image_path": ""}, {**old, "image_path": ""})
-    for name, item in after.items():
-        assert_same(item, before[name])
-
-
 def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[..., Setup], folder: Path) -> None:
     """With DiskCache every caption went to the wrong image: the two caches had two orders."""
     setup().start()
@@ -268,35 +243,6 @@ def test_a_swap_of_a_model(setup: Callable[..., Setup], part: str, name: str, en
         assert not torch.equal(item[name], before[photo][name])
         assert_same(item, {key: expected[photo][key] for key in item})
     assert setup().start().encoded == Counter(), "the entries of the first models are still there"
-
-
-def test_layer_skip(setup: Callable[..., Setup]) -> None:
-    """Not one of the 22: a setting of the text encoders that is in no group's name."""
-    setup().start()
-    assert setup(clip_layer=-1).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
-
-
-def test_resolution_change(setup: Callable[..., Setup]) -> None:
-    before = setup().start().by_photo()
-    run = setup(resolution="110").start()
-    assert run.encoded == Counter(vae=NUM)
-    expected = live(setup(resolution="110"))
-    for name, item in run.by_photo().items():
-        assert item["crop_resolution"] != before[name]["crop_resolution"]
-        assert_same(item, {key: expected[name][key] for key in item})
-    assert setup().start().encoded == Counter()
-
-
-def test_dataset_moved(setup: Callable[..., Setup], folder: Path, tmp_path: Path) -> None:
-    before = setup().start().by_photo()
-    moved = tmp_path / "elsewhere" / "the photos"
-    shutil.copytree(folder, moved)
-    shutil.rmtree(folder)
-    run = setup(concepts=[concept(moved, seed=7)]).start()
-    assert run.encoded == Counter() and run.begun == []
-    for name, item in run.by_photo().items():
-        assert item["image_path"] == str(moved / name)
-        assert_same({**item, "image_path": ""}, {**before[name], "image_path": ""})
 
 
 def test_resume_after_a_crash(setup: Callable[..., Setup], folder: Path, tmp_path: Path) -> None:
@@ -391,3 +337,20 @@ def test_duplicate_content_shared(setup: Callable[..., Setup], folder: Path) -> 
         {name: items["p03.png"][name] for name in ("tokens_1", "text_encoder_2_pooled_state")},
         {name: items["p01.png"][name] for name in ("tokens_1", "text_encoder_2_pooled_state")},
     )
+
+
+def test_layer_skip(setup: Callable[..., Setup]) -> None:
+    """A setting of the text encoders that is in no group's name."""
+    setup().start()
+    assert setup(clip_layer=-1).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
+
+
+def test_resolution_change(setup: Callable[..., Setup]) -> None:
+    before = setup().start().by_photo()
+    run = setup(resolution="110").start()
+    assert run.encoded == Counter(vae=NUM)
+    expected = live(setup(resolution="110"))
+    for name, item in run.by_photo().items():
+        assert item["crop_resolution"] != before[name]["crop_resolution"]
+        assert_same(item, {key: expected[name][key] for key in item})
+    assert setup().start().encoded == Counter()

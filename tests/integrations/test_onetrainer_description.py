@@ -1,11 +1,17 @@
-"""The identities of a model's parts."""
+"""What modules and the parts of a model are by: weights, layers that are hooked in, functions, chat templates."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+from helpers.tiny_models import clip_tokenizer
 
-from latentcache.integrations.onetrainer.description import part_identity
+from latentcache.integrations.onetrainer.description import describe, part_identity
 
 
 def test_tensors_that_a_hooked_layer_has_not_registered_count() -> None:
@@ -55,3 +61,72 @@ def test_weights_that_differ_below_the_precision_of_others_are_told_apart(hooked
     one, same, other = part(rounded), part(rounded), part(rounded + 1e-6)
     assert part_identity("text_encoder", one) == part_identity("text_encoder", same)
     assert part_identity("text_encoder", one) != part_identity("text_encoder", other)
+
+
+class Tokenize:
+    """The settings of mgds' Tokenize of 2026."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        apply_chat_template: Callable[..., Any] | None = None,
+        apply_chat_template_kwargs: Any = None,
+    ):
+        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
+        self.apply_chat_template_kwargs = apply_chat_template_kwargs
+
+    def get_outputs(self) -> list[str]:
+        return ["tokens"]
+
+
+SYSTEM = "Describe it."
+
+
+def _messages(caption: str, role: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": role, "content": caption}]
+
+
+def with_role(role: str) -> Callable[[str], Any]:
+    return lambda caption: _messages(caption, role)
+
+
+def test_a_chat_template_and_the_function_that_makes_its_messages_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = clip_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    settings = {"enable_thinking": True}
+    first = describe(Tokenize(tokenizer, with_role("user"), settings), {})
+    assert first == describe(Tokenize(clip_tokenizer_with(tokenizer.chat_template), with_role("user"), settings), {})
+    others = [
+        Tokenize(tokenizer, with_role("assistant"), settings),
+        Tokenize(tokenizer, lambda caption: _messages(caption, "user"), settings),
+        Tokenize(tokenizer, with_role("user"), {"enable_thinking": False}),
+        Tokenize(clip_tokenizer_with("{{ messages[1].content }}"), with_role("user"), settings),
+    ]
+    assert all(describe(each, {}) != first for each in others)
+    monkeypatch.setitem(globals(), "SYSTEM", "Another one.")
+    assert describe(Tokenize(tokenizer, with_role("user"), settings), {}) != first
+    plain = describe(Tokenize(tokenizer), {})
+    assert "chat_template" not in plain["settings"]
+
+
+def clip_tokenizer_with(template: str) -> Any:
+    tokenizer = clip_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_functions_and_values_that_are_reached_through_a_module_count() -> None:
+    own, inner = ModuleType("own_util"), ModuleType("own_util.texts")
+    own.texts, inner.own = inner, own  # type: ignore[attr-defined]
+
+    def described() -> Any:
+        function = eval("lambda text: own.texts.messages(text) + json.dumps(own.ROLE)", {"own": own, "json": json})
+        return describe(Tokenize(clip_tokenizer(), function), {})
+
+    found = []
+    for text, role in (("return 'a' + text", "user"), ("return 'b' + text", "user"), ("return 'b' + text", "system")):
+        exec(f"def messages(text):\n    {text}", vars(inner))
+        own.ROLE = role  # type: ignore[attr-defined]
+        found.append(described())
+        assert described() == found[-1]
+    assert found[0] != found[1] != found[2]

@@ -61,14 +61,6 @@ def test_importing_the_adapter_imports_no_mgds_and_no_release_of_diffusers() -> 
     assert first == "[]" and second.startswith("mgds.PipelineModule cannot be imported (")
 
 
-def test_the_class_is_made_over_mgds_base_classes(mgds: SimpleNamespace) -> None:
-    made = onetrainer.LatentCacheModule
-    assert issubclass(made, mgds.PipelineModule) and issubclass(made, mgds.SingleVariationRandomAccessPipelineModule)
-    assert made is onetrainer.LatentCacheModule and made is mgds.LatentCacheModule
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = onetrainer.nonsense
-
-
 def test_install_and_undo(loaders: list[ModuleType], mgds: SimpleNamespace) -> None:
     before = [loader.DiskCache for loader in loaders]
     undo = onetrainer.install()
@@ -77,31 +69,6 @@ def test_install_and_undo(loaders: list[ModuleType], mgds: SimpleNamespace) -> N
     assert [loader.DiskCache for loader in loaders] == before
     undo()
     assert [loader.DiskCache for loader in loaders] == before
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_installs_leave_nothing_behind(loaders: list[ModuleType], order: tuple[int, int]) -> None:
-    before = [loader.DiskCache for loader in loaders]
-    undos = [onetrainer.install(), onetrainer.install(provenance={"build": 2})]
-    second = loaders[0].DiskCache
-    undos[0]()
-    assert loaders[0].DiskCache is second, "undo leaves what someone else has put there"
-    for number in order:
-        undos[number]()
-    assert [loader.DiskCache for loader in loaders] == before
-
-
-def test_install_says_what_is_missing_and_replaces_nothing(
-    loaders: list[ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = loaders[0].DiskCache
-    del loaders[1].DiskCache
-    with pytest.raises(PipelineError, match=r"StableDiffusionFineTuneVaeDataLoader: it has no 'DiskCache'"):
-        onetrainer.install()
-    monkeypatch.setitem(sys.modules, LOADERS[1], None)
-    with pytest.raises(PipelineError, match=r"FineTuneVaeDataLoader cannot be imported .* from OneTrainer's folder"):
-        onetrainer.install()
-    assert loaders[0].DiskCache == before
 
 
 class Model:
@@ -145,25 +112,6 @@ def test_what_is_installed_caches_as_configured(
     pipeline.LatentCacheModule = loaders[1].DiskCache
     assert setup("a third run").start().encoded["vae"] == 2
     later()
-
-
-def test_a_model_that_is_not_loaded_is_an_error(
-    loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path
-) -> None:
-    undo = onetrainer.install(model=lambda: None)
-    pipeline = SimpleNamespace(**(vars(mgds) | {"LatentCacheModule": loaders[0].DiskCache}))
-    begun: list[str] = []
-    setup = Setup(pipeline, tmp_path / "c", [concept(write_photos(tmp_path / "p", 1))], before=begun.append)
-    with pytest.raises(PipelineError, match="it is not loaded yet"):
-        setup.start()
-    assert begun == []
-    undo()
-
-
-@pytest.mark.parametrize("model", [SimpleNamespace(), lambda: SimpleNamespace(name="empty")])
-def test_a_model_without_parts_is_an_error(model: Any) -> None:
-    with pytest.raises(PipelineError, match="SimpleNamespace has no parts"):
-        onetrainer.restoring(model).before()
 
 
 def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,18 +18,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import pipeline_host
-from helpers.pipeline_sdxl import Run, Setup, concept
 from helpers.tiny_models import tiny_model
 
 from latentcache.integrations.onetrainer.description import describe
 from latentcache.integrations.onetrainer.upstream import RECOGNISED
 
-NUM = 4
 RECORDED: dict[str, Any] = json.loads(
     Path(pipeline_host.__file__).with_name("onetrainer_families.json").read_text(encoding="utf-8")
 )["families"]
 EACH = pytest.mark.parametrize("family", sorted(RECORDED))
-PRUNED = ("chroma", "qwen-image", "z-image", "krea2")
 
 
 def messages(caption: str) -> list[dict[str, str]]:
@@ -101,70 +97,3 @@ def test_every_module_is_known_and_each_of_its_settings_is_read(pipeline: Simple
         assert name in RECOGNISED
         if name != "MapData":  # what it gives is a text, which counts as it is
             assert describe(module, {})["settings"].keys() >= recorded.keys()
-
-
-class LoaderRun(Run):
-    """A run with the texts of a family's loader; images are SDXL's."""
-
-    def __init__(self, setup: LoaderSetup):
-        self.split_text = RECORDED[setup.family]["split_names"]
-        encoders = [name for name in setup.parts if name.startswith("text_encoder")]
-        self.encoders = {"vae": "encoder", **dict.fromkeys(encoders)}
-        super().__init__(setup)
-
-    def _texts(self) -> list[Any]:
-        host, setup = self.setup.host, self.setup
-        assert isinstance(setup, LoaderSetup)
-        loading = [host.LoadMultipleTexts("text_path", "texts"), host.SelectRandomText("texts", "prompt")]
-        return [*loading, *made(host, setup.family, setup.parts)]
-
-
-class LoaderSetup(Setup):
-    family: str
-
-    def start(self, num_epochs: int = 1) -> Run:
-        run = LoaderRun(self)
-        for _ in range(num_epochs):
-            run.next_epoch()
-        return run
-
-
-@pytest.mark.families
-@EACH
-def test_texts_of_the_loader_are_cached_and_come_back(
-    family: str, tmp_path: Path, folder: Path, parts: dict[str, Any]
-) -> None:
-    """In mgds itself, with the family's tiny encoders: pruned texts have the rows of their own tokens."""
-    for number, path in enumerate(sorted(folder.glob("*.txt"))):
-        path.write_text(" ".join(["red"] * (2 + number)), encoding="utf-8")
-    models = {"vae": parts["vae"]} | {
-        name: part for name, part in tiny_model(family).items() if name.startswith(("text_encoder", "tokenizer"))
-    }
-    if family == "sd15" and not hasattr(models["text_encoder"], "text_model"):
-        pytest.skip("mgds reads the final norm of `CLIPTextModel.text_model`, which this transformers does not have")
-    encoders = Counter({name: NUM for name in models if name.startswith("text_encoder")})
-
-    def start() -> Run:
-        host = pipeline_host.host("mgds")
-        setup = LoaderSetup(host, tmp_path / "cache", [concept(folder)], models, masks=True)
-        setup.family = family
-        return setup.start()
-
-    first = start()
-    assert first.encoded == Counter(vae=NUM) + encoders
-    rows = []
-    for item in first.by_photo().values():
-        states, tokens = (next(item[name] for name in item if kind in name) for kind in ("hidden_state", "tokens"))
-        rows.append(len(states))
-        assert item["latent_mask"].shape[-2:] == item["latent_image"].shape[-2:]
-        assert family == "flux" or len(states) == len(tokens) == len(item["tokens_mask"])
-        assert family not in PRUNED or bool(item["tokens_mask"].bool().all())
-    assert len(set(rows)) == (NUM if family in PRUNED else 1)
-    again = start()
-    assert again.encoded == Counter()
-    for name, item in again.by_photo().items():
-        for field, expected in first.by_photo()[name].items():
-            if isinstance(expected, torch.Tensor):
-                assert torch.equal(item[field], expected), field
-    sorted(folder.glob("*.txt"))[0].write_text("another", encoding="utf-8")
-    assert start().encoded == Counter(dict.fromkeys(encoders, 1))

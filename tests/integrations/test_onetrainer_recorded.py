@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_recorded import RECORDED, VIDEO, RecordedSetup, default_concept
-from PIL import Image
+from helpers.pipeline_recorded import RECORDED, RecordedSetup, default_concept
 
 NUM = 4
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
@@ -25,10 +24,10 @@ EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
 def setup(
     pipeline: SimpleNamespace, tmp_path: Path, folder: Path, parts: dict[str, Any]
 ) -> Callable[..., RecordedSetup]:
-    def make(*, videos: bool = False, variations: int = 1, **image_settings: Any) -> RecordedSetup:
+    def make(*, variations: int = 1, **image_settings: Any) -> RecordedSetup:
         concept = default_concept(folder, **image_settings) | {"image_variations": variations}
         settings = {"host": pipeline, "cache_dir": tmp_path / "cache", "concepts": [concept], "parts": parts}
-        return RecordedSetup(**settings, resolution="256", videos=videos)
+        return RecordedSetup(**settings, resolution="256")
 
     return make
 
@@ -42,15 +41,9 @@ def add(folder: Path, name: str, seed: int) -> None:
     write_photo(folder / f"{name}.png", seed, (96, 64)).with_suffix(".txt").write_text(name, encoding="utf-8")
 
 
-def write_video(path: Path, num_frames: int = 16) -> None:
-    """An animation under the name of a video: the stand-in for LoadVideo reads it with Pillow."""
-    frames = [Image.new("RGB", (64, 96), (15 * number, 0, 255 - 15 * number)) for number in range(num_frames)]
-    with path.open("wb") as file:
-        frames[0].save(file, format="GIF", save_all=True, append_images=frames[1:])
-    path.with_suffix(".txt").write_text(path.stem, encoding="utf-8")
-
-
-def test_a_renamed_file_costs_nothing(setup: Callable[..., RecordedSetup], folder: Path) -> None:
+def test_a_renamed_file_costs_nothing_and_of_added_ones_only_these_are_encoded(
+    setup: Callable[..., RecordedSetup], folder: Path
+) -> None:
     run = setup(enable_crop_jitter=False).start()
     assert run.encoded == EVERYTHING
     before = run.by_photo()
@@ -58,10 +51,6 @@ def test_a_renamed_file_costs_nothing(setup: Callable[..., RecordedSetup], folde
     run = setup(enable_crop_jitter=False).start()
     assert run.encoded == Counter()
     assert torch.equal(run.by_photo()["zz.png"]["latent_image"], before["p00.png"]["latent_image"])
-
-
-def test_of_added_files_only_these_are_encoded(setup: Callable[..., RecordedSetup], folder: Path) -> None:
-    setup(enable_crop_jitter=False).start()
     add(folder, "a", 70)
     add(folder, "p01b", 71)
     assert setup(enable_crop_jitter=False).start().encoded == Counter(vae=2, text_encoder=2, text_encoder_2=2)
@@ -70,19 +59,6 @@ def test_of_added_files_only_these_are_encoded(setup: Callable[..., RecordedSetu
 def test_variations_without_augmentation_are_one_entry(setup: Callable[..., RecordedSetup]) -> None:
     run = setup(enable_crop_jitter=False, variations=2).start(num_epochs=2)
     assert run.encoded == EVERYTHING
-
-
-def test_a_video_depends_on_its_place_and_images_beside_it_do_not(
-    setup: Callable[..., RecordedSetup], folder: Path
-) -> None:
-    write_video(folder / f"m{VIDEO}")
-    setup(enable_crop_jitter=False, videos=True).start()
-    write_video(folder / f"b{VIDEO.upper()}", 17)  # one extension, however it is written
-    rename(folder, "p00", "zz")
-    run = setup(enable_crop_jitter=False, videos=True).start()
-    assert run.encoded["vae"] == 2, "the new video, and the other, which stands behind it now"
-    add(folder, "a", 70)
-    assert setup(enable_crop_jitter=False, videos=True).start().encoded["vae"] == 3, "the photo and both videos"
 
 
 def test_crop_jitter_is_on_by_default_and_makes_the_images_behind_a_new_one_new(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import io
-import os
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +24,7 @@ from safetensors.torch import load_file
 
 from latentcache.config import Config
 from latentcache.dataset.row_table import PartRef
-from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
+from latentcache.errors import ReadOnlyError, SampleError, StoreError
 from latentcache.interop.formats import kohya, musubi, webdataset
 from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.formats.simpletuner import SimpleTunerCache, latent_name
@@ -97,14 +95,6 @@ def test_samples_whose_names_or_captions_are_no_text_are_listed(tmp_path: Path, 
     assert [(each.sample_id, each.detail) for each in report.skipped] == [("b.png", "a caption is not UTF-8")]
 
 
-@FILES
-def test_a_name_that_is_too_long_is_listed(tmp_path: Path, module: Any) -> None:
-    cache = cache_for(module, "x" * 250 + ".png", "b.png")
-    report = module.export(cache, "foreign", tmp_path)
-    assert {(each.sample_id, each.reason) for each in report.skipped} == {("x" * 250 + ".png", "unreadable")}
-    assert "its name is too long for a file here" in report.skipped[0].detail and report.num_images == 1
-
-
 @pytest.mark.parametrize("sample_id", ["../up.png", "/abs.png", "a/../../up.png"])
 def test_no_file_is_written_outside_the_folder(tmp_path: Path, sample_id: str) -> None:
     report = kohya.export(cache_for(kohya, sample_id, "b.png"), "foreign", tmp_path / "in" / "out")
@@ -131,23 +121,6 @@ def test_what_may_not_be_exported_is_refused_before_a_file_is_written(tmp_path: 
     strict = LatentCache(store=cache.store, manifests=cache.manifests)
     with pytest.raises(SampleError, match="unverified"):
         module.export(strict, "foreign", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_prompts_are_no_dataset(config: Config, tmp_path: Path) -> None:
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        prompts = next(name for name in cache.manifests.names() if name != "photos")
-        with pytest.raises(StoreError, match="holds prompts, not images"):
-            kohya.export(cache, prompts, tmp_path / "out")
-
-
-def test_a_family_whose_layout_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
-    wan = imported(Foreign(of_family("wan", "a.png"), family="wan"))[0]
-    with pytest.raises(ConfigError, match="lays out files of the family wan is not known; it is for sdxl"):
-        kohya.export(wan, "foreign", tmp_path / "out")
-    with pytest.raises(ConfigError, match="how musubi lays out files of the family sdxl is not known"):
-        musubi.export(cache_for(kohya, "a.png"), "foreign", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -185,13 +158,6 @@ def test_files_that_are_there_stay_unless_asked_for(tmp_path: Path, module: Any)
     assert files[0].read_bytes() != b"mine"
 
 
-@FILES
-def test_samples_that_share_a_file_are_listed(tmp_path: Path, module: Any) -> None:
-    report = module.export(cache_for(module, "a.jpg", "a.png"), "foreign", tmp_path)
-    assert {(each.sample_id, each.reason) for each in report.skipped} == {("a.png", "duplicate")}
-    assert report.num_images == 1
-
-
 @ALL
 def test_a_full_disk_ends_the_export_and_leaves_no_half_file(
     tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
@@ -209,18 +175,6 @@ def test_a_full_disk_ends_the_export_and_leaves_no_half_file(
         module.export(cache, "foreign", tmp_path / "out")
     left = {path.name for path in (tmp_path / "out").rglob("*")}
     assert not {name for name in left if name.endswith(".tmp")} and "latentcache.json" not in left
-
-
-@FILES
-def test_a_folder_that_may_not_be_written_is_named(
-    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(ReadOnlyError, match="out"):
-        module.export(cache_for(module, "a.png"), "foreign", tmp_path / "out")
 
 
 @ALL

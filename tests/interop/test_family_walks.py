@@ -41,12 +41,3 @@ def test_shards_hold_the_entries_that_precache_made(family: str, tmp_path: Path)
                 stored = cache.get(ref.key).tensors[name.removesuffix("_flipped")]
                 found = np.load(io.BytesIO(members[f"{number:09}.{name}.npy"]))
                 np.testing.assert_array_equal(found, as_array(stored), strict=True)
-
-
-def test_texts_with_a_mask_of_their_padding_are_listed(tmp_path: Path) -> None:
-    config = walked(tmp_path, "chroma", photos, padding="keep")
-    with LatentCache(config.cache.path) as cache:
-        report = webdataset.export(cache, "walk", tmp_path / "shards")
-        assert [each.sample_id for each in report.skipped] == list(cache.manifest("walk").rows)
-    detail = "its texts have prompt_attention_mask, for which shards have no place: precache with encode.padding drop"
-    assert {(each.reason, each.detail) for each in report.skipped} == {("unsupported-format", detail)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -19,23 +18,9 @@ from latentcache.precache.run import run_precache
 pytestmark = pytest.mark.remote
 
 ROOT = Path(__file__).parents[2]
-PARQUET, MDS = re.findall(
+PARQUET, *_ = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/howto/import-export.md").read_text(encoding="utf-8"), flags=re.DOTALL
 )
-FAKE_STREAMING = """
-import json
-class MDSWriter:
-    def __init__(self, out, columns):
-        self.columns, self.rows = columns, []
-    def __enter__(self):
-        return self
-    def write(self, row):
-        assert row.keys() == self.columns.keys()
-        self.rows.append({name: getattr(value, "tolist", lambda: value)() for name, value in row.items()})
-    def __exit__(self, *_):
-        open("rows.json", "w").write(json.dumps(self.rows))
-"""
-"""mosaicml-streaming needs older packages than ours: its own reader was tried by hand."""
 
 
 @pytest.fixture
@@ -74,11 +59,3 @@ def test_datasets_loads_the_parquet_file(filled: Config, tmp_path: Path) -> None
 
     loaded = datasets.load_dataset("parquet", data_files="photos.parquet", split="train", cache_dir=str(tmp_path / "d"))
     assert_rows(filled, list(loaded))
-
-
-def test_the_lines_for_streaming_write_all_samples(filled: Config, tmp_path: Path) -> None:
-    (tmp_path / "streaming.py").write_text(FAKE_STREAMING)
-    run_program(PARQUET + MDS, tmp_path)
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == 5
-    assert_rows(filled, rows)

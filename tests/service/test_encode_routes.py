@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.far_stores import served_store
 from helpers.pack_answers import entries_in
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
 from helpers.tiny_models import save_diffusers_folder
 
-from latentcache import LatentCache, ValidationRunner
+from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.config_file import load_config
 from latentcache.errors import RemoteError, StoreError
-from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.validation.sample_images import prompt_embeddings
@@ -168,16 +164,12 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServ
     broken = bytearray(photo)
     broken[len(photo) // 2] ^= 0xFF
     assert problem(server.post(image, bytes(broken)), 422, "ImageRefused")["reason"] == "corrupt"
-    assert "photos, mirrored" in problem(server.post("/v1/images:encode", photo), 422, "ConfigError")["detail"]
     assert problem(server.post("/v1/images:encode?dataset=%00", photo), 422, "ConfigError")
     for body in (
         {"prompts": []},
         prompts(*map(str, range(33))),
         prompts("x" * 20_000),
-        {**prompts("x"), "more": 1},
-        {**prompts("x"), "return": "latents"},
         prompts("x", negative="perhaps"),
-        prompts("x", negative=0),
         {"prompts": [{"text": None}]},
         b'{"prompts": [{"text": "half \\ud800 of a pair"}]}',
         b"[" * 100_000,
@@ -223,35 +215,6 @@ def test_many_clients_cause_one_encode(server: RunningServer) -> None:
     assert metric(server, "queue") == 0 and metric(server, 'loaded{kind="text"}') == 1
 
 
-def test_a_client_that_goes_away_costs_nobody_anything(server: RunningServer) -> None:
-    """Whether it had been heard or not."""
-    body = json.dumps(prompts("of one that went away", "of both")).encode()
-    head = f"POST /v1/prompts:encode HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(server.address) as gone:
-        gone.sendall(head.encode() + body)
-    assert len(encoded(server.post("/v1/prompts:encode", prompts("of both", "of another")))) == 2
-    answer = server.post("/v1/prompts:encode", {**prompts("of one that went away", "of both"), "return": "keys"})
-    assert answer.json()["entries"][1]["cached"]
-    assert metric(server, "queue") == 0
-
-
-def test_only_some_images_are_received_at_once(server: RunningServer) -> None:
-    """Each may have 128 MiB, and they are in memory."""
-    head = f"POST /v1/images:encode?dataset=photos HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
-    with ExitStack() as stack:
-        for _ in range(8):
-            slow = stack.enter_context(socket.create_connection(server.address))
-            slow.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n" + b"x" * 10)
-        time.sleep(0.5)
-        with ThreadPoolExecutor(1) as thread:
-            waiting = thread.submit(server.post, "/v1/images:encode?dataset=photos", b"x")
-            time.sleep(0.5)
-            assert not waiting.done()
-            stack.close()  # they go away
-            assert waiting.result(20).status == 422, "it is no image"
-
-
 def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
     """What SDXL's own pipeline gives for a prompt."""
     embeds, negative_embeds, pooled, negative_pooled = tiny_pipeline(tiny_parts()).encode_prompt(
@@ -289,20 +252,6 @@ def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, config
             cache.prompt("half \ud800 of a pair", device="cpu")
 
 
-def test_validation_samples_a_new_prompt_without_any_encoder(
-    server: RunningServer, config: Config, tmp_path: Path
-) -> None:
-    settings = {"prompts": ("brand new",), "negative_prompt": "never heard", "path": tmp_path / "validation"}
-    settings |= {"height": 64, "width": 64, "num_inference_steps": 1}
-    validation = config.validation.model_copy(update=settings)
-    parts = {"unet": tiny_denoiser(), "vae": tiny_parts()["vae"], "scheduler": tiny_pipeline().scheduler}
-    with LatentCache(server.url, token=server.token) as cache:
-        runner = ValidationRunner(parts, cache, config.model_copy(update={"validation": validation}))
-        report = runner.run(step=1)
-    assert report is not None and [image.prompt for image in report.images] == ["brand new"]
-    assert report.num_filled == 0, "nothing is encoded in this process"
-
-
 def test_prompts_of_other_encoders_are_refused(server: RunningServer) -> None:
     with LatentCache(server.url, token=server.token, manifest="other") as cache:
         assert cache.prompt("a validation prompt", device="cpu"), "precache made this one"
@@ -322,13 +271,3 @@ def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(server: Runni
         assert len(encoded(request.result(30))) == 32
     with LatentCache(cache, manifest="photos") as reader:
         assert_equal(reader.prompt("late 31", device="cpu"), expected(config, "late 31"))
-
-
-def test_without_a_config_there_is_no_such_route(served: Any, tmp_path: Path, run: Any) -> None:
-    assert served.server.post("/v1/prompts:encode", prompts("x")).status == 404
-    with served_store(served.server.url, token=served.server.token) as store:
-        assert store.transport.encode_prompts([("x", False)]) is None
-    bad = tmp_path / "bad.json"
-    bad.write_text("{}")
-    code, _, err = run("serve", served.path, "--port", "0", "--encode", bad)
-    assert code == 2 and "datasets: is required" in err

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 from helpers.serving import serving_here
-from service_samples import entry, fill
+from service_samples import fill
 
-from latentcache.service import packs
-from latentcache.service.page.views import Gallery
 from latentcache.service.state import Limits
-from latentcache.store import DiskStore
 
 LIMITS = Limits(max_body_bytes=4096, max_upload_bytes=100_000, max_keys=20, max_requests=4, max_uploads=1, stall_s=1.0)
-TOKEN = "a-reading-token-of-a-test"
 
 
 @pytest.fixture(scope="module")
@@ -115,73 +109,3 @@ def test_requests_at_once_are_bounded(cache):
             assert "requests were under way for 0.2 s" in busy.json()["detail"]
             assert server.get("/v1/healthz").status == 200
         assert server.get("/v1/packs").status == 200
-
-
-def test_a_request_waits_its_turn(cache):
-    """First come, first served: nobody is refused where others soon end."""
-    with (
-        serving_here(cache.path, replace(LIMITS, stall_s=20, queue_s=20)) as server,
-        ThreadPoolExecutor(3) as threads,
-        ExitStack() as stack,
-    ):
-        holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
-        waiting = [threads.submit(server.get, "/v1/packs") for _ in range(3)]
-        time.sleep(0.5)
-        assert not any(each.done() for each in waiting)
-        holders[0].close()
-        assert [each.result(10).status for each in waiting] == [200] * 3
-
-
-def test_a_slow_reader_delays_nobody(tmp_path):
-    entries = [entry(1000 + number, length=200_000) for number in range(6)]  # 2.4 MB each
-    with DiskStore(tmp_path / "cache") as store:
-        store.add(entries)
-        [pack] = store.directory.pack_sizes()
-    with serving_here(tmp_path / "cache", Limits()) as server, socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.settimeout(20)
-        slow.connect(server.address)
-        slow.sendall(f"GET /v1/packs/{pack} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        start = time.monotonic()
-        assert server.get(f"/v1/packs/{pack}").status == 200
-        assert time.monotonic() - start < 10
-
-
-def test_pages_do_not_delay_reads(cache, monkeypatch):
-    go_on, started, real = threading.Event(), threading.Semaphore(0), Gallery.page
-
-    def slow(*arguments):
-        started.release()
-        assert go_on.wait(30)
-        return real(*arguments)
-
-    monkeypatch.setattr(Gallery, "page", slow)
-    with serving_here(cache.path, Limits(num_threads=2)) as server, ThreadPoolExecutor(6) as threads:
-        pages = [threads.submit(server.get, "/gallery") for _ in range(6)]
-        assert started.acquire(timeout=10) and started.acquire(timeout=10)
-        assert server.post("/v1/entries:find", {"keys": cache.keys[:8]}).json() == {"found": cache.keys[:8]}
-        assert not started.acquire(blocking=False), "two at once"
-        go_on.set()
-        assert [page.result(30).status for page in pages] == [200] * 6
-
-
-def test_logins_that_are_half_sent_delay_no_client(cache):
-    head = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\ntok"
-    with serving_here(cache.path, LIMITS, token=TOKEN) as server, ExitStack() as stack:
-        clients = [stack.enter_context(socket.create_connection(server.address, timeout=20)) for _ in range(8)]
-        for client in clients:
-            client.sendall(head)
-        time.sleep(0.2)
-        assert server.get("/v1/packs").status == 200
-        for client in clients:
-            assert client.recv(100).startswith(b"HTTP/1.1 408")
-        assert server.post("/login", b"token=" + b"x" * 9000, token=None).status == 413
-        assert server.post("/login", f"token={TOKEN}".encode(), token=None).status == 303
-
-
-def test_a_fault_is_counted_as_a_500(cache, monkeypatch):
-    monkeypatch.setattr(packs, "_packs", lambda state: 1 / 0)
-    with serving_here(cache.path, Limits()) as server:
-        assert server.get("/v1/packs").status == 500
-        counted = server.get("/v1/metrics").body.decode()
-        assert 'latentcache_requests_total{method="GET",route="/v1/packs",status="500"} 1.0' in counted

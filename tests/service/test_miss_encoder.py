@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,15 +17,10 @@ from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
 from latentcache.errors import (
-    ConfigError,
     EncodeError,
     EncoderBusyError,
-    ImageRefused,
     ModelError,
-    ReadOnlyError,
-    StorageFullError,
 )
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
@@ -36,7 +30,6 @@ from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
 from latentcache.service.miss_encoder import MissEncoder
-from latentcache.service.state import ServiceSettings, ServiceState
 from latentcache.store.base import Store
 from latentcache.store.entry import as_array
 from latentcache.utils.locks import ReadersLock
@@ -146,21 +139,6 @@ def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path:
             assert encoder.loaded == frozenset()
 
 
-def test_what_waits_becomes_one_pack(make_config: Callable[..., Config], make_encoder: Any, gate: Gate) -> None:
-    with open_workspace(make_config().cache) as workspace:
-        encoder = make_encoder(workspace=workspace)
-        gate.opened.clear()
-        futures = list(encoder.submit([encoder.prompt("first")]).values())
-        assert gate.entered.wait(WAIT_S)
-        for number in range(20):
-            futures += encoder.submit([encoder.prompt(f"prompt {number}")]).values()
-        gate.opened.set()
-        for future in futures:
-            future.result(WAIT_S)
-        assert workspace.store.stats().num_packs == 2
-        encoder.close()
-
-
 def test_one_that_breaks_the_encoder_costs_the_others_nothing(
     make_encoder: Callable[..., MissEncoder], parts: dict[str, Any], gate: Gate
 ) -> None:
@@ -210,19 +188,6 @@ def settle(encoder: MissEncoder) -> None:
     assert encoder.loaded == frozenset()
 
 
-def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder]) -> None:
-    encoder = make_encoder(idle_s=0.2)
-    for text in ("one", "two"):
-        [future] = encoder.submit([encoder.prompt(text)]).values()
-        future.result(WAIT_S)
-        assert encoder.loaded == {"text"}
-        settle(encoder)
-    [(_, task)] = encoder.image(png())
-    [future] = encoder.submit([task]).values()
-    future.result(WAIT_S)
-    assert encoder.loaded == {"image"}
-
-
 def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
     make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder]
 ) -> None:
@@ -250,33 +215,6 @@ def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
         assert workspace.store.find([task.key]), "it can be requested again"
 
 
-def test_an_error_while_nothing_comes_costs_no_later_request(
-    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Workspace, "prune", Mock(side_effect=RuntimeError("a fault")))
-    encoder = make_encoder(make_config(**{"cache.max_bytes": 0}), idle_s=0.1)
-    for text in ("one", "two"):
-        [future] = encoder.submit([encoder.prompt(text)]).values()
-        future.result(WAIT_S)
-        settle(encoder)
-
-
-def test_a_service_begins_with_the_size_that_its_config_says(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-    run_precache(config)
-    with open_workspace(config.cache) as workspace:
-        run_precache(make_config(**{"encode.clip_skip": 1}))
-        run_precache(config)  # so that no manifest has the others
-        assert isinstance(workspace.manifests, ManifestFolder)
-        needed = set(keys_in_use(workspace.manifests))
-        assert set(workspace.store.keys()) > needed
-    for max_bytes, is_pruned in ((10**9, False), (0, True)):
-        encode = make_config(**{"cache.max_bytes": max_bytes})
-        context = ServiceState(ServiceSettings(cache=config.cache.path, writes=True, encode=encode))
-        assert (set(context.store.keys()) == needed) is is_pruned
-        context.close()
-
-
 def test_the_encoders_that_are_there_make_room(
     make_encoder: Callable[..., MissEncoder], parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,31 +236,6 @@ def test_the_encoders_that_are_there_make_room(
     assert loaded[0] == {"text"} and loaded[2] == frozenset() and encoder.loaded == {"image"}
 
 
-def test_an_image_that_does_not_fit_alone_gets_the_room_of_the_text_encoders(
-    make_encoder: Callable[..., MissEncoder], parts: dict[str, Any]
-) -> None:
-    loaded = []
-
-    def refuse(module: torch.nn.Module, inputs: Any) -> None:
-        loaded.append(encoder.loaded)
-        if len(loaded) != 2:
-            raise torch.OutOfMemoryError("injected")
-
-    encoder = make_encoder()
-    parts["vae"].encoder.register_forward_pre_hook(refuse)
-    for seed, is_made in ((0, True), (1, False)):
-        [text] = encoder.submit([encoder.prompt(f"text {seed} first")]).values()
-        text.result(WAIT_S)
-        [(_, task)] = encoder.image(png(seed=seed))
-        [future] = encoder.submit([task]).values()
-        if is_made:
-            future.result(WAIT_S)
-        else:
-            with pytest.raises(ImageRefused, match="out-of-memory"):
-                future.result(WAIT_S)
-    assert loaded == [{"text", "image"}, {"image"}] * 2
-
-
 def test_the_queue_has_an_end(
     make_encoder: Callable[..., MissEncoder], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,44 +254,6 @@ def test_the_queue_has_an_end(
         future.result(WAIT_S)
     [later] = encoder.submit([encoder.prompt("one more")]).values()
     later.result(WAIT_S)
-
-
-def test_closing_finishes_what_is_under_way_and_refuses_the_rest(
-    make_encoder: Callable[..., MissEncoder], gate: Gate
-) -> None:
-    encoder = make_encoder(workspace=(workspace := Workspace()))
-    gate.opened.clear()
-    [under_way] = encoder.submit([encoder.prompt("under way")]).values()
-    assert gate.entered.wait(WAIT_S)
-    [waiting] = encoder.submit([encoder.prompt("waits")]).values()
-    closing = threading.Thread(target=encoder.close)
-    closing.start()
-    time.sleep(0.05)
-    assert closing.is_alive()
-    gate.opened.set()
-    closing.join(WAIT_S)
-    assert under_way.result(0) is None and workspace.store.find([encoder.prompt("under way").key])
-    with pytest.raises(EncoderBusyError, match="shutting down"):
-        waiting.result(0)
-    with pytest.raises(EncoderBusyError, match="shutting down"):
-        encoder.submit([encoder.prompt("late")])
-    assert encoder.loaded == frozenset()
-
-
-def test_a_full_disk_reaches_those_who_wait_and_nobody_else(
-    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_workspace(make_config().cache) as workspace:
-        encoder = make_encoder(workspace=workspace)
-        full = StorageFullError("cache", 100)
-        with monkeypatch.context() as patch:
-            patch.setattr("latentcache.store.disk.write_pack", Mock(side_effect=full))
-            [future] = encoder.submit([encoder.prompt("no room")]).values()
-            with pytest.raises(StorageFullError):
-                future.result(WAIT_S)
-        [future] = encoder.submit([encoder.prompt("no room")]).values()
-        future.result(WAIT_S)
-        encoder.close()
 
 
 def test_prompts_join_the_manifest_and_a_precache_keeps_them(
@@ -425,23 +300,3 @@ def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[
             with pytest.raises(ModelError, match="not those that the service was started with"):
                 future.result(WAIT_S)
         assert len(list(workspace.store.keys())) == 1
-
-
-def test_what_cannot_work_is_refused_at_the_start(
-    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder]
-) -> None:
-    config = make_config()
-    run_precache(config)
-    with open_workspace(config.cache, read_only=True) as workspace, pytest.raises(ReadOnlyError, match="on a miss"):
-        make_encoder(workspace=workspace)
-    with pytest.raises(ConfigError, match="--idle-s is 0"):
-        make_encoder(idle_s=0)
-    with pytest.raises(ModelError):
-        make_encoder(make_config(**{"model.path": "/nowhere/to/be/found"}), models=None)
-    two = make_config(datasets=[config.datasets[0], config.datasets[0].model_copy(update={"name": "other"})])
-    encoder = make_encoder(two)
-    with pytest.raises(ConfigError, match=r"dataset is None; name the one .* photos, other"):
-        encoder.image(png())
-    with pytest.raises(ConfigError, match="dataset is 'third'"):
-        encoder.image(png(), dataset="third")
-    assert len(encoder.image(png(), dataset="other")) == 1

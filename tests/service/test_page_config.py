@@ -20,11 +20,9 @@ from latentcache.families import FAMILIES, family_named
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import decode_latents, vae_facts
 from latentcache.precache.run import run_precache
-from latentcache.service.page import sample
-from latentcache.service.page.sample import CutCaption
 from latentcache.service.page.text import url
 from latentcache.service.page.thumbnails import first_frame, webp_of
-from latentcache.service.page.vae_decoder import VaeDecoder, decoder_of
+from latentcache.service.page.vae_decoder import VaeDecoder
 from latentcache.store import DiskStore
 
 LONG = "a red house " * 40
@@ -67,54 +65,6 @@ def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., 
             "clip skip changed (0 -&gt; 1)"
             in fetch(base, url("/sample/reasons", dataset="photos", id="a.png")).decode()
         )
-
-
-def test_a_large_vae_on_a_cpu_decodes_no_thumbnails(make_config: Callable[..., Config]) -> None:
-    assert decoder_of(make_config(**{"model.path": "a/model"})) is None
-    assert decoder_of(make_config(**{"model.vae": "another/vae"})) is None
-    assert decoder_of(make_config()) is not None
-
-
-def test_captions_are_cut_where_the_tokenizer_cuts_them() -> None:
-    tokenizers = ModelLoader("tiny").tokenizers()
-    tokenizer, family = tokenizers["tokenizer"], family_named("sdxl")
-
-    def cut_caption(text: str) -> CutCaption:
-        return sample.cut_caption(family, tokenizers, family.text_recipe(), text)
-
-    for text in ("", "a cat", "Ünïcode 🐈 cat", "word " * 500, "é" * 300, "\ud800 " * 100):
-        found = cut_caption(text)
-        assert found.read + found.cut == text
-        read = found.read.encode("utf-8", "replace").decode()
-        assert len(tokenizer(read, verbose=False)["input_ids"]) <= tokenizer.model_max_length
-    assert cut_caption("a cat").cut == ""
-    assert cut_caption("word " * 500).cut != ""
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_captions_are_cut_where_the_family_s_encoder_stops_reading(name: str) -> None:
-    """What is cut changes no embedding: the encoder of the tiny model is asked."""
-    family = family_named(name)
-    parts = {part: value for part, value in tiny_model(family.name).items() if part in family.parts}
-    tokenizers = {part: parts[part] for part in family.names("tokenizer")}
-    # Some templates alone are longer than that.
-    text = " ".join(["a red cat on the table"] * 60)
-    if family.text_reads_control:  # nothing is cut
-        whole_text = sample.cut_caption(family, tokenizers, family.text_recipe(), text)
-        assert (whole_text.read, whole_text.cut) == (text, "")
-        return
-    length = 60 + family.tokenize(parts, [""])[0].num_tokens if family.max_length != 77 else None
-    recipe = family.text_recipe(max_length=length) if length else family.text_recipe()
-    found = sample.cut_caption(family, tokenizers, recipe, text)
-    assert found.read and found.cut and found.read + found.cut == text
-
-    def encoded(caption: str) -> dict[str, torch.Tensor]:
-        return family.encode_text(parts, family.tokenize(parts, [caption]), recipe)
-
-    whole, other = encoded(text), encoded(found.read + found.cut.replace("cat", "table"))
-    shorter = encoded(found.read[: len(found.read) // 2] + "table" + found.read[len(found.read) // 2 :])
-    assert all(torch.equal(whole[field], other[field]) for field in ["prompt_embeds"])
-    assert not torch.equal(whole["prompt_embeds"], shorter["prompt_embeds"])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,27 +19,20 @@ def refused(run, *arguments):
     return err
 
 
-def test_it_refuses_what_it_cannot_serve(run, tmp_path, monkeypatch):
+def test_it_refuses_what_it_cannot_serve(run, tmp_path):
     cache = tmp_path / "cache"
     with DiskStore(cache):
         pass
     assert "no token protects the cache" in refused(run, cache, "--host", "0.0.0.0")
-    assert "is no address to listen on" in refused(run, cache, "--host", "nowhere.invalid")
     assert "there is no cache here" in refused(run, "--cache.path", tmp_path / "none")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "give another --port" in refused(run, cache, "--port", taken.getsockname()[1])
-    assert "70000 is no port" in refused(run, cache, "--port", 70000)
     token = tmp_path / "token"
-    assert "there is no such file" in refused(run, cache, "--token-file", token)
     token.write_text("short\n")
     err = refused(run, cache, "--token-file", token)
     assert "holds no token" in err and "short" not in err
     token.write_text("a" * 32)
     assert "are equal" in refused(run, cache, "--token-file", token, "--write-token-file", token)
-    monkeypatch.setenv("LATENTCACHE_TOKEN", "two words are no token")
-    assert "LATENTCACHE_TOKEN: holds no token" in refused(run, cache)
-    monkeypatch.delenv("LATENTCACHE_TOKEN")
-    assert "cannot be used for TLS" in refused(run, cache, "--ssl-certfile", token, "--ssl-keyfile", token)
 
 
 def test_a_signal_lets_requests_finish(tmp_path):

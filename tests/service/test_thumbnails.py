@@ -11,17 +11,15 @@ import pytest
 import torch
 from helpers.page_caches import image_entry, text_entry
 from helpers.photo_files import write_photo
-from helpers.tiny_models import tiny_model
 from PIL import Image
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.images import decode
 from latentcache.errors import EntryMissingError, RequestRefused, StoreError
-from latentcache.families import FAMILIES, family_named, sdxl
+from latentcache.families import sdxl
 from latentcache.identity import digest, key_of
-from latentcache.models.vae import encode_images, vae_facts
-from latentcache.service.page.thumbnails import Thumbnails, channel_pixels, first_frame, linear_pixels, webp_of
+from latentcache.service.page.thumbnails import Thumbnails, first_frame, linear_pixels, webp_of
 from latentcache.store import MemoryStore
 from latentcache.types import Bucket, Entry, Record, Size
 
@@ -80,46 +78,6 @@ def test_colours_are_not_guessed_for_the_latents_of_another_vae(factor: Any) -> 
     fields = {"latents": ("float32", (4, 3, 5))}
     assert Thumbnails(MemoryStore()).way(record.identity, fields) == "channels"
     assert Thumbnails(MemoryStore()).way({"encoding": {"scaling_factor": PREVIEW.scaling_factor}}, fields) == "linear"
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_s_images_have_a_thumbnail(name: str) -> None:
-    """The tiny model's encoding of two halves, dark and bright: they differ in the picture, whatever its colours."""
-    family = family_named(name)
-    vae = tiny_model(family.name)[family.names("vae")[0]]
-    pixels = np.zeros((1, 64, 128, 3), np.uint8)
-    pixels[:, :, 64:] = 255
-    facts = vae_facts(vae)
-    moments = encode_images(vae, pixels, family)[0].contiguous()
-    factor = facts.scaling.scaling_factor
-    record = make(encoding={"scaling_factor": factor, "shift_factor": facts.scaling.shift_factor}, family=name)
-    thumbnails = stored(record, moments=moments)
-    data, way = thumbnails.webp(record.key)
-    assert way == thumbnails.way(record.identity, thumbnails.store.describe(record.key))
-    assert way == ("linear" if family.latent.preview else "channels")
-    image = opened(data)
-    assert image.size == (128 // family.latent.downscale, 64 // family.latent.downscale)
-    shown = np.asarray(image.convert("RGB"), dtype=int)
-    half = shown.shape[1] // 2
-    contrast = np.abs(shown[:, :half].mean((0, 1)) - shown[:, half:].mean((0, 1))).max()
-    assert contrast > (10 if way == "channels" else 1)  # a linear map does not stretch it, and these VAEs know nothing
-
-
-def test_of_a_video_the_first_frame_is_shown() -> None:
-    frames = torch.randn(16, 3, 4, 6)
-    video, still = make(), make(still=1)
-    expected = webp_of(channel_pixels(frames[:, 0]), 64), "channels"
-    assert stored(video, latents=frames).webp(video.key, 64) == expected
-    assert stored(still, latents=frames[:, :1].clone()).webp(still.key, 64) == expected
-
-
-def test_the_channels_that_differ_are_shown_whatever_their_scale() -> None:
-    latents = torch.randn(16, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.1
-    latents[3, :, 4:] += 2.0
-    pixels = channel_pixels(latents).astype(int)
-    assert abs(pixels[:, :4, 0].mean() - pixels[:, 4:, 0].mean()) > 80
-    assert np.abs(channel_pixels(latents * 7.5 - 3.0).astype(int) - pixels).max() <= 1
-    assert channel_pixels(torch.ones(16, 2, 2)).tolist() == [[[128] * 3] * 2] * 2
 
 
 def test_what_has_no_thumbnail_is_refused() -> None:

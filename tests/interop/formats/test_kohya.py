@@ -14,11 +14,9 @@ from helpers.foreign_files import reasons, split
 from helpers.foreign_samples import imported
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
-from helpers.tiny_models import tiny_folder
-from PIL import Image
 
-from latentcache.config import BucketsConfig, Config, settings_of
-from latentcache.errors import ConfigError, DatasetError
+from latentcache.config import BucketsConfig, Config
+from latentcache.errors import ConfigError
 from latentcache.families.scaling import latents_from_moments
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import kohya
@@ -69,79 +67,6 @@ def test_dialect_b_gives_one_of_its_resolutions(tmp_path: Path) -> None:
     assert largest.geometry.target_size == Size(64, 128) and largest.note == kohya.NOTE_OTHERS
     assert torch.equal(smaller.latents, torch.from_numpy(small["latents"]))
     assert smaller.geometry.target_size == Size(32, 64)
-
-
-def test_of_both_dialects_in_one_file_the_suffixed_names_count(tmp_path: Path) -> None:
-    write_photo(tmp_path / "cat.png", 0, (160, 320))
-    old, new = dialect_a(1, 320, 160, (128, 64)), dialect_a(2, 320, 160, (128, 64))
-    write_npz(tmp_path / latents_name("cat", 320, 160), old | dialect_b(new))
-    item = only(tmp_path)
-    assert torch.equal(item.latents, torch.from_numpy(new["latents"])) and item.note is None
-
-
-def test_the_older_name_is_preferred_as_kohya_does(tmp_path: Path) -> None:
-    write_photo(tmp_path / "cat.png", 0, (160, 320))
-    legacy = dialect_a(1, 320, 160, (128, 64))
-    write_npz(tmp_path / "cat.npz", legacy)
-    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(2, 320, 160, (128, 64)))
-    item, refused = items_of(tmp_path)
-    assert item.sample_id == "cat.png" and item.note == kohya.NOTE_LEGACY
-    assert torch.equal(item.latents, torch.from_numpy(legacy["latents"]))
-    assert isinstance(refused, Refusal) and refused.reason == "duplicate" and "cat.npz" in refused.detail
-
-
-def test_an_image_whose_own_name_looks_like_a_cache_name(tmp_path: Path) -> None:
-    write_photo(tmp_path / "wall_1920x1080_v1.png", 0, (160, 320))
-    write_npz(tmp_path / "wall_1920x1080_v1.npz", dialect_a(1, 320, 160, (128, 64)))
-    assert only(tmp_path).sample_id == "wall_1920x1080_v1.png"
-
-
-@pytest.mark.parametrize(
-    ("more", "note"),
-    [
-        ({"crop_ltrb": np.array([5.0, 5.0, 60.0, 60.0])}, kohya.NOTE_CROP),
-        ({"crop_ltrb": np.array([np.nan] * 4)}, kohya.NOTE_CROP),
-    ],
-    ids=["crop", "nan-crop"],
-)
-def test_what_is_not_known_is_noted(tmp_path: Path, more: dict[str, Any], note: str) -> None:
-    write_photo(tmp_path / "cat.png", 0, (160, 320))
-    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64), **more))
-    assert only(tmp_path).note == note
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "note"),
-    [(160, 80, kohya.NOTE_NO_UPSCALE), (128, 64, None), (192, 96, None), (100, 50, None)],
-    ids=["hardly-larger", "equal", "larger", "smaller"],
-)
-def test_a_crop_without_a_resize_is_possible_where_the_image_hardly_exceeds_its_bucket(
-    tmp_path: Path, width: int, height: int, note: str | None
-) -> None:
-    write_photo(tmp_path / "cat.png", 0, (height, width))
-    write_npz(tmp_path / latents_name("cat", width, height), dialect_a(1, width, height, (128, 64)))
-    assert only(tmp_path).note == note
-
-
-def test_an_image_that_lies_on_its_side(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    write_photo(tmp_path / "cat.jpg", 0, (160, 320), exif=exif)
-    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64)))
-    item = only(tmp_path)
-    assert item.note == kohya.NOTE_TURNED and item.geometry.original_size == Size(160, 320)
-
-
-def test_files_without_images(tmp_path: Path) -> None:
-    write_npz(tmp_path / "sub" / latents_name("a.b", 320, 160), dialect_a(1, 320, 160, (128, 64)))
-    write_npz(tmp_path / "sub" / "a.b_te_outputs.npz", text_of(0))
-    image, text = items_of(tmp_path)
-    assert (image.sample_id, image.image_path, image.note) == ("sub/a.b", None, kohya.NOTE_NO_IMAGE)
-    assert (text.sample_ids, text.caption) == (("sub/a.b",), None)
-    with pytest.raises(DatasetError, match="holds no images"):
-        KohyaCache(tmp_path, images=tmp_path)
-    with pytest.raises(DatasetError, match="is not a folder"):
-        KohyaCache(tmp_path / "none")
 
 
 def test_images_in_another_folder(tmp_path: Path) -> None:
@@ -212,14 +137,6 @@ def test_odd_files_are_refused_by_name(
     assert re.search(detail, refusal.detail)
 
 
-def test_two_images_cannot_share_one_latent(tmp_path: Path) -> None:
-    for suffix in (".png", ".jpg"):
-        write_photo(tmp_path / f"cat{suffix}", 0, (160, 320))
-    write_npz(tmp_path / NAME, GOOD)
-    refusal = only(tmp_path)
-    assert refusal.reason == "duplicate" and "cat.jpg and cat.png share this file" in refusal.detail
-
-
 # Writing
 
 
@@ -281,32 +198,10 @@ def test_a_latent_of_another_bucket_is_skipped_since_kohya_would_take_it(config:
         assert {(item.sample_id, item.reason) for item in report.skipped} == {
             (sample_id, "other-bucket") for sample_id in cache.sample_ids()
         }
-        assert "its bucket is 64x128, cut from 71x128" in report.skipped[0].detail
-        assert "that of kohya (" in report.skipped[0].detail and "buckets.rule: kohya" in report.skipped[0].detail
-        assert (
-            "5 samples have another than the trainer's (max_side 1024, min_side 32, resolution 128" in report.to_text()
-        )
-        assert report.to_json()["buckets"]["resolution"] == 128 and report.to_json()["num_other_buckets"] == 5
         # The newer names have the resolution, which kohya looks for: it encodes such images again.
         report = kohya.export(cache, "photos", tmp_path / "newer", buckets=OTHER, with_resolution=True)
     assert (report.num_images, report.num_other_buckets, report.skipped) == (5, 5, [])
     assert report.notes[kohya.NOTE_ENCODED_AGAIN] == 5 and "5 another bucket than kohya makes" in report.to_text()
-
-
-def test_a_cache_of_kohyas_buckets_is_exported_whole(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    buckets = {"rule": "kohya", "resolution": 128, "step": 32, "min_side": 32}
-    config = make_config(**{"datasets.0.buckets": buckets})
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        report = kohya.export(cache, "photos", tmp_path / "out")
-        assert (report.num_images, report.num_other_buckets, report.skipped) == (5, 0, [])
-        assert report.buckets == OTHER.model_dump(include={"rule", *settings_of("kohya")})
-        # What the cache says is no secret of the training: other numbers are compared where they are given.
-        other = OTHER.model_copy(update={"resolution": 96})
-        report = kohya.export(cache, "photos", tmp_path / "other", buckets=other)
-        assert report.num_other_buckets == 5 and report.num_images == 0
-        with pytest.raises(ConfigError, match="the buckets are of rule latentcache, the files for kohya"):
-            kohya.export(cache, "photos", tmp_path / "none", buckets=BucketsConfig())
 
 
 def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config, photos: Path) -> None:
@@ -388,20 +283,6 @@ def test_an_export_gives_the_files_back(tmp_path: Path, dialect: Any) -> None:
                 assert before[key].dtype == after[key].dtype and np.array_equal(before[key], after[key]), key
 
 
-def test_a_damaged_mask_skips_its_sample(tmp_path: Path) -> None:
-    for stem in ("cat", "other"):
-        write_sample(tmp_path / "made", stem, alpha_mask=MASK if stem == "cat" else 1 - MASK)
-    cache, _ = imported(KohyaCache(tmp_path / "made"), "kohya")
-    (ref, _) = cache.manifest("kohya").rows["cat.png"].parts
-    cache.store.remove(cache.store.find([ref.key]))
-    report = kohya.export(cache, "kohya", tmp_path / "out")
-    assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("cat.png", "missing")]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        latents_name("other", 320, 160),
-        "other_te_outputs.npz",
-    ]
-
-
 @pytest.mark.parametrize(
     "mask",
     [MASK[:, :-8], MASK[None], MASK * 2, MASK - 0.1, np.full_like(MASK, np.nan), MASK.astype(np.float64)],
@@ -468,20 +349,6 @@ def test_an_export_has_the_names_and_values_of_what_was_imported(tmp_path: Path)
     assert texts[0] == texts[1]
 
 
-def test_the_mask_of_texts_that_were_counted_is_written(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    config = make_config(**{"model.path": tiny_folder("flux"), "validation.prompts": []})
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        report = kohya.export(cache, "photos", tmp_path / "out")
-        assert report.num_texts == 5 and kohya.NOTE_MASK_UNKNOWN not in report.notes
-        entry = cache.get(cache.row("a.png")[1].captions[0].key)
-    arrays = np.load(tmp_path / "out/a_flux_te.npz")
-    length, num_tokens = len(entry.tensors["prompt_embeds"]), entry.record.provenance["num_tokens"]
-    assert 0 < num_tokens < length and not arrays["apply_t5_attn_mask"]
-    assert arrays["t5_attn_mask"].tolist() == [1] * num_tokens + [0] * (length - num_tokens)
-    assert {arrays[name].dtype.name for name in ("t5_out", "l_pooled", "txt_ids")} == {"float32"}
-
-
 @pytest.mark.parametrize(
     ("changes", "reason", "detail"),
     [
@@ -501,13 +368,6 @@ def test_texts_of_another_recipe_or_form_are_refused(
     write_npz(tmp_path / "cat_flux_te.npz", flux_text(0, **changes))
     *_, (refusal,) = split(KohyaCache(tmp_path, family="flux"))
     assert refusal.reason == reason and detail in refusal.detail
-
-
-def test_latents_that_are_not_scaled_are_refused(tmp_path: Path) -> None:
-    arrays = dialect_a(0, 320, 160, (128, 64), latents=normal_latents(0, std=2.77))
-    write_npz(tmp_path / "a_0320x0160_flux.npz", dialect_b(arrays))
-    with pytest.raises(DatasetError, match=r"holds scaled flux latents, which have about 1\. Nothing"):
-        imported(KohyaCache(tmp_path))
 
 
 def test_a_folder_with_files_of_two_families_needs_the_family(tmp_path: Path) -> None:

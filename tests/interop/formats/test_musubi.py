@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.row_table import PartRef
-from latentcache.families import family_named
-from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import musubi
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
@@ -88,27 +86,3 @@ def test_a_text_without_its_caption_is_not_exported_as_the_empty_one(tmp_path: P
     cache, _ = imported(Foreign(items, family="wan"))
     report = musubi.export(cache, "foreign", tmp_path)
     assert (report.num_images, report.num_texts, report.notes[musubi.NOTE_UNKNOWN]) == (1, 0, 1)
-
-
-def test_what_musubi_has_no_place_for_is_said(tmp_path: Path) -> None:
-    """Flipped latents and further captions are noted; clips, and a name that two folders have, are listed."""
-    cache = cache_of("wan")
-    manifest = cache.manifest("foreign")
-    cat, dog = (manifest.rows[name] for name in ("cat.png", "dog.png"))
-    flipped = replace(dog.images[0], geometry=replace(dog.images[0].geometry, flip=True))
-    clip = replace(cat.images[0], geometry=replace(cat.images[0].geometry, num_frames=9))
-    rows = {
-        "cat.png": replace(cat, images=(*cat.images, flipped), captions=(*cat.captions, *dog.captions)),
-        "clip.gif": replace(cat, sample_id="clip.gif", images=(clip,)),
-        "sub/cat.jpg": replace(cat, sample_id="sub/cat.jpg"),
-    }
-    cache.manifests.write(replace(manifest, rows=rows))
-    cache.refresh()
-    report = musubi.export(cache, "foreign", tmp_path)
-    assert [(each.sample_id, each.reason) for each in report.skipped] == [
-        ("clip.gif", "unsupported-format"),
-        ("sub/cat.jpg", "duplicate"),
-    ]
-    notes = {musubi.NOTE_BUCKETS: 1, musubi.NOTE_FLIPPED: 1, NOTE_FIRST_CAPTION: 1}
-    assert (report.num_images, report.num_texts, report.notes) == (1, 1, notes)
-    assert family_named("wan").has_clips

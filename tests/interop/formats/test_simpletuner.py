@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.foreign_files import embeds_of, items_quietly, latents_of, reasons, saved, split, write
+from helpers.foreign_files import embeds_of, latents_of, saved, split, write
 from helpers.foreign_samples import imported
 from helpers.photo_files import write_photo
 from helpers.simpletuner_files import (
@@ -24,13 +24,11 @@ from helpers.simpletuner_files import (
     write_simpletuner,
 )
 from helpers.simpletuner_files import latents_of as family_latents
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from latentcache.errors import ConfigError, DatasetError
+from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.interop.formats import simpletuner
-from latentcache.interop.formats.simpletuner import NOTE_DERIVED, NOTE_ORDER, SimpleTunerCache
+from latentcache.interop.formats.simpletuner import NOTE_ORDER, SimpleTunerCache
 from latentcache.interop.readers import SourceImages
 from latentcache.interop.scaling import published_scaling
 from latentcache.types import Crop, Geometry, Size
@@ -79,12 +77,6 @@ def test_latents_are_found_by_the_hash_of_the_stem_below_the_same_sub_folder(ima
     assert torch.equal(first.latents, LATENTS) and first.latents.dtype == torch.bfloat16
     assert (first.is_scaled, first.output) == (True, "sample")
     assert (first.path, first.image_path) == (str(vae / FIRST), images / "img_001.png")
-
-
-def test_without_metadata_sizes_are_derived_from_the_image_and_that_is_noted(images, vae):
-    first = split(SimpleTunerCache(vae, images=images))[0][0]
-    assert first.geometry == Geometry(Size(120, 64), Size(120, 64), Crop(12, 0), Size(96, 64))
-    assert first.note == NOTE_DERIVED
 
 
 @pytest.mark.parametrize("keys", ["absolute", "relative", "recorded"])
@@ -157,21 +149,6 @@ def test_a_record_that_does_not_fit_is_refused(images, vae, changed, reason, wor
     assert words in refusal.detail
 
 
-def test_several_metadata_files_need_a_choice(images, vae):
-    chosen = write_metadata(images, {})
-    write_metadata(vae, {}, "other")
-    with pytest.raises(ConfigError, match=r"several metadata files .*mine.*other"):
-        SimpleTunerCache(vae, images=images)
-    assert len(split(SimpleTunerCache(vae, images=images, metadata=chosen))[0]) == 2
-
-
-@pytest.mark.parametrize("data", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["cut", "list", "not-utf8", "deep"])
-def test_metadata_that_are_no_document_are_a_clear_error(images, vae, data):
-    write(images / "aspect_ratio_bucket_metadata_x.json", data)
-    with pytest.raises(DatasetError, match=r"aspect_ratio_bucket_metadata_x\.json"):
-        SimpleTunerCache(vae, images=images)
-
-
 @pytest.mark.parametrize(
     "wrap",
     [lambda data: data, gzip.compress, lambda data: saved(gzip.compress(data))],
@@ -205,88 +182,6 @@ def test_texts_are_found_by_the_hash_of_the_caption_in_both_payloads(images, vae
     for caption, embeds, pooled in [("a red car", car, car_pooled), ("ein Bär", bear, bear_pooled)]:
         assert torch.equal(by_caption[caption].prompt_embeds, embeds)
         assert torch.equal(by_caption[caption].pooled_prompt_embeds, pooled)
-
-
-def test_an_image_without_a_caption_has_the_empty_one(images, vae):
-    (images / "img_001.txt").unlink()
-    embeds, pooled = embeds_of(0)
-    write(vae / EMPTY, saved((embeds[None], pooled[None])))
-    (text,) = split(SimpleTunerCache(vae, images=images))[1]
-    assert (text.caption, text.sample_ids) == ("", ("img_001.png",))
-
-
-def test_a_list_of_captions_finds_texts_of_no_image(images, vae):
-    embeds, pooled = embeds_of(0)
-    name = simpletuner.text_name("a validation prompt")
-    write(vae / name, saved((embeds[None], pooled[None])))
-    assert [refusal.path for refusal in split(SimpleTunerCache(vae, images=images))[2]] == [str(vae / name)]
-    _, (text,), refusals = split(SimpleTunerCache(vae, images=images, captions=["a validation prompt"]))
-    assert (text.caption, text.sample_ids, refusals) == ("a validation prompt", (), [])
-
-
-def test_files_that_no_image_and_no_caption_lead_to_are_listed(images, vae):
-    (images / "img_001.png").rename(images / "renamed.png")
-    write(vae / CAR, saved(embeds_of(0)))
-    (images / "img_001.txt").write_text("a green car")
-    found, texts, refusals = split(SimpleTunerCache(vae, images=images))
-    assert [image.sample_id for image in found] == ["sub/img_002.png"] and texts == []
-    assert {(refusal.path, refusal.reason) for refusal in refusals} == {
-        (str(vae / FIRST), "missing"),
-        (str(vae / CAR), "missing"),
-    }
-
-
-def test_two_images_with_one_stem_share_a_file_that_is_refused(images, vae):
-    write_photo(images / "img_001.jpg", 5, (120, 64))
-    found, _, (refusal,) = split(SimpleTunerCache(vae, images=images))
-    assert [image.sample_id for image in found] == ["sub/img_002.png"]
-    assert refusal.reason == "duplicate" and "img_001.jpg, img_001.png" in refusal.detail
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        embeds_of(0),
-        (embeds_of(0)[0][None], embeds_of(0)[1][None, None]),
-        (embeds_of(0)[0][None], torch.tensor(1.0)),
-        (embeds_of(0)[0][None].expand(2, 77, 2048), embeds_of(0)[1]),
-        (embeds_of(0)[0][None],),
-        {"prompt_embeds": embeds_of(0)[0][None]},
-        {"prompt_embeds": 1, "pooled_prompt_embeds": 2},
-        [1, 2],
-    ],
-    ids=["no-batch", "pooled-3d", "pooled-0d", "two", "one", "half", "numbers", "list"],
-)
-def test_embeddings_of_another_form_are_refused(images, vae, content):
-    write(vae / CAR, saved(content))
-    _, texts, refusals = split(SimpleTunerCache(vae, images=images))
-    assert texts == [] and reasons(refusals) == ["corrupt"]
-
-
-def test_an_image_that_cannot_be_read_refuses_its_latent(images, vae):
-    write(images / "img_001.png", b"no image")
-    write(images / "sub/img_002.txt", b"\xff")
-    refusals = split(SimpleTunerCache(vae, images=images))[2]
-    assert {(refusal.sample_id, refusal.reason) for refusal in refusals} == {
-        ("img_001.png", "not-an-image"),
-        ("sub/img_002.png", "bad-caption"),
-        ("", "missing"),
-    }
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-        max_leaves=10,
-    ),
-    field=st.sampled_from(["original_size", "intermediary_size", "target_size", "crop_coordinates"]),
-)
-def test_hostile_metadata_never_raise_while_reading(images, vae, value, field):
-    write_metadata(images, {"img_001.png": record((64, 120), (64, 120), (64, 96), (0, 0)) | {field: value}})
-    items = items_quietly(SimpleTunerCache(vae, images=images))
-    assert len(items) == 2
 
 
 # Other families than SDXL

@@ -5,21 +5,19 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.foreign_samples import FACTOR, Foreign, image, imported, of_family, pairs, text
+from helpers.foreign_samples import Foreign, image, imported, of_family, pairs, text
 
-from latentcache.errors import ConfigError, StoreError
+from latentcache.errors import ConfigError
 from latentcache.interop.formats import webdataset
 from latentcache.interop.readers import ForeignItem
 from latentcache.interop.scaling import published_scaling
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Entry
 
 Sample = dict[str, Any]
 
@@ -108,39 +106,6 @@ def test_any_family_is_exported_with_its_scaling(tmp_path: Path, family: str) ->
         assert torch.equal(scaled["latents"], scaling.apply(plain["latents"])) and scaled["json"]["scaled"] is True
 
 
-def test_scaled_latents_say_so_and_what_was_rounded(tmp_path: Path) -> None:
-    cache = cache_of(items(torch.bfloat16))
-    webdataset.export(cache, "foreign", tmp_path / "brain", scaled=True)
-    for sample in read(tmp_path / "brain"):
-        row = cache.manifest("foreign").rows[sample["json"]["sample_id"]]
-        stored = cache.get(row.images[0].key).tensors["latents"]
-        assert torch.equal(sample["latents"], stored.float() * FACTOR), "bfloat16 loses no bits"
-    assert json.loads((tmp_path / "brain/latentcache.json").read_text())["latents"].startswith("scaled")
-    cache = cache_of(items(torch.float16))
-    assert webdataset.export(cache, "foreign", tmp_path / "plain").notes == {}
-    half = webdataset.export(cache, "foreign", tmp_path / "half", scaled=True)
-    assert half.notes == {webdataset.NOTE_ROUNDED: 4}
-    full = webdataset.export(cache, "foreign", tmp_path / "full", scaled=True, dtype=torch.float32)
-    assert full.notes == {} and read(tmp_path / "full")[0]["latents"].dtype is torch.float32
-
-
-def test_a_draw_from_bfloat16_moments_is_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_of(items(torch.bfloat16)[2:])
-    get = cache.get
-
-    def with_moments(key: str) -> Entry:
-        entry = get(key)
-        if (latents := entry.tensors.get("latents")) is None:
-            return entry
-        return replace(entry, tensors={"moments": torch.cat([latents, torch.zeros_like(latents)])})
-
-    monkeypatch.setattr(cache, "get", with_moments)
-    webdataset.export(cache, "foreign", tmp_path, seed=1)
-    found = read(tmp_path)[0]
-    assert found["json"]["output"] == "sample" and found["latents"].dtype is torch.float32
-    assert not torch.equal(found["latents"], found["latents"].bfloat16().float())
-
-
 def test_what_a_dtype_cannot_hold_is_skipped(tmp_path: Path) -> None:
     large = image("large.png")
     large.latents[0, 0, 0] = 1e6
@@ -158,16 +123,6 @@ def test_a_caption_that_is_not_known_is_not_taken_for_the_empty_one(tmp_path: Pa
     cache = cache_of([image("a.png"), text("a.png", caption=None), image("b.png"), text("b.png", caption="")])
     webdataset.export(cache, "foreign", tmp_path)
     assert [sample["json"]["captions"] for sample in read(tmp_path)] == [[None], [""]]
-
-
-def test_an_export_goes_to_a_new_folder(tmp_path: Path) -> None:
-    cache = cache_of(items())
-    (tmp_path / "other").write_text("")
-    with pytest.raises(StoreError, match="is not empty"):
-        webdataset.export(cache, "foreign", tmp_path)
-    with pytest.raises(StoreError, match="is no folder"):
-        webdataset.export(cache, "foreign", tmp_path / "other")
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 @pytest.mark.remote
