@@ -157,17 +157,6 @@ def wide_profile() -> bytes:
     return _profile(b"RGB ", b"XYZ ", b"mntr", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), _gamma(WIDE_GAMMA)))
 
 
-def nearly_srgb_profile() -> bytes:
-    """sRGB whose curve is 0.6 of a step too bright, so that about half of the levels move by one."""
-    levels = np.minimum(srgb_decode(np.arange(1024) / 1023 * 255 + 0.6), 1)
-    curve = b"curv" + bytes(4) + struct.pack(">I1024H", 1024, *np.round(levels * 65535).astype(int))
-    tags = {
-        name: b"XYZ " + bytes(4) + _s15fixed16(SRGB_TO_XYZ_D50[:, i])
-        for i, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))
-    }
-    return _profile(b"RGB ", b"XYZ ", b"mntr", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve))
-
-
 def grey_profile(gamma: float) -> bytes:
     return _profile(b"GRAY", b"XYZ ", b"mntr", {b"kTRC": _gamma(gamma)})
 
@@ -426,7 +415,6 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "exif-broken": lambda: _pixels(jpeg(exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f"), "b.jpg", 6),
     "exif-nine": lambda: _pixels(jpeg(exif=exif(9)), "nine.jpg", 6),
     "jpeg": lambda: _pixels(jpeg(), "a.jpg", 6),
-    "jpeg-capital-suffix": lambda: _pixels(jpeg(), "A.JPEG", 6),
     "jpeg-no-suffix": lambda: _pixels(jpeg(), "photo", 6),
     "jpeg-progressive": lambda: _pixels(jpeg(progressive=True), "p.jpg", 6),
     "jpeg-grey": lambda: Odd(jpeg(grey()), "g.jpg", pixels=as_rgb(grey()), tolerance=4),
@@ -438,7 +426,6 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "icc-wide": _wide_gamut,
     "icc-wide-alpha": _wide_rgba,
     "icc-wide-grey": _wide_grey,
-    "icc-nearly-srgb": lambda: _pixels(png(photo(), icc_profile=nearly_srgb_profile()), "nearly.png", 0),
     "icc-linear-grey": _linear_grey,
     "icc-of-grey-on-rgb": lambda: _pixels(png(photo(), icc_profile=grey_profile(1.0)), "mismatch.png", 0),
     "icc-broken": lambda: _pixels(png(photo(), icc_profile=b"not a profile at all"), "icc.png", 0),
@@ -485,7 +472,6 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "text-of-bmw": lambda: Odd(b"BMW is a car, and this is no bitmap", "bmw.jpg", "not-an-image"),
     "wrong-suffix": lambda: Odd(png(photo()), "png.jpg", "wrong-suffix"),
     "ico": lambda: Odd(save(Image.fromarray(photo()), "ICO"), "s.ico", "unsupported-format"),
-    "wrong-suffix-gif": lambda: Odd(jpeg(), "jpeg.gif", "wrong-suffix"),
     "one-pixel": lambda: _strip("dot.png", 1, 1, "too-small"),
     "small": lambda: _strip("small.png", 15, 20, "too-small"),
     "strip": lambda: _strip("strip.png", 1, 4000, "extreme-aspect"),
@@ -495,7 +481,6 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "animated-avif": lambda: Odd(frames("AVIF", duration=40), "an.avif", "animated"),
     "heic": lambda: Odd(b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "s.heic", "unsupported-format"),
     "bomb-20000": lambda: Odd(png_bomb(20_000), "bomb.png", "too-many-pixels"),
-    "bomb-12000": lambda: Odd(png_bomb(12_000), "bomb2.png", "too-many-pixels"),
     "bomb-icc": lambda: _text_bomb(b"iCCP"),
     "bomb-ztxt": lambda: _text_bomb(b"zTXt"),
     "bomb-webp": lambda: Odd(

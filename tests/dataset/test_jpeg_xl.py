@@ -58,14 +58,6 @@ def header(height: int, width: int, *, animated: bool | None = None) -> bytes:
     return b"\xff\x0a" + bits.to_bytes()
 
 
-def test_without_the_plug_in_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for data in (BARE, BOXED):
-        with pytest.raises(ImageRefused, match="pip install pillow-jxl-plugin") as caught:
-            probe(data, "a.jxl", POLICY)
-        assert caught.value.reason == "unsupported-format"
-
-
 @pytest.fixture
 def plug_in(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """A module with the plug-in's names; the list has what it was given to decode."""

@@ -150,17 +150,12 @@ def test_columns_of_a_table(tmp_path: Path) -> None:
     ("source", "parts", "message"),
     [
         ({}, {"control": {}}, "give path, suffix or column"),
-        ({}, {"control": {"path": "x", "column": "y"}}, "give column, or path and suffix, not both"),
-        ({}, {"control": {"column": "y"}}, "column is no setting for a source of kind folder"),
         ({"kind": "parquet"}, {"mask": {"suffix": "_m"}}, "no settings for a source of kind parquet; give column"),
         ({}, {"control": [{"suffix": "_1"}, {"suffix": "_1"}]}, "are the same file"),
-        ({}, {"control": {"suffix": "_1"}, "mask": {"suffix": "_1"}}, "are the same file"),
         ({}, {"control": [{"path": "c"}, {"path": "c", "area": 65536}]}, "are the same file"),
         ({"kind": "webdataset"}, {"control": {"column": "M"}, "mask": {"column": "m"}}, "are the same file"),
         ({}, {"mask": {"alpha": True, "suffix": "_1"}}, "leave out path, suffix and column"),
-        ({}, {"mask": "beta"}, "mask"),
         ({}, {"control": {"suffix": "/../x"}}, "leads to another folder"),
-        ({}, {"control": {"suffix": "_1", "area": 100}}, "one bucket of step 64 has more"),
     ],
 )
 def test_what_names_no_part_is_refused(source: dict[str, Any], parts: dict[str, Any], message: str) -> None:
@@ -180,19 +175,3 @@ def test_an_image_whose_name_ends_like_a_part_is_a_sample_where_there_is_no_othe
     found, refused = read(opened({"path": tmp_path}, control={"suffix": "_1"}))
     assert found == {"cat.png": [png(1)]}
     assert refused.keys() == {"photo_1.png"} and refused["photo_1.png"][0] == "missing"
-
-
-def test_images_that_lines_name_as_parts_or_of_refused_samples_are_in_the_metadata(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("a.png", "b.png", "c.png", "before.png", "other.png"):
-        put(tmp_path / name, 1)
-    rows = [
-        {"file_name": "a.png", "before": "before.png"},
-        {"file_name": "b.png", "before": "gone.png"},
-        {"file_name": "c.png"},
-    ]
-    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found, refused = read(opened({"kind": "imagefolder", "path": tmp_path}, control={"column": "before"}))
-    assert found.keys() == {"a.png"} and refused.keys() == {"b.png", "c.png"}
-    assert "1 images are in no metadata.jsonl" in caplog.text

@@ -49,10 +49,3 @@ def test_pillows_filters_are_pillows_own() -> None:
     for name, own in (("lanczos", Image.Resampling.LANCZOS), ("bicubic", Image.Resampling.BICUBIC)):
         wanted = np.asarray(Image.fromarray(pixels).resize((30, 20), own))
         np.testing.assert_array_equal(resize(pixels, Size(20, 30), name), wanted)
-
-
-def test_nothing_is_resized_to_its_own_size_and_an_unknown_filter_is_an_error() -> None:
-    pixels = noise(Size(20, 30))
-    assert resize(pixels, Size(20, 30), "bicubic") is pixels
-    with pytest.raises(KeyError):
-        resize(pixels, Size(10, 10), "nearest")

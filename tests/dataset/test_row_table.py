@@ -112,19 +112,6 @@ def make_pair(number: int) -> Row:
     return replace(row, parts=(PartRef("control", f"{2**99 + number:064x}", row.images[0].geometry, "f" * 64),))
 
 
-def test_parts_have_names_by_role_and_number() -> None:
-    plain, mirrored = (replace(make_row(0).images[0].geometry, flip=flip) for flip in (False, True))
-    control, mask = (
-        [PartRef(role, f"{number}" * 64, geometry, "e" * 64) for number, geometry in enumerate((plain, mirrored))]
-        for role in ("control", "mask")
-    )
-    row = replace(make_row(0), parts=(*control, *control, *mask))
-    names = ["control 1", "control 2", "mask"]
-    assert [name for name, _ in row.named_parts(flip=False)] == names
-    assert list(row.named_parts(flip=True)) == [*zip(names, (control[1], control[1], mask[1]), strict=True)]
-    assert [name for name, _ in row.named_parts()] == [name for name in names for _ in range(2)]
-
-
 @pytest.mark.parametrize("key", ["", "a" * 63, "A" * 64, "g" * 64, " a" + "a" * 62, "a" * 65, "\u0661" * 64])
 @pytest.mark.parametrize("where", ["images", "captions", "source", "parts"])
 def test_what_is_no_digest_is_refused_and_nothing_is_added(where: str, key: str) -> None:

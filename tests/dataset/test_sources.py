@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
-import pickle
 import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ from latentcache.config import Config, SourceConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.samples import Sample, SampleSource, read_range
 from latentcache.dataset.sources import open_source as open_configured
-from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.errors import DatasetError, ImageRefused
 from latentcache.precache.run import run_precache
 from latentcache.types import Refusal
 
@@ -175,18 +173,6 @@ class TestAllSources:
             list(open_source(kind, tmp_path).samples())
 
 
-def test_unknown_kinds_and_settings_are_refused(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    with pytest.raises(ConfigError, match=r"source\.kind: .*'folder', 'imagefolder', 'webdataset' or 'parquet'"):
-        open_source("lmdb", tmp_path)
-    for extension in ("txt", ".png", ""):
-        with pytest.raises(ConfigError, match="caption_extension"):
-            open_source("folder", tmp_path, caption_extension=extension)
-    for columns in ("text", ()):
-        with pytest.raises(ConfigError, match="caption_columns"):
-            open_source("imagefolder", tmp_path, caption_columns=columns)
-
-
 # --- folder ----------------------------------------------------------------------------------------------------------
 
 IMAGE = PHOTOS["a"][0]
@@ -200,14 +186,6 @@ def write(root: Path, *names: str) -> None:
 
 
 class TestFolder:
-    def test_recursive_sorted_and_without_what_is_hidden(self, tmp_path: Path) -> None:
-        """Formats that are refused later are listed, so that the report names them."""
-        write(tmp_path, "b/2.png", "b/1.JPG", "a/x/y.webp", "z.heic", ".git/o.png", "b/._1.jpg", "c.txt", "b.avif")
-        source = open_source("folder", tmp_path)
-        assert ids(source) == ["b.avif", "z.heic", "a/x/y.webp", "b/1.JPG", "b/2.png"]
-        with pytest.raises(DatasetError, match="is not a folder"):
-            open_source("folder", tmp_path / "b.avif")
-
     def test_captions_pair_by_the_whole_stem(self, tmp_path: Path) -> None:
         write(tmp_path, "aaa.bbb.png", "aaa.ccc.png", "cat.png", "cat.jpg", "sub/cat.png")
         (tmp_path / "aaa.bbb.txt").write_text("bbb")
@@ -364,15 +342,6 @@ class TestImageFolder:
         assert refusals(source) == [("metadata.jsonl:1", "unreadable"), ("metadata.jsonl:2", "unreadable")]
         assert ids(source) == []
 
-    def test_images_without_metadata_are_left_out_and_logged(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        write(tmp_path, "a.png", "b.png", "other/c.png")
-        metadata(tmp_path, {"file_name": "a.png"})
-        with caplog.at_level(logging.WARNING, logger="latentcache"):
-            assert ids(open_source("imagefolder", tmp_path)) == ["a.png"]
-        assert "2 images" in caplog.text
-
 
 # --- webdataset ------------------------------------------------------------------------------------------------------
 
@@ -498,12 +467,6 @@ class TestWebDataset:
             assert all(sample.captions == ("caption",) for sample in found[:-1])
             assert refused[-1].sample_id == "cut.tar" and refused[-1].reason == "truncated"
 
-    def test_several_tars_in_one_file_are_named(self, tmp_path: Path) -> None:
-        first, second = (write_tar(tmp_path / f"{name}.tar", {f"{name}.png": IMAGE}) for name in "ab")
-        (tmp_path / "both.tar").write_bytes(first.read_bytes() + second.read_bytes())
-        [*_, refusal] = open_source("webdataset", tmp_path / "both.tar").samples()
-        assert isinstance(refusal, Refusal) and "several tars" in refusal.detail
-
     def test_a_damaged_header_in_the_middle_is_not_taken_for_the_end(self, tmp_path: Path) -> None:
         path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE, "b.png": IMAGE, "c.png": IMAGE})
         data = bytearray(path.read_bytes())
@@ -512,16 +475,6 @@ class TestWebDataset:
         source = open_source("webdataset", path)
         assert ids(source) == ["s.tar/a"]
         assert refusals(source) == [("s.tar/b", "truncated"), ("s.tar", "corrupt")]
-
-    def test_a_compressed_tar_is_named_with_what_to_do(self, tmp_path: Path) -> None:
-        for name, mode in (("s.tar.xz", "w:xz"), ("s.tar", "w:bz2")):
-            with tarfile.open(tmp_path / name, mode) as tar:  # type: ignore[call-overload]
-                tar.addfile(tarfile.TarInfo("a.png"))
-        for path in (tmp_path, tmp_path / "s.tar.xz"):
-            with pytest.raises(DatasetError, match="decompress it"):
-                open_source("webdataset", path)
-        [refusal] = open_source("webdataset", tmp_path / "s.tar").samples()
-        assert isinstance(refusal, Refusal) and "decompress it" in refusal.detail
 
     def test_a_tar_that_changes_is_refused(self, tmp_path: Path) -> None:
         path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
@@ -618,17 +571,6 @@ def test_the_lines_of_a_caption_file_may_be_one_caption(tmp_path: Path) -> None:
     found = samples(open_source("folder", tmp_path, caption_lines="joined"))
     captions = {sample.sample_id: sample.captions for sample in found}
     assert captions == {"a.png": ("a red car, in the rain",), "b.png": ("",), "c.png": ("",)}
-
-
-def test_a_table_that_is_sent_to_another_process_is_one_source_there(tmp_path: Path) -> None:
-    """Each image that a process is sent brings its source: row groups are kept once for all of them."""
-    pq.write_table(pa.table({"image": [b"one", b"two"]}), tmp_path / "a.parquet")
-    source = open_configured(SourceConfig(kind="parquet", path=tmp_path / "a.parquet"))
-    first, second = (pickle.loads(pickle.dumps(source)) for _ in range(2))
-    assert first is second and first is not source
-    assert [first.read(sample) for sample in source.samples()] == [b"one", b"two"]
-    pq.write_table(pa.table({"image": [b"six", b"ten"]}), tmp_path / "a.parquet")
-    assert [first.read(sample) for sample in source.samples()] == [b"six", b"ten"], "a process may outlive a run"
 
 
 def test_a_caption_is_whole_where_a_read_gives_less_than_there_is(

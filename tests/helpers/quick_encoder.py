@@ -53,3 +53,11 @@ class QuickEncoder(RayEncoder):
             with (self._folder / "encoded.txt").open("a") as log:
                 log.write(f"{task.key}\n")
         return Report()
+
+
+class FaultyEncoder(QuickEncoder):
+    """Has a fault."""
+
+    @override
+    def _encode(self, *given: Any) -> Report:
+        raise TypeError("a fault of an encoder")
