@@ -18,7 +18,7 @@ from latentcache.cli.output import DONE
 from latentcache.config import DatasetConfig
 from latentcache.config_file import near_name, parse_config
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.families import DEFAULT_REPOSITORY
+from latentcache.families import DEFAULT, DEFAULT_REPOSITORY
 from latentcache.types import Refusal
 from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
@@ -32,8 +32,8 @@ BUCKETS = {
     "kohya": "{rule: kohya, resolution: 1024, max_side: 2048}  # resolution and max_bucket_reso of the training",
     "onetrainer": "{rule: onetrainer, resolution: 1024}  # resolution of the training",
 }
-HEAD = """# SDXL, by `latentcache init`; configs/sdxl.yaml shows every setting. Paths begin where the command runs.
-cache: {path: cache/sdxl}  # what is encoded; datasets and runs may share it
+HEAD = f"""# By `latentcache init`; configs/{DEFAULT}.yaml shows every setting. Paths begin where the command runs.
+cache: {{path: cache/{DEFAULT}}}  # what is encoded; datasets and runs may share it
 datasets:
 """
 DATASET = """  - name: '{name}'  # {num_samples} images, {num_bare} without a caption
@@ -47,7 +47,7 @@ encode: {{store_dtype: float16}}  # half the space of float32
 NOTES = {
     "buckets": "buckets, height x width",
     "without_caption": "no caption, trained on the empty one",
-    "cut_captions": f"a caption of over {CLIP_TOKENS} words and signs, which SDXL cuts; precache may name more",
+    "cut_captions": f"a caption of over {CLIP_TOKENS} words and signs, which CLIP cuts; precache may name more",
     "refused": "refused",
 }
 
@@ -59,7 +59,7 @@ def init(
     trainer: Annotated[Literal["kohya", "onetrainer"] | None, Parameter(name="--for")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write a first config for a folder of images, for SDXL, and say what is in the folder.
+    """Write a first config for a folder of images, and say what is in the folder.
 
     Args:
         photos: The folder. Subfolders such as `10_cats` become datasets of so many repeats.
