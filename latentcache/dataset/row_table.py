@@ -402,11 +402,11 @@ class RowTable(Mapping[str, Row]):
 
     def rows_with_captions(self, flags: np.ndarray) -> np.ndarray:
         """The numbers of the usable rows with a caption whose flag is set, ascending. `flags`: bool [captions]."""
-        return np.intersect1d(self._rows_of({"caption": np.flatnonzero(flags)}), self.usable())
+        return np.intersect1d(self.rows_of({"caption": np.flatnonzero(flags)}), self.usable())
 
     def unverified(self) -> np.ndarray:
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
-        return self._rows_of({name: np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES})
+        return self.rows_of({name: np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES})
 
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows with one of these keys, ascending."""
@@ -416,10 +416,13 @@ class RowTable(Mapping[str, Row]):
         for name in _ENTRIES:
             places = (at for at, key in enumerate(_hex_in_turn(self.columns[f"{name}/keys"])) if key in wanted)
             found[name] = np.fromiter(places, np.int64)
-        return [*map(int, self._rows_of(found))]
+        return [*map(int, self.rows_of(found))]
 
-    def _rows_of(self, places: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The numbers of the rows that have these images, captions and parts, ascending."""
+    def rows_of(self, places: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The numbers of the rows that have these images, captions and parts, ascending: int64 [m].
+
+        `places`: by `image`, `caption` or `part`, the places of entries in the columns of their kind.
+        """
         rows = [self.columns[f"{name}/offsets"].searchsorted(at, side="right") - 1 for name, at in places.items()]
         return np.unique(np.concatenate(rows))
 

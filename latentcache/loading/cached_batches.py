@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch.utils.data import Dataset
 
 from latentcache.families.base import MASK
 from latentcache.loading.loader import Output, check_output, placed
 from latentcache.loading.sampler import BucketBatchSampler, PlannedBatch
+from latentcache.store.batch import CPU
 from latentcache.types import Batch
-
-CPU: Final = torch.device("cpu")
 
 
 class CachedBatches(Dataset[Batch]):

@@ -34,7 +34,7 @@ def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
 
 
 def _named(part: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Those of the settings that the config has, but for None: with it a later release may fill in a key.
+    """The named settings that the config has, but for None: with it a later release may fill in a key.
 
     ModelError if it has none of those of one of its inner configs.
     """

@@ -431,7 +431,7 @@ def _latent_arrays(
 
 
 def _written(latents: torch.Tensor, run: Export) -> np.ndarray:
-    """As kohya has them: those of FLUX.1 are scaled."""
+    """The latents as a file of kohya's has them: FLUX.1's are scaled there, others are not."""
     return (run.scaling.apply(latents) if run.family.name == "flux" else latents).contiguous().numpy()
 
 

@@ -77,13 +77,6 @@ def _keys_of(table: RowTable, kind: str) -> Iterator[list[str]]:
     return (hex_of(digests[start : start + _KEYS]) for start in range(0, len(digests), _KEYS))
 
 
-def _rows_with(table: RowTable, kind: str, flags: np.ndarray) -> np.ndarray:
-    """Which rows have an entry of this kind whose flag is set: bool [num_rows] of bool [num_entries]."""
-    ends = np.concatenate([[0], flags.cumsum()])[table.columns[f"{kind}/offsets"]]
-    found: np.ndarray = ends[1:] > ends[:-1]
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class FaultySample:
     """A sample that was refused, or lacks an entry: then `key` is the entry's, and `reason` says why."""
@@ -138,18 +131,18 @@ def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
         except LatentCacheError as error:
             problems.append(str(error))
             continue
-        is_lacking = np.zeros(len(table), np.bool_)
+        absent = dict[str, np.ndarray]()  # places of entries, by their kind
         for kind in ("image", "caption", "part"):
-            absent = [np.zeros(0, np.bool_)]
+            flags = [np.zeros(0, np.bool_)]
             for keys in _keys_of(table, kind):
-                absent.append(~_are_present(store, keys, used))
+                flags.append(~_are_present(store, keys, used))
                 used_damage.update(damaged.keys() & keys)
-            is_lacking |= _rows_with(table, kind, np.concatenate(absent))
-        is_lacking[table.columns["refusal/rows"]] = False
-        num_lacking += int(is_lacking.sum())
+            absent[kind] = np.flatnonzero(np.concatenate(flags))
+        lacks = np.setdiff1d(table.rows_of(absent), table.columns["refusal/rows"])
+        num_lacking += len(lacks)
         num_unverified += len(np.intersect1d(table.unverified(), table.usable()))
         num_refused += len(table.refusals)
-        for number in np.flatnonzero(is_lacking)[: LISTED - len(lacking)].tolist():
+        for number in lacks[: LISTED - len(lacking)].tolist():
             row = table.row(number)
             there = _are_present(store, keys := [*row.keys()], used).tolist()
             for missing in [key for key, is_there in zip(keys, there, strict=True) if not is_there][:1]:
