@@ -6,20 +6,31 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
+import threading
+import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+STAMP = "latentcache-installed"
+"""The file in an environment that says what it was made from."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment in the project's root: its folder, the file of its releases, and the extras in it."""
+    """A virtual environment in the project's root: its folder, the file of its releases, and the extras in it.
+
+    `data` is a package that is installed without its dependencies, for its files. `wider` is an environment in the same
+    folder that has all of this one too.
+    """
 
     name: str
     constraints: str
     extras: str = ""
+    data: str = ""
+    wider: Environment | None = None
 
     @property
     def path(self) -> Path:
@@ -31,43 +42,115 @@ class Environment:
 
     def stamp(self) -> str:
         """What the environment is made from. It is rebuilt when this changes."""
-        digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
+        digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT} {self.extras} {self.data}".encode())
         for name in ("pyproject.toml", self.constraints):
             digest.update((ROOT / name).read_bytes())
         return digest.hexdigest()
 
+    def stamped(self) -> str | None:
+        """What the environment that is there was made from."""
+        file = self.path / STAMP
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
 
 DEFAULT = Environment(".venv", "constraints.txt", "encode,test,docs,remote,ray,peers")
+QUICKSTART = Environment(".venv", "constraints.txt", "encode,lora", data="scikit-image", wider=DEFAULT)
+"""What the quickstart needs. scripts/test.py adds the rest to it."""
 
 
 def install(made: Environment = DEFAULT) -> None:
     """Make the environment, unless it is there and up to date. Raises CalledProcessError if pip fails."""
     if sys.version_info < (3, 11):  # noqa: UP036 - this script is what an older Python runs first
         sys.exit(f"latentcache needs Python 3.11 or newer, but this is {sys.version.split()[0]}")
-    ours, stamp = made.path / "made-by-latentcache", made.path / "latentcache-installed"
-    if stamp.exists() and stamp.read_text() == made.stamp():
+    ours = made.path / "made-by-latentcache"
+    if made.stamped() in {each.stamp() for each in (made, made.wider) if each is not None}:
         return
     if made.path.exists() and not ours.exists():
         sys.exit(
             f"{made.path} was not made by this script, and is left alone: move it away, or install with its own pip"
         )
     print(f"installing into {made.name} (a few minutes the first time) ...", file=sys.stderr, flush=True)
-    venv.create(made.path, with_pip=True, clear=made.path.exists())
+    if not has_quickstart_only(made):
+        venv.create(made.path, with_pip=True, clear=made.path.exists())
     ours.touch()
-    pip = [str(made.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # pip's own output is kept off stdout, which belongs to the job (--json).
-    project = f".[{made.extras}]" if made.extras else "."
-    options = ["-c", made.constraints, "-e", project]
-    subprocess.run([*pip, *options], cwd=ROOT, check=True, stdout=sys.stderr)
-    stamp.write_text(made.stamp())
+    if made.data:
+        pip_install(made, "--no-deps", made.data)
+    pip_install(made, "-e", f".[{made.extras}]" if made.extras else ".")
+    (made.path / STAMP).write_text(made.stamp(), encoding="utf-8")
 
 
-def inside() -> None:
+def has_quickstart_only(made: Environment) -> bool:
+    """Whether the rest has to be added to what the quickstart installed."""
+    return made == DEFAULT and made.stamped() == QUICKSTART.stamp()
+
+
+def pip_install(made: Environment, *what: str) -> None:
+    """Run pip, and show how far it is. Its own output is kept off stdout, which belongs to the job (--json)."""
+    options = ("--progress-bar", "off", "--disable-pip-version-check", "-c", made.constraints)
+    command = [str(made.python), "-m", "pip", "install", *options, *what]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pip, Bar(made.path) as bar:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            bar.read(line)
+    if pip.returncode:
+        raise subprocess.CalledProcessError(pip.returncode, command)
+
+
+class Bar:
+    """One line on a terminal, each second: what pip has found, then how many of its packages are unpacked."""
+
+    def __init__(self, environment: Path) -> None:
+        self.site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+        self.found, self.text = 0, "looking for packages"
+        self.total = self.before = 0  # packages that are unpacked, and those that were there before
+        self.start, self.done = time.monotonic(), threading.Event()
+        self.thread = threading.Thread(target=self._draw, daemon=True)
+
+    def __enter__(self) -> Bar:
+        if sys.stderr.isatty():
+            self.thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.done.set()
+        if self.thread.is_alive():
+            self.thread.join()
+            print(file=sys.stderr)
+
+    def read(self, line: str) -> None:
+        """Learn from a line of pip's."""
+        word, _, rest = line.strip().partition(" ")
+        if word == "Collecting":
+            self.found += 1
+            self.text = f"{self.found} packages found"
+        elif word == "Downloading":
+            self.text = f"{self.found} packages found, downloading {rest.partition('-')[0]} {rest.partition(' ')[2]}"
+        elif line.startswith("Installing collected packages:"):
+            self.before, self.total = self._unpacked(), line.count(",") + 1
+
+    def _unpacked(self) -> int:
+        return sum(1 for _ in self.site.glob("*.dist-info"))
+
+    def _draw(self) -> None:
+        while not self.done.wait(1):
+            text, width = self.text, 24
+            if self.total:
+                number = min(self._unpacked() - self.before, self.total)
+                filled = width * number // self.total
+                text = f"[{'#' * filled}{'.' * (width - filled)}] {number} of {self.total} packages unpacked"
+            minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
+            print(f"\r\033[K  {minutes}:{seconds:02}  {text[:68]}", end="", file=sys.stderr, flush=True)
+
+
+def inside(made: Environment = DEFAULT) -> None:
     """Go on only inside the environment: outside, make it, run this script again in it, and exit with its code."""
-    if Path(sys.prefix).resolve() == DEFAULT.path.resolve():
+    is_inside = Path(sys.prefix).resolve() == made.path.resolve()
+    if is_inside and not has_quickstart_only(made):
         return
     try:
-        install()
+        install(made)
     except subprocess.CalledProcessError as error:
         sys.exit(f"installing failed (pip exited with {error.returncode}); its messages are above")
-    sys.exit(subprocess.run([str(DEFAULT.python), *sys.argv], check=False).returncode)
+    if is_inside:
+        return
+    sys.exit(subprocess.run([str(made.python), *sys.argv], check=False).returncode)

@@ -1,17 +1,17 @@
-"""The main job on real photos, from nothing: install, precache twice, read back, train a LoRA, validate it twice.
+"""The main job on real photos, from nothing: install, precache, edit a caption, precache again, train, validate.
 
-The first validation finds its photos not cached and encodes them; the second finds them cached. `--json` prints one
-document. Uses the photos that come with scikit-image and the package's tiny SDXL, which knows them: nothing but the
-packages is downloaded.
+The second pass encodes one entry: that of the caption. The first validation finds its photos not cached and encodes
+them. The loss of the trained model is compared with that of the untrained one. `--json` prints one document. Uses the
+photos that come with scikit-image and the package's tiny SDXL, which knows them: only packages are downloaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
-import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ CAPTIONS = {
     "retina.jpg": ["the retina of an eye"],
     "rocket.jpg": ["a rocket on its launch pad at night"],
 }
+EDITED = "chelsea.png"
+"""The photo whose caption is edited between the two passes."""
 HELD_OUT = {
     "brick.png": ["a brick wall, black and white"],
     "grass.png": ["grass, black and white"],
@@ -48,15 +50,33 @@ def copy_photos(folder: Path) -> None:
 
     The held-out photos go into the folder next to it, `<folder>-held-out`.
     """
-    import skimage
-
+    found = importlib.util.find_spec("skimage")  # its code is not needed, and neither are its dependencies
+    assert found is not None and found.submodule_search_locations, "bootstrap.py installs scikit-image"
+    data = Path(found.submodule_search_locations[0], "data")
     for place, photos in ((folder, CAPTIONS), (folder.with_name(f"{folder.name}-held-out"), HELD_OUT)):
         place.mkdir(parents=True, exist_ok=True)
         for name, captions in photos.items():
             photo = place / name
             if not photo.exists():
-                shutil.copy2(Path(skimage.__file__).parent / "data" / name, photo)
+                shutil.copy2(data / name, photo)
                 photo.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
+
+
+def edit_caption(file: Path) -> str:
+    """Write a caption that was never cached, whatever earlier quickstarts wrote; returns it."""
+    first, _, take = file.read_text(encoding="utf-8").strip().partition(", take ")
+    caption = f"{first}, take {int(take or 1) + 1}"
+    file.write_text(caption + "\n", encoding="utf-8")
+    return caption
+
+
+def untrained_loss(config: Config) -> dict[str, Any]:
+    """The validation of the model as it was before the training, without images."""
+    from latentcache import validate
+
+    settings = config.validation.model_copy(update={"prompts": ()})
+    done = validate(config.model_copy(update={"validation": settings}))
+    return done.report.to_json(done.paths.folder)
 
 
 def read_back(path: Path, name: str) -> list[dict[str, Any]]:
@@ -86,16 +106,20 @@ def run(config: Config) -> dict[str, Any]:
     copy_photos(photos.source.path)
     # The held-out set is left out, so that the first validation has to encode it.
     training_only = config.model_copy(update={"datasets": (photos,)})
-    reports = [run_precache(training_only) for _ in range(2)]
+    reports = [run_precache(training_only)]
+    caption = edit_caption((photos.source.path / EDITED).with_suffix(".txt"))
+    reports.append(run_precache(training_only))
     batches = read_back(cache, photos.name)
     shutil.rmtree(folder, ignore_errors=True)  # an earlier quickstart's
-    training = train(config, Options(steps=20, validate_every=10, learning_rate=1e-3, out=folder))
+    training = train(config, Options(steps=40, validate_every=20, learning_rate=4e-3, out=folder))
     validations = training.pop("validations")
     last = validations[-1]
     return {
         "passes": [report.to_json() for report in reports],
+        "edited": {"photo": EDITED, "caption": caption},
         "batches": batches,
         "training": training,
+        "untrained": untrained_loss(config),
         "validations": validations,
         "files": {"grid": last["grid"], "plot": last["plot"], "metrics": f"{last['folder']}/metrics.json"}
         | {name: training[name] for name in ("lora", "checkpoint")},
@@ -104,28 +128,40 @@ def run(config: Config) -> dict[str, Any]:
 
 def to_text(document: dict[str, Any]) -> str:
     """The document for people."""
-    lines = []
-    for number, done in enumerate(document["passes"], 1):
-        counts = ", ".join(f"{name} {done[f'num_{name}']}" for name in ("samples", "hits", "misses", "encoded"))
-        lines.append(f"precache, pass {number}: {counts}, refused {done['num_refused']}")
-    lines.append(f"read back: {len(document['batches'])} batches")
-    for batch in document["batches"]:
-        lines.append(f"  latents {batch['latents']}, prompt_embeds {batch['prompt_embeds']}: {batch['sample_id']}")
-    training = document["training"]
-    first, last = (statistics.fmean(part) for part in (training["losses"][:5], training["losses"][-5:]))
-    loss = f"mean loss of the first and last five {first:.4f}, {last:.4f}"  # one step's loss is mostly its timestep
-    lines.append(f"trained {training['step']} steps on {training['device']}: {loss}")
-    for found in document["validations"]:
-        figures = f"loss {found['loss']:.4f}, {found['num_filled']} entries were not cached and encoded first"
-        lines.append(f"validation at step {found['step']}: {figures}")
-    return "\n".join((*lines, *(f"{name}: {path}" for name, path in document["files"].items() if path)))
+    first, second = document["passes"]
+    photos, encoded = first["num_samples"], first["num_encoded"]
+    lines = [f"precache: {photos} photos, {first['num_hits']} entries found, {encoded} encoded"]
+    edited, reasons = document["edited"], ", ".join(second["misses_by_reason"])
+    lines.append(f"edited the caption of {edited['photo']}: {edited['caption']!r}")
+    lines.append(f"precache: {second['num_hits']} entries found, {second['num_encoded']} encoded ({reasons})")
+    batch = document["batches"][0]
+    lines.append(f"read back: {len(document['batches'])} batches, the first with latents {batch['latents']}")
+    training, untrained, trained = document["training"], document["untrained"], document["validations"][-1]
+    lines.append(f"trained a LoRA for {training['step']} steps on {training['device']}, without VAE and text encoders")
+    before, after = untrained["loss_by_sample"]["held-out"], trained["loss_by_sample"]["held-out"]
+    lower, num = sum(after[name] < before[name] for name in before), len(before)
+    change = 100 * (trained["loss"] / untrained["loss"] - 1)
+    lines += [
+        f"validation loss, untrained {untrained['loss']:.4f}, trained {trained['loss']:.4f}: {change:+.1f} %",
+        f"  It is lower for {lower} of {num} photos that were never trained on. Noise and timesteps are the same,",
+        "  so that the difference is what the training did. If it rose, the LoRA would know its own photos only.",
+    ]
+    lines += [f"{name}: {path}" for name, path in document["files"].items() if path]
+    command = Path(sys.executable).with_name("latentcache")
+    shown = command.relative_to(bootstrap.ROOT) if command.is_relative_to(bootstrap.ROOT) else command
+    lines += [
+        "next, with photos of your own:",
+        f"  {shown} init ~/photos                   # says what is there, and writes photos.yaml",
+        f"  {shown} precache photos.yaml --dry-run  # what would be encoded, and how many bytes that is",
+    ]
+    return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
-    bootstrap.inside()
+    bootstrap.inside(bootstrap.QUICKSTART)
 
     # Their notes on optional packages are not part of this story; errors still are.
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}

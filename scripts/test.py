@@ -4,9 +4,9 @@ Lanes: `default`; `sim`, the tests that need a second device, on a simulated one
 size; `soak`, the soak programs at a short size; `families`, every model family on a tiny model; `service`, the service
 and its client; `remote`, object stores, Ray and other people's readers; `page`, the service's page in Chromium, which
 is installed if it is missing (Debian, as root); `core`, a cache that is read in an environment which has nothing but
-what `pip install latentcache` brings, at its lowest releases; `windows`, tests of the store, precaching, loading and
-the service under the rules of Windows (tests/helpers/windows_rules.py); `cuda`, the tests of `sim` on a CUDA device
-where there is one.
+what `pip install latentcache` brings, at its lowest releases; `wheel`, the built wheel and source distribution, used
+from outside of the repository; `windows`, tests of the store, precaching, loading and the service under the rules of
+Windows (tests/helpers/windows_rules.py); `cuda`, the tests of `sim` on a CUDA device where there is one.
 `--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
 which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
 releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
@@ -44,6 +44,7 @@ LANES = (
     "remote",
     "page",
     "core",
+    "wheel",
     "windows",
     "cuda",
     "deepspeed",
@@ -128,6 +129,8 @@ def lane_elsewhere(name: str, *arguments: str) -> bool:
     """Whether a lane passes that runs in an environment of its own, or under the rules of another system."""
     if name == "core":  # pytest is not there
         return installed(CORE) and lane(name, python=str(CORE.python), program=["tests/golden/read_with_core.py"])
+    if name == "wheel":
+        return lane(name, program=["tests/wheel/use_wheel.py"])
     if name == "windows":
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])):
             options = ("-p", "helpers.windows_rules", "-m", "not (bench or soak or remote)", "-k", NOT_ON_WINDOWS)

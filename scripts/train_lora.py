@@ -1,10 +1,11 @@
 """Train a LoRA of any model family from cached data alone, with validation in the middle, checkpoints and resume.
 
     latentcache precache CONFIG
-    python scripts/train_lora.py CONFIG --steps 1000 --validate_every 100
+    python -m latentcache.train_lora CONFIG --steps 1000 --validate_every 100
     latentcache validate CONFIG --lora lora
 
-Made to be read from top to bottom, and copied. While it trains, no VAE and no text encoder is on the device.
+It needs `pip install 'latentcache[encode,lora]'`; in a checkout it is scripts/train_lora.py. Made to be read from top
+to bottom, and copied. While it trains, no VAE and no text encoder is on the device.
 """
 
 from __future__ import annotations
