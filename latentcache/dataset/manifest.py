@@ -19,7 +19,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from latentcache.config import MAX_REPEATS, MAX_VARIANTS, PROMPTS_PREFIX, Share
-from latentcache.dataset.row_table import Row, RowTable
+from latentcache.dataset.row_table import Row, RowTable, has_key
 from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
@@ -97,6 +97,11 @@ class Manifest:
         return family_named(self.common.get("family", DEFAULT))
 
     @property
+    def has_texts(self) -> bool:
+        """Whether its captions were encoded; else it is of `encode.text: none`."""
+        return self.common["text_encoding"] is not None
+
+    @property
     def imported_from(self) -> str | None:
         """The format of the foreign cache that it was imported from; None for a manifest of precache."""
         imported = self.common.get("imported")
@@ -104,7 +109,7 @@ class Manifest:
 
 
 def prompts_name(common: Mapping[str, Any]) -> str:
-    """The name of the manifest of prompts for datasets with this `common`.
+    """The name of the manifest of prompts for datasets with this `common`, which have texts.
 
     There is one for each text encoding: a prompt of another model's encoders must never be returned.
     """
@@ -160,7 +165,7 @@ class _Imported(_HeaderPart):
 class _Common(_HeaderPart):
     identity_schema: int = Field(alias="schema")
     salt: str
-    text_encoding: dict[str, Any]
+    text_encoding: dict[str, Any] | None
     image_encoding: _ImageEncoding | None = None
     family: str | None = None
     scaling: _Scaling | None = None
@@ -276,6 +281,9 @@ def read_manifest(
             rows.check()
             if head.num_samples != len(rows):
                 raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
+            keys = rows.columns["caption/keys"]
+            if head.header["common"]["text_encoding"] is not None and not has_key(keys).all():
+                raise ValueError("a caption has no key, but it says how texts were encoded")
             variants = head.header.get("variants", 1)
             if len(odd := np.flatnonzero(np.diff(rows.columns["caption/offsets"]) % variants)):
                 sample_id = rows.sample_ids[int(odd[0])]
