@@ -32,6 +32,8 @@ PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 MAX_REPEATS = 1_000_000
 """Upper bound for `repeats`: larger values are typos, and an epoch's order would not fit into memory."""
+MAX_VARIANTS = 1000
+"""Upper bound for the texts that are made of one caption: each is an entry."""
 RETRY_S = 30.0
 """For so long a request is tried again that is not answered."""
 
@@ -316,6 +318,46 @@ class SourceConfig(Section):
         return self
 
 
+class CaptionsConfig(Section):
+    """Variants of each caption, whose embeddings are cached beside its own: its tags shuffled, and some dropped."""
+
+    variants: int = Field(1, ge=1, le=MAX_VARIANTS)
+    """Texts of each caption. Number 0 is the caption itself; each further one is made of it by the settings below."""
+    shuffle: bool = False
+    """Shuffle the tags: sd-scripts' shuffle_caption."""
+    keep: int = Field(0, ge=0)
+    """So many first tags stay where they are: keep_tokens, OneTrainer's keep_tags_count."""
+    keep_separator: str | None = Field(None, min_length=1)
+    """In place of `keep`, e.g. `|||`: what stands before the first one stays first, and what stands after a second one
+    stays last: keep_tokens_separator."""
+    separator: str = Field(",", min_length=1)
+    """What divides tags: caption_separator. They are joined again by a comma and a space."""
+    drop: float = Field(0.0, ge=0, lt=1)
+    """Each tag that does not stay is left out with this probability: caption_tag_dropout_rate."""
+    secondary_separator: str | None = Field(None, min_length=1)
+    """Divides tags that stay together; in a variant `separator` takes its place."""
+    weights: Annotated[tuple[Share, ...], Field(min_length=1)] | None = None
+    """Where one of a sample's captions is drawn: how often each, in their order (of `caption_columns`, of the lines of
+    a file). null: all alike."""
+    seed: int = 0
+    """Of the variants. Another seed gives other texts."""
+
+    @model_validator(mode="after")
+    def _variants_differ(self) -> CaptionsConfig:
+        if self.weights is not None and not any(self.weights):
+            raise ValueError("weights are all 0, but one caption has to be drawn: give one of them more")
+        if self.keep and self.keep_separator:
+            raise ValueError("give keep or keep_separator, not both")
+        changing = ("shuffle", "drop", "keep", "keep_separator", "secondary_separator")
+        if self.variants == 1 and (given := [name for name in changing if getattr(self, name)]):
+            raise ValueError(
+                f"variants is 1, the caption itself, which {', '.join(given)} would not change: give 2 or more"
+            )
+        if self.variants > 1 and not (self.shuffle or self.drop):
+            raise ValueError(f"variants is {self.variants}, but all are equal: set shuffle or drop, or leave it out")
+        return self
+
+
 class ImagesConfig(Section):
     """How images are decoded, and which are refused."""
 
@@ -342,6 +384,9 @@ class DatasetConfig(Section):
     """What the dataset is for; stored in its manifest."""
     repeats: int = Field(1, ge=1, le=MAX_REPEATS)
     """How often an epoch visits each sample. Costs no space."""
+    loss_weight: Share = 1.0
+    """How much a sample counts in the loss; stored in the manifest. A batch lists it for each of its rows. Less than 1
+    is usual for class images (kohya's prior_loss_weight)."""
     source: SourceConfig
     """Where the samples are."""
     buckets: BucketsConfig = BucketsConfig()
@@ -351,6 +396,8 @@ class DatasetConfig(Section):
     frames: FramesConfig | None = None
     """Families of video: animated files (GIF, PNG, WebP) and videos become clips of these frames. null: each image is
     one frame, and `images.animated` says what becomes of animated ones."""
+    captions: CaptionsConfig = CaptionsConfig()
+    """Variants of each caption, and how often each of several captions is drawn."""
     flip: bool = False
     """Also cache each image mirrored left to right, as its own entry."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
@@ -372,6 +419,12 @@ class DatasetConfig(Section):
         ]
         if small:
             raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
+        weights = self.captions.weights
+        num_captions = 1 if self.source.caption_lines == "joined" else len(self.source.caption_columns or ())
+        if weights is not None and num_captions not in (0, len(weights)):
+            raise ValueError(
+                f"captions.weights has {len(weights)}, but a sample has {num_captions} captions: give one for each"
+            )
         if self.frames is not None and (self.control or self.mask):
             raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
         columns = [part.column for part in self.part_files]
@@ -417,6 +470,9 @@ class ModelConfig(Section):
 class EncodeConfig(Section):
     """How images and captions are encoded."""
 
+    text: Literal["all", "none"] = "all"
+    """`none`: latents alone. Captions are in the manifest and in batches as text, for text encoders that are trained;
+    none is encoded, nor are validation prompts."""
     device: str = "auto"
     """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     vae_dtype: DtypeName = "auto"

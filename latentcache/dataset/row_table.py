@@ -11,6 +11,8 @@ n samples have m images, captions or parts; those of sample i are offsets[i] to 
     part/source [m, 32]      part/role [m]
     refusal/rows [k]         refusal/text/offsets  refusal/text/values     k refused samples, ascending; each as JSON
 
+A caption that was not encoded has a key of zeros, which is no key of an entry.
+
 A geometry is original, resized, crop and target (height or top first), the number of frames (0: an image) and flip.
 A part is a companion of the image: a control image or a mask.
 """
@@ -58,7 +60,7 @@ _FLIP = 9
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
 _MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
 _CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
-_NO_SOURCE = "0" * 2 * KEY_BYTES
+_NO_DIGEST = "0" * 2 * KEY_BYTES
 _CHUNK = 1024
 """Rows or keys that are made together when all are needed."""
 
@@ -81,7 +83,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRef:
-    """One text entry of a sample."""
+    """A text of a sample. `key` is that of its entry; empty where it was not encoded."""
 
     text: str
     key: str
@@ -124,7 +126,7 @@ class Row:
 
     def keys(self) -> list[str]:
         """The keys of all entries, in the order of `refs`."""
-        return [ref.key for ref in self.refs()]
+        return [ref.key for ref in self.refs() if ref.key]
 
     def named_parts(self, *, flip: bool | None = None) -> Iterator[tuple[str, PartRef]]:
         """Each companion with its name: `control 1`, `control 2`, `mask`. With `flip` only those mirrored so."""
@@ -140,16 +142,21 @@ class Row:
         """Whether none of its entries was imported and left unverified."""
         return all(ref.trust == "verified" for ref in self.refs())
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object. One without companions has no `parts`, and a verified entry no `trust`."""
+    def to_json(self, variants: int = 1) -> dict[str, Any]:
+        """The row as a JSON object. One without companions has no `parts`, and a verified entry no `trust`.
+
+        Of so many variants of each caption, which the manifest has, it has the caption itself and their number.
+        """
         line: dict[str, Any] = {
             "sample_id": self.sample_id,
             "path": self.path,
             "source": self.source,
             "images": [_with_trust(ref, key=ref.key, **ref.geometry.to_json()) for ref in self.images],
-            "captions": [_with_trust(ref, key=ref.key, text=ref.text) for ref in self.captions],
+            "captions": [_with_trust(ref, key=ref.key, text=ref.text) for ref in self.captions[::variants]],
             "refusal": None if self.refusal is None else self.refusal.to_json(),
         }
+        if variants > 1:
+            line["variants"] = variants
         if self.parts:
             line["parts"] = [
                 _with_trust(ref, role=ref.role, key=ref.key, source=ref.source, **ref.geometry.to_json())
@@ -304,7 +311,8 @@ class RowTable(Mapping[str, Row]):
         columns, offsets = self.columns, self.columns[f"{name}/offsets"]
         keys, unverified = columns[f"{name}/keys"], columns[f"{name}/unverified"]
         for at in range(offsets.item(number), offsets.item(number + 1)):
-            yield at, keys[at].tobytes().hex(), _TRUSTS[unverified.item(at)]
+            key = keys[at].tobytes()
+            yield at, key.hex() if any(key) else "", _TRUSTS[unverified.item(at)]
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
@@ -338,6 +346,8 @@ class RowTable(Mapping[str, Row]):
                 is_usable = np.ones(len(self), np.bool_)
                 is_usable[self.columns["refusal/rows"]] = False
                 keys = keys[np.repeat(is_usable, np.diff(self.columns[f"{name}/offsets"]))]
+            if name == "caption":
+                keys = keys[has_key(keys)]
             yield from _hex_in_turn(keys)
 
     def first_sizes(self, name: Literal["original_size", "target_size", "extent"]) -> np.ndarray:
@@ -461,9 +471,11 @@ class RowTableBuilder:
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows. ValueError, adding none, for a key or a source that is no digest."""
         refs = {name: [ref for row in rows for ref in getattr(row, plural)] for name, plural in _ENTRIES.items()}
-        digests = {f"{name}/keys": _bytes_of("key", [ref.key for ref in found]) for name, found in refs.items()}
+        keys = {name: [ref.key for ref in found] for name, found in refs.items()}
+        keys["caption"] = [key or _NO_DIGEST for key in keys["caption"]]
+        digests = {f"{name}/keys": _bytes_of("key", found) for name, found in keys.items()}
         digests["part/source"] = _bytes_of("source", [ref.source for ref in refs["part"]])
-        digests["source"] = _bytes_of("source", [_NO_SOURCE if row.source is None else row.source for row in rows])
+        digests["source"] = _bytes_of("source", [_NO_DIGEST if row.source is None else row.source for row in rows])
         columns = self._columns
         for name, data in digests.items():
             columns[name].frombytes(data)
@@ -559,6 +571,12 @@ def check_geometry(geometry: Geometry) -> None:
 def _heads_of(digests: np.ndarray) -> np.ndarray:
     """The first eight bytes of each digest, to look it up: uint64 [n]."""
     return digests[:, :8].copy().view(np.uint64).reshape(-1)
+
+
+def has_key(keys: np.ndarray) -> np.ndarray:
+    """Which captions of a column of keys were encoded: bool [n]."""
+    found: np.ndarray = keys.view("<u8").max(axis=1) > 0
+    return found
 
 
 def hex_of(digests: np.ndarray) -> list[str]:

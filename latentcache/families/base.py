@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, ModelError
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.types import Geometry, Padding
 
@@ -127,13 +127,14 @@ class TextField:
 
     With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
     of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a
-    few numbers that act on all of an image: float8 is not for it.
+    few numbers that act on all of an image: float8 is not for it. `encoder` is the text encoder that makes it.
     """
 
     width: str | None = None
     padding: Padding | None = None
     features: tuple[int, ...] = ()
     has_rows: bool = True
+    encoder: str = "text_encoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +365,26 @@ class Family(ABC):
         Where texts are read with control images, and have no padding: of a usual text with one.
         """
         return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.get_text_config().hidden_size)}
+
+    def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
+        """Which columns of a cached field each text encoder makes.
+
+        Where one encoder is trained and the cache has the outputs of both, a step replaces the columns of that one.
+
+        Args:
+            field: A field of texts in a batch, [B, L, D] or [B, D].
+            encoders: Text encoders by their names, at least one of those that make the field: widths are read from
+                their configs.
+
+        Returns:
+            By the name of the encoder a slice of D.
+
+        Raises:
+            ModelError: There is no such field, or `encoders` has none of those that make it.
+        """
+        if field not in self.fields:
+            raise ModelError(f"{self.name} has no field {field!r} of texts; it has {', '.join(self.fields)}")
+        return {self.fields[field].encoder: slice(None)}
 
     # Images
 

@@ -28,6 +28,7 @@ from latentcache.families.base import Family
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
+from latentcache.loading.sample import no_texts
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.denoiser import check_fits, load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share
@@ -99,6 +100,8 @@ class PrecomputedDataset(Dataset[Batch]):
     ):
         if not 0.0 <= proportion_empty_prompts <= 1.0:
             raise StoreError(f"proportion_empty_prompts is {proportion_empty_prompts}; it must be from 0 to 1")
+        if not dataset.facts.texts:
+            raise no_texts(", ".join(dataset.names))
         self.dataset, self.dtype, self.proportion_empty_prompts = dataset, dtype, proportion_empty_prompts
         self._empty: Mapping[str, torch.Tensor] = {}
         if proportion_empty_prompts:

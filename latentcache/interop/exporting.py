@@ -147,7 +147,8 @@ class Export:
             return None
         try:
             images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
-            captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in row.captions]
+            encoded = [caption for caption in row.captions if caption.key]
+            captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in encoded]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(row, error)
             return None

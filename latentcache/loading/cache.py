@@ -30,6 +30,7 @@ from latentcache.loading.sample import (
     SampleRef,
     check_alike,
     metadata_of,
+    no_texts,
     prompt_identity,
     remembered,
     unverified_error,
@@ -200,7 +201,7 @@ class LatentCache(Closing):
 
     def text_shapes(self) -> dict[str, tuple[int, ...]] | None:
         """The shape of each field of the first caption that is cached; None where there is none."""
-        columns = [manifest.rows.columns["caption/keys"] for manifest in self.datasets()]
+        columns = [manifest.rows.columns["caption/keys"] for manifest in self.datasets() if manifest.has_texts]
         key = next((keys[0].tobytes().hex() for keys in columns if len(keys)), None)
         if key is None or not self.store.find([key]):
             return None
@@ -225,7 +226,8 @@ class LatentCache(Closing):
 
         They come from the text encoders of this cache's datasets; if these differ, say which with
         `LatentCache(path, manifest=NAME)`. The empty prompt is always there. A service that encodes makes a prompt that
-        is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders.
+        is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders, and
+        for datasets of latents alone (`encode.text: none`).
         """
         try:
             batch = self.gather([self._cached_prompt(text, negative)])
@@ -235,7 +237,8 @@ class LatentCache(Closing):
 
     def _cached_prompt(self, text: str, negative: bool) -> SampleRef:
         datasets = self.datasets()
-        names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
+        encoded = [manifest for manifest in datasets if manifest.imported_from is None]
+        names = {prompts_name(manifest.common) if manifest.has_texts else "" for manifest in encoded}
         if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
             names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
         if len(names) > 1:
@@ -243,6 +246,8 @@ class LatentCache(Closing):
             raise StoreError(
                 f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
             )
+        if names == {""}:
+            raise no_texts(", ".join(manifest.name for manifest in encoded))
         if not datasets:
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
         sample_id = prompt_id(text, negative=negative)

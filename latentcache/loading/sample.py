@@ -38,7 +38,8 @@ class SampleFacts:
     """What the samples of a manifest have in common: those of equal facts may be in one batch.
 
     `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
-    `texts` is a digest of the text encoders and of how they read a text: embeddings of two are not to be mixed.
+    `texts` is a digest of the text encoders and of how they read a text: embeddings of two are not to be mixed. It is
+    empty where no text was encoded.
     """
 
     family: Family = field(default_factory=lambda: family_named(DEFAULT))
@@ -49,18 +50,26 @@ class SampleFacts:
     @classmethod
     def of(cls, manifest: Manifest) -> SampleFacts:
         """The facts of a manifest. StoreError for one of a family that this version does not know."""
-        common = manifest.common
+        common, recipe = manifest.common, manifest.common["text_encoding"]
         try:
             family = manifest.family
-            padding = {name: family.padding(name, common["text_encoding"]) for name in family.fields}
+            padding = {name: family.padding(name, recipe) for name in family.fields} if manifest.has_texts else {}
         except ModelError as error:
             raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
         except (LookupError, TypeError, ValueError) as error:
             message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
             raise StoreError(f"manifest {manifest.name}: {message}") from error
         rules = tuple([(name, rule) for name, rule in padding.items() if rule is not None])
-        recipe = {name: value for name, value in common["text_encoding"].items() if name not in _DTYPES}
-        return cls(family, _scaling_of(common), rules, digest(canonical_json(recipe)))
+        meant = {name: value for name, value in (recipe or {}).items() if name not in _DTYPES}
+        return cls(family, _scaling_of(common), rules, digest(canonical_json(meant)) if manifest.has_texts else "")
+
+
+def no_texts(what: str) -> StoreError:
+    """The error about texts that are requested of a dataset of latents alone, with its remedies."""
+    return StoreError(
+        f"{what}: its texts were not encoded (encode.text: none). Encode them live, with the trainer's text encoders, "
+        "or set encode.text to all and run `latentcache precache CONFIG` again"
+    )
 
 
 def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
@@ -190,11 +199,14 @@ class ManifestSamples:
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
             reason = f"has {ends[at] - starts[at]} captions, but number {captions[at]} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
-        keys = zip(hex_of(columns["image/keys"][images]), hex_of(columns["caption/keys"][texts]), strict=True)
+        found = [hex_of(columns["image/keys"][images])]
+        if self.facts.texts:
+            found.append(hex_of(columns["caption/keys"][texts]))
+        keys = zip(*found, strict=True)
         geometries = columns["image/geometry"][images]
         layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
-        found = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
-        refs = [SampleRef(name, pair, self.facts, text, layout) for name, pair, text, layout in found]
+        each = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
+        refs = [SampleRef(name, own, self.facts, text, layout) for name, own, text, layout in each]
         parts, counts = rows.part_places(numbers, flips)
         return self._with_parts(refs, parts, counts) if len(parts) else refs
 
@@ -249,6 +261,8 @@ def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> Sa
     scalings = {each.scaling for each in facts}
     if scaled and len(scalings) > 1:
         raise StoreError(f"the VAEs of {what} scale differently ({sorted(map(str, scalings))}): train them apart")
+    if len({bool(each.texts) for each in facts}) > 1:
+        raise StoreError(f"some of {what} have cached texts, others latents alone: precache all with one encode.text")
     if len({each.padding for each in facts}) > 1:
         raise StoreError(
             f"the texts of {what} are padded differently: precache all with one encode.padding and encode.max_length"

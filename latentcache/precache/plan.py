@@ -16,12 +16,14 @@ from itertools import islice
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from latentcache.config import Config, DatasetConfig
+from latentcache.dataset.captions import variants_of
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTableBuilder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTableBuilder, hex_of
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
@@ -37,7 +39,7 @@ from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
-from latentcache.utils.wording import MAX_NAMED
+from latentcache.utils.wording import MAX_NAMED, counted, size
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
@@ -131,7 +133,7 @@ class _DatasetPlanner:
         last: Manifest | None,
     ):
         family = encodings.family
-        if family.text_reads_control and not dataset.control:
+        if family.text_reads_control and encodings.has_texts and not dataset.control:
             message = f"{family.name} reads captions together with control images; give dataset {dataset.name} some"
             raise ConfigError(message, key="datasets.control")
         self._entries, self._plan, self._dataset, self._encodings = entries, entries.plan, dataset, encodings
@@ -149,10 +151,11 @@ class _DatasetPlanner:
             "schema": SCHEMA,
             "salt": salt,
             "image_encoding": encoding_json(encodings.image),
-            "text_encoding": encoding_json(encodings.text),
+            "text_encoding": encoding_json(encodings.text) if encodings.has_texts else None,
             **family_json(encodings),
             **self._preparations.common(),
         }
+        self._num_variants = dataset.captions.variants
         self._history = History(last, self._common, entries.damaged)
         self._seen = set[str]()
 
@@ -187,8 +190,28 @@ class _DatasetPlanner:
                 num_lost,
                 self._dataset.source.path,
             )
-        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)
+        use = self._dataset
+        manifest = Manifest(
+            name,
+            use.role,
+            use.repeats,
+            self._common,
+            table,
+            variants=use.captions.variants,
+            weights=use.captions.weights or (),
+            loss_weight=use.loss_weight,
+        )
         self._plan.manifests.append(manifest)
+        if self._num_variants > 1 and self._encodings.has_texts and only is None:
+            self._say_costs(name, table.columns["caption/keys"])
+
+    def _say_costs(self, name: str, keys: np.ndarray) -> None:
+        """Note what the variants take, before anything is encoded: more than all else, where there are many."""
+        num_texts, num_captions = (len(set(hex_of(each))) for each in (keys, keys[:: self._num_variants]))
+        captions, num_bytes = counted(num_captions, "caption"), size(num_texts * self._encodings.text_bytes)
+        note = f"{name}: {self._num_variants} variants of {captions}: {counted(num_texts, 'text')}, {num_bytes}"
+        self._plan.report.notes.append(note)
+        logger.info("%s", note)
 
     def _with_facts(
         self, samples: Sequence[Sample | Refusal], executor: ThreadPoolExecutor, verify_sources: bool
@@ -271,10 +294,15 @@ class _DatasetPlanner:
             report.num_mostly_cut += 1
             report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
         controls = self._controls(self._read_with_texts(entries))
-        texts = [CaptionRef(text, self._texts.key(text, controls)) for text in dict.fromkeys(sample.captions)]
+        variants = [variants_of(caption, self._dataset.captions) for caption in dict.fromkeys(sample.captions)]
+        texts = [CaptionRef(text, self._text_key(text, controls)) for each in variants for text in each]
         images = [ImageRef(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
         parts = [PartRef(part, key, shape.geometry, of) for key, shape, of in entries if (part := shape.role.part)]
         return [(sample, Row(sample_id, path, image, tuple(images), tuple(texts), None, tuple(parts)), entries)]
+
+    def _text_key(self, text: str, controls: Controls) -> str:
+        """The key of a text; empty where none is encoded."""
+        return self._texts.key(text, controls) if self._encodings.has_texts else ""
 
     def _read_with_texts(self, entries: Iterable[_Entry]) -> list[_Entry]:
         """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
@@ -299,14 +327,17 @@ class _DatasetPlanner:
                 task = self._image_task(sample, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
-        for ref in row.captions:
+        for number, ref in enumerate(row.captions):
             key, text = ref.key, ref.text
-            if self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
+            if key and self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 read = self._read_with_texts(entries)
-                facts = text_facts(text, [(of, shape.geometry) for _, shape, of in read] or None)
+                variant = number % self._num_variants
+                caption, controls = row.captions[number - variant].text, [(of, shape.geometry) for _, shape, of in read]
+                facts = text_facts(caption, text, controls or None)
                 reason = self._history.why(row.sample_id, row.source, "text_encoding", key, facts)
                 images = tuple(self._image_task(sample, each) for each in read)
-                text_task = TextTask(key, self._texts.identity(text, self._controls(read)), sample, text, images)
+                identity = self._texts.identity(text, self._controls(read))
+                text_task = TextTask(key, identity, sample, text, images, is_variant=variant > 0)
                 self._entries.add(text_task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
 
     def _image_task(self, sample: Sample, entry: _Entry) -> ImageTask:

@@ -210,12 +210,16 @@ class TextKeys:
     """
 
     def __init__(self, family: Family, tokenizers: Callable[[], Mapping[str, Any]], encoding: TextEncoding, salt: str):
-        self.family, self._tokenizers = family, tokenizers() if family.template_needs_tokenizer else {}
+        needs_tokenizers = family.template_needs_tokenizer and encoding.parts
+        self.family, self._tokenizers = family, tokenizers() if needs_tokenizers else {}
         self._encoding, self._salt = encoding, salt
         self._key = keys_like(TextIdentity("", encoding, salt))
 
     def source(self, text: str) -> str:
-        """The digest of a text as the tokenizer gets it."""
+        """The digest of a text as the tokenizer gets it. ConfigError where the config says that none is encoded."""
+        if not self._encoding.parts:
+            message = "encode.text is none, so no text is cached; set it to all, or encode texts live in the trainer"
+            raise ConfigError(message, key="encode.text")
         return caption_digest(self.family.rendered(self._tokenizers, text))
 
     def key(self, text: str, controls: Controls = ()) -> str:

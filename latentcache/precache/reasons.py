@@ -36,6 +36,7 @@ GEOMETRY = ("flip", "target_size", "original_size", "resized_size", "crop_top_le
 _SHORT = {
     "image": "image changed",
     "caption": "caption changed",
+    "variant": "new variant of the caption",
     "controls": "control changed",
     "flip": "flip added",
 }
@@ -50,9 +51,13 @@ def image_facts(source: str | None, geometry: Geometry) -> Facts:
     return {"image": source, **{name: getattr(geometry, name) for name in GEOMETRY}}
 
 
-def text_facts(text: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
-    """What the entry of a text is made of. `controls`: the digests and geometries of images that are read with it."""
-    return {"caption": text} if controls is None else {"caption": text, "controls": list(controls)}
+def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
+    """What the entry of a variant of a caption is made of; the caption itself is one.
+
+    `controls`: the digests and geometries of images that are read with it.
+    """
+    facts = {"caption": caption, "variant": variant}
+    return facts if controls is None else {**facts, "controls": list(controls)}
 
 
 class History:
@@ -88,10 +93,10 @@ class History:
         row = None if self._last is None else self._last.rows.get(sample_id)
         if self._last is not None and row is None and image is not None:
             row = self._last.rows.row_of_source(image)
-        known = [] if row is None else _known(row, name)
+        known = [] if row is None or self._last is None else _known(row, name, self._last.variants)
         if self._last is None or row is None or not known:
             return NEW
-        by = "flip" if "flip" in facts else "caption"
+        by = "flip" if "flip" in facts else "variant"
         same = [(ref, was) for ref, was in known if was[by] == facts[by]]
         if self._last.imported_from is not None:
             if "image" in facts and row.source not in (image, None):
@@ -100,20 +105,24 @@ class History:
             return _why_imported(same or [(ref, was) for ref, was in known if was[by] == ""], key)
         if any(ref.key == key for ref, _ in known):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
-        before = {**_common_facts(self._last.common, name), **(same or known)[0][1]}
+        # Of a new variant the caption, which may be as it was.
+        near = same or [(ref, was) for ref, was in known if was.get("caption") == facts.get("caption")] or known
+        before = {**_common_facts(self._last.common, name), **near[0][1]}
         now = {**_common_facts(self._common, name), **facts}
         if facts.get("num_frames") is None:
             now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
         return ", ".join(cause for _, cause in _causes(before, now)) or LOST
 
 
-def _known(row: Row, name: str) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
+def _known(row: Row, name: str, variants: int) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
     """The entries of this name that a row has, each with what it was made of."""
     if name == "image":
         return [(ref, image_facts(row.source, ref.geometry)) for ref in row.images]
     if name in ("text_encoding", "negative_encoding"):
         controls = [(ref.source, ref.geometry) for other, ref in row.named_parts(flip=False) if other != "mask"]
-        return [(ref, text_facts(ref.text, controls)) for ref in row.captions]
+        captions = [row.captions[at - at % variants].text for at in range(len(row.captions))]
+        found = zip(row.captions, captions, strict=True)
+        return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in found if ref.key]
     return [(ref, image_facts(ref.source, ref.geometry)) for other, ref in row.named_parts() if other == name]
 
 
@@ -141,8 +150,9 @@ def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
     """Name and cause of each fact that differs, those of the source first."""
     changed = [name for name, value in now.items() if before.get(name) != value]
     geometry = [name for name in GEOMETRY if name in changed]
-    hidden = geometry if "image" in changed else geometry[1:]
-    for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption")):
+    # Another caption has other variants.
+    hidden = [*(geometry if "image" in changed else geometry[1:]), *(["variant"] if "caption" in changed else [])]
+    for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption", "variant")):
         if name not in hidden:
             values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"

@@ -94,12 +94,13 @@ class ImageTask(Task):
 class TextTask(Task):
     """A text. `caption` is as it was given; the source of the identity is the digest of what the tokenizer gets of it.
 
-    `controls` are the images that are read together with it.
+    `controls` are the images that are read together with it. `is_variant`: it was made of a caption.
     """
 
     identity: TextIdentity
     caption: str
     controls: tuple[ImageTask, ...] = ()
+    is_variant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

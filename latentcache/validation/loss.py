@@ -16,6 +16,7 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.sample import no_texts
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress
@@ -124,8 +125,10 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
 
 
 def _view(cache: LatentCache, name: str) -> LatentCache:
-    """The cache restricted to one manifest: a sample_id may be in several. StoreError for one without images."""
+    """The cache restricted to one manifest: a sample_id may be in several. StoreError without images, or texts."""
     view = cache.restricted(name)
+    if not view.manifest(name).has_texts:
+        raise no_texts(f"{name}: the loss is measured with cached texts")
     view.scaling(view.manifest(name))
     return view
 

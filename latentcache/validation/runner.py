@@ -164,6 +164,7 @@ class ValidationRunner:
     def _check_settings(self) -> None:
         """Checks that need no forward: the first validation, hours later, would find the same errors."""
         validation, scheduler = self.config.validation, self.parts["scheduler"]
+        self._check_texts()
         if names := validation_sets(self.cache, self.config):
             check_loss_settings(NoiseSchedule.of(scheduler, self._within), validation, self._autocast)
             check_controls(self.family, self.cache, names, self.config)
@@ -180,6 +181,21 @@ class ValidationRunner:
                     key="validation.prompts",
                 )
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
+
+    def _check_texts(self) -> None:
+        """ConfigError where the config, or a dataset that is cached and whose texts are read, has no texts."""
+        cached, config = self.cache.manifests.names(), self.config
+        # Prompts are those of the first dataset: see `_own_cache`.
+        own = [each.name for each in config.datasets if each.name in cached][:1] if self._samples_images() else []
+        names = dict.fromkeys([*validation_sets(self.cache, config), *own])
+        alone = [name for name in names if name in cached and not self.cache.manifest(name).has_texts]
+        if alone or config.encode.text == "none":
+            raise ConfigError(
+                f"{', '.join(alone) or 'encode.text: none'} gives latents alone, but validation reads cached texts: "
+                "validate in the trainer, with its live text encoders; or give validation a config with encode.text "
+                "all, datasets of other names, and frozen encoders",
+                key="encode.text",
+            )
 
     def _loss(self) -> LossReport:
         return validation_loss(

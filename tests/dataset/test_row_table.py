@@ -116,6 +116,8 @@ def make_pair(number: int) -> Row:
 @pytest.mark.parametrize("where", ["images", "captions", "source", "parts"])
 def test_what_is_no_digest_is_refused_and_nothing_is_added(where: str, key: str) -> None:
     builder, good = RowTableBuilder(), make_pair(1)
+    if (where, key) == ("captions", ""):
+        key = "0" * 63  # a caption that is not encoded has no key
     value = key if where == "source" else (replace(getattr(good, where)[0], key=key),)
     with pytest.raises(ValueError, match="where 64 hexadecimal digits are needed"):
         builder.add([make_row(0), replace(good, **{where: value})])
