@@ -67,11 +67,11 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
 
 
 def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
-    entries = [("image", ref.key, f"{ref.geometry.extent}{_mirrored(ref)}") for ref in row.images]
+    entries = [("image", ref.key, f"{ref.geometry.extent}{_which(row, ref)}") for ref in row.images]
     entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
     for part, ref in row.named_parts():
         kind = "mask" if ref.role == "mask" else "image"
-        entries.append((kind, ref.key, f"{part}, {ref.geometry.target_size}{_mirrored(ref)}"))
+        entries.append((kind, ref.key, f"{part}, {ref.geometry.target_size}{_which(row, ref)}"))
     found = [{"kind": kind, "key": key, "what": what, "reason": reasons.get(key)} for kind, key, what in entries]
     return {
         "dataset": name,
@@ -82,5 +82,7 @@ def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
     }
 
 
-def _mirrored(ref: ImageRef | PartRef) -> str:
-    return " flipped" if ref.geometry.flip else ""
+def _which(row: Row, ref: ImageRef | PartRef) -> str:
+    """Which of several entries of one image it is."""
+    crop = " at {},{}".format(*ref.geometry.crop_top_left) if row.num_crops > 1 else ""
+    return crop + (" flipped" if ref.geometry.flip else "")

@@ -172,7 +172,7 @@ class _Run:
         with_control = [dataset.name for dataset in config.datasets if dataset.control]
         if with_control and (reason := unread_controls(self.models.family)) is not None:
             note = f"control images are cached for code of your own: {reason}"
-            report.notes = [f"{name}: {note}" for name in with_control]
+            report.notes += [f"{name}: {note}" for name in with_control]
         report.placement = {"family": f"{self.models.family.name}: {self.models.family_reason}"}
         report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
