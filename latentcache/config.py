@@ -6,7 +6,7 @@ Relative paths in a config are relative to the working directory, as in every tr
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -391,6 +391,9 @@ class DatasetConfig(Section):
     """Where the samples are."""
     buckets: BucketsConfig = BucketsConfig()
     """The sizes that images are resized and cropped to."""
+    resolutions: tuple[Annotated[int, Field(ge=64, le=_MAX_SIDE)], ...] = ()
+    """Short for several datasets of this one source: `[512, 1024]` makes NAME-512 and NAME-1024, each with that
+    `buckets.resolution`. Captions are encoded once. Other settings are the same for all of them."""
     images: ImagesConfig = ImagesConfig()
     """How images are decoded, and which are refused."""
     frames: FramesConfig | None = None
@@ -400,6 +403,11 @@ class DatasetConfig(Section):
     """Variants of each caption, and how often each of several captions is drawn."""
     flip: bool = False
     """Also cache each image mirrored left to right, as its own entry."""
+    variations: int = Field(1, ge=1, le=1000)
+    """Crops of each image. The first is that of `buckets`; the others lie anywhere in the resized image, each an entry
+    of its own. An image that its bucket takes whole has one. Masks and control images move along."""
+    variations_seed: int = 0
+    """Seed of the places of further crops, which also depend on the image's bytes and on the number of the crop."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
     """Control images of each sample, such as what an edit begins with; one may stand without a list."""
     mask: Annotated[MaskConfig | None, BeforeValidator(as_section)] = None
@@ -409,6 +417,25 @@ class DatasetConfig(Section):
     def part_files(self) -> tuple[PartConfig, ...]:
         """The further parts that have files or columns of their own: control images, then the mask."""
         return self.control if self.mask is None or self.mask.alpha else (*self.control, self.mask)
+
+    def of_each_resolution(self) -> Iterator[DatasetConfig]:
+        """The datasets that `resolutions` stands for; this one itself without any."""
+        if not self.resolutions:
+            yield self
+        settings = self.model_dump(exclude_unset=True, exclude={"resolutions"})
+        for side in self.resolutions:
+            buckets = {**settings.get("buckets", {}), "resolution": side}
+            yield DatasetConfig.model_validate({**settings, "name": f"{self.name}-{side}", "buckets": buckets})
+
+    @model_validator(mode="after")
+    def _resolutions_fit_the_buckets(self) -> DatasetConfig:
+        if self.resolutions and {"area", "resolution", "sizes"} & self.buckets.model_fields_set:
+            raise ValueError(
+                "resolutions sets the one of each dataset; leave out area, resolution and sizes of buckets"
+            )
+        if self.resolutions:
+            list(self.of_each_resolution())  # the faults of each, under the number of this section
+        return self
 
     @model_validator(mode="after")
     def _parts_fit_the_source(self) -> DatasetConfig:
@@ -569,6 +596,11 @@ class Config(Section):
     encode: EncodeConfig = EncodeConfig()
     validation: ValidationConfig = ValidationConfig()
     ray: RayConfig = RayConfig()
+
+    @field_validator("datasets")
+    @classmethod
+    def _one_for_each_resolution(cls, datasets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
+        return tuple(each for dataset in datasets for each in dataset.of_each_resolution())
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Config:

@@ -108,8 +108,11 @@ _Ref = ImageRef | CaptionRef | PartRef
 class Row:
     """One sample. A refused sample has a refusal, and keeps what was known before it was refused.
 
-    `images` is the image and, if the dataset flips, its mirrored twin. `source` is the digest of the image's bytes.
-    `parts` are its control images in their order, then its mask; each is followed by its mirrored twin.
+    `images` is the image and, if the dataset flips, its mirrored twin; then further crops of it, each in the same way.
+    `source` is the digest of the image's bytes. `parts` are its control images in their order, then its mask; each has
+    as many entries as the image, in the same order. So for two crops of a dataset that flips:
+
+        images  0  0 mirrored  1  1 mirrored      parts  control 1: the same four   mask: the same four
     """
 
     sample_id: str
@@ -128,14 +131,28 @@ class Row:
         """The keys of all entries, in the order of `refs`."""
         return [ref.key for ref in self.refs() if ref.key]
 
-    def named_parts(self, *, flip: bool | None = None) -> Iterator[tuple[str, PartRef]]:
-        """Each companion with its name: `control 1`, `control 2`, `mask`. With `flip` only those mirrored so."""
+    @property
+    def num_crops(self) -> int:
+        """The number of crops of its image."""
+        return max(1, sum(not ref.geometry.flip for ref in self.images))
+
+    def images_of(self, crop: int) -> tuple[ImageRef, ...]:
+        """The image in this crop and, if the dataset flips, its mirrored twin."""
+        num = len(self.images) // self.num_crops
+        return self.images[crop * num : (crop + 1) * num]
+
+    def named_parts(self, *, flip: bool | None = None, crop: int | None = None) -> Iterator[tuple[str, PartRef]]:
+        """Each companion with its name: `control 1`, `control 2`, `mask`.
+
+        With `flip` only those mirrored so, with `crop` only those that go with this crop of the image.
+        """
         numbers: dict[tuple[str, bool], int] = {}
         for ref in self.parts:
             which = ref.role, ref.geometry.flip
+            number, of_crop = divmod(numbers.get(which, 0), self.num_crops)
             numbers[which] = numbers.get(which, 0) + 1
-            if flip in (None, ref.geometry.flip):
-                yield ref.role if ref.role == "mask" else f"{ref.role} {numbers[which]}", ref
+            if flip in (None, ref.geometry.flip) and crop in (None, of_crop):
+                yield ref.role if ref.role == "mask" else f"{ref.role} {number + 1}", ref
 
     @property
     def is_verified(self) -> bool:
@@ -366,30 +383,49 @@ class RowTable(Mapping[str, Row]):
         offsets, numbers = self.columns[f"{name}/offsets"], numbers.astype(np.int64)
         return offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
 
-    def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
+    def image_places(self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0) -> np.ndarray:
         """The places of these rows' images in the columns of images: int64 [n], and -1 where there is none.
 
-        `flips`, bool [n], says which of them are the mirrored ones.
+        `flips`, bool [n], says which of them are the mirrored ones, and `crops`, integers [n], which crops they are.
         """
         starts, ends = self.ranges("image", numbers)
-        found, is_flipped = np.full(len(numbers), -1, np.int64), self.columns["image/geometry"][:, _FLIP]
-        for place in range(int((ends - starts).max(initial=0))):
-            here = np.flatnonzero((found < 0) & (starts + place < ends))
-            here = here[is_flipped[starts[here] + place] == flips[here]]
-            found[here] = starts[here] + place
+        places = starts + crops * self._num_twins(starts, ends) + flips
+        found, there = np.full(len(numbers), -1, np.int64), np.flatnonzero(places < ends)
+        there = there[self.columns["image/geometry"][places[there], _FLIP] == flips[there]]
+        found[there] = places[there]
         return found
 
-    def part_places(self, numbers: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def num_crops(self, numbers: np.ndarray) -> np.ndarray:
+        """How many crops these rows have of their images, 1 also where there is no image: int64 [n]."""
+        starts, ends = self.ranges("image", numbers)
+        found: np.ndarray = np.maximum((ends - starts) // self._num_twins(starts, ends), 1)
+        return found
+
+    def _num_twins(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Of rows whose images lie so: 2 where the second image is the mirrored first one, else 1."""
+        twins, several = np.ones(len(starts), np.int64), np.flatnonzero(ends - starts > 1)
+        twins[several] += self.columns["image/geometry"][starts[several] + 1, _FLIP]
+        return twins
+
+    def part_places(
+        self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The places of these rows' companions, those of a row together: int64 [m], and how many each row has: [n].
 
-        `flips`, bool [n], says of which rows they are the mirrored ones.
+        `flips`, bool [n], says of which rows they are the mirrored ones, and `crops` to which crops they belong.
         """
         starts, ends = self.ranges("part", numbers)
         counts = ends - starts
         rows = np.repeat(np.arange(len(numbers)), counts)
         places = np.arange(len(rows)) + np.repeat(starts - (counts.cumsum() - counts), counts)
         wanted = self.columns["part/geometry"][places, _FLIP] == flips[rows]
-        return places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
+        places, rows = places[wanted], rows[wanted]
+        counts, num_crops = np.bincount(rows, minlength=len(numbers)), self.num_crops(numbers)
+        if len(places) and (num_crops > 1).any():
+            within = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+            wanted = within % num_crops[rows] == np.broadcast_to(crops, len(numbers))[rows]
+            places, counts = places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
+        return places, counts
 
     def part_shapes(self, places: np.ndarray) -> np.ndarray:
         """Role (a number of ROLES), height and width of the companions at these places: int32 [m, 3]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
@@ -158,6 +159,9 @@ class _DatasetPlanner:
         self._num_variants = dataset.captions.variants
         self._history = History(last, self._common, entries.damaged)
         self._seen = set[str]()
+        self._num_each = dataset.variations * self._preparations.num_twins
+        self._crops = Counter[str]()
+        """Entries of the first crops, what further ones add, and the samples that these add nothing to."""
 
     def run(
         self,
@@ -190,6 +194,11 @@ class _DatasetPlanner:
                 num_lost,
                 self._dataset.source.path,
             )
+        if self._dataset.variations > 1:
+            first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
+            added, whole = f"{more:,} entries ({size(num_bytes)})", counted(self._crops["whole"], "sample")
+            note = f"{self._dataset.variations} crops of each image add {added} to {first:,}"
+            self._plan.report.notes.append(f"{name}: {note}; {whole} without any room for other crops")
         use = self._dataset
         manifest = Manifest(
             name,
@@ -276,7 +285,8 @@ class _DatasetPlanner:
         if not isinstance(facts, Refusal):
             image = facts[0].source
             try:
-                shapes = self._preparations.shapes([each.size for each in facts], facts[0].num_frames, path)
+                sizes = [each.size for each in facts]
+                shapes = self._preparations.shapes(sizes, facts[0].num_frames, path, image)
             except ImageRefused as refused:
                 refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
             else:
@@ -293,6 +303,8 @@ class _DatasetPlanner:
         if entries[0][1].is_mostly_cut:
             report.num_mostly_cut += 1
             report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
+        if self._dataset.variations > 1:
+            self._count_crops(entries)
         controls = self._controls(self._read_with_texts(entries))
         variants = [variants_of(caption, self._dataset.captions) for caption in dict.fromkeys(sample.captions)]
         texts = [CaptionRef(text, self._text_key(text, controls)) for each in variants for text in each]
@@ -304,11 +316,18 @@ class _DatasetPlanner:
         """The key of a text; empty where none is encoded."""
         return self._texts.key(text, controls) if self._encodings.has_texts else ""
 
-    def _read_with_texts(self, entries: Iterable[_Entry]) -> list[_Entry]:
-        """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
+    def _count_crops(self, entries: Sequence[_Entry]) -> None:
+        """Count what the crops of a sample add to the entries of its first one."""
+        twins = self._preparations.num_twins
+        first = {key for at, (key, *_) in enumerate(entries) if at % self._num_each < twins}
+        more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}
+        self._crops.update(first=len(first), more=len(more), num_bytes=sum(more.values()), whole=not more)
+
+    def _read_with_texts(self, entries: Sequence[_Entry]) -> list[_Entry]:
+        """The control images that the family's text encoder reads with each caption: the first entry of each."""
         if not self._encodings.family.text_reads_control:
             return []
-        return [entry for entry in entries if entry[1].role.part == "control" and not entry[1].geometry.flip]
+        return [entry for entry in entries[:: self._num_each] if entry[1].role.part == "control"]
 
     def _controls(self, read: Iterable[_Entry]) -> Controls:
         """What the key of a text has of the images that are read with it."""
@@ -319,10 +338,11 @@ class _DatasetPlanner:
         """Count a sample's entries, and make tasks of the misses."""
         if isinstance(sample, Refusal):
             return
-        for entry in entries:
+        for at, entry in enumerate(entries):
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
-                facts = image_facts(source, shape.geometry)
+                crop = at % self._num_each // self._preparations.num_twins
+                facts = image_facts(source, shape.geometry, crop)
                 reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
                 task = self._image_task(sample, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)

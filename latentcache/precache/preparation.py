@@ -11,7 +11,7 @@ An image, each of its control images and its mask are rows of one table, the rol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -32,13 +32,15 @@ from latentcache.identity import (
     Preparation,
     TextEncoding,
     TextIdentity,
+    canonical_json,
     caption_digest,
+    digest,
     key_of,
     keys_like,
 )
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.tasks import MASK_BATCH_SIZE
-from latentcache.types import Geometry, Json, Kind, Size
+from latentcache.types import Crop, Geometry, Json, Kind, Size
 
 CLIP_DECODER = "pillow-or-pyav"
 """Pillow reads animated images and PyAV videos: the bytes of a file say which."""
@@ -95,6 +97,8 @@ class Preparations:
     def __init__(self, dataset: DatasetConfig, encodings: Encodings, salt: str):
         self._dataset, self._encodings, self._salt = dataset, encodings, salt
         self.downscale = encodings.facts.downscale_factor
+        self.num_twins = 1 + dataset.flip
+        """Entries of each role in one crop."""
         if dataset.frames is not None and not encodings.family.has_clips:
             message = f"dataset {dataset.name} has frames, but models of {encodings.family.name} take no clips"
             raise ConfigError(f"{message}; leave frames out", key="datasets.frames")
@@ -128,17 +132,39 @@ class Preparations:
             **({} if rule is None else {"frames": {"fps": rule.fps, "start": rule.start}}),
         }
 
-    def shapes(self, sizes: Sequence[Size], num_available: int | None, path: str) -> tuple[Shape, ...]:
+    def shapes(
+        self, sizes: Sequence[Size], num_available: int | None, path: str, source: str | None = None
+    ) -> tuple[Shape, ...]:
         """The entries of an image of this upright size, and of the sample's other roles whose sizes follow.
 
-        Each is followed by its mirrored twin if the dataset flips. A file with `num_available` frames (`probe_clip`)
-        gives clips. ImageRefused, naming `path`, for an image of which the rule makes no bucket, and for a mask that
-        cannot lie on its image.
+        Each is followed by its mirrored twin if the dataset flips, and these by further crops of the same role, if
+        `source` says which image it is: its digest. A file with `num_available` frames (`probe_clip`) gives clips.
+        ImageRefused, naming `path`, for an image of which the rule makes no bucket, and for a mask that cannot lie on
+        its image.
         """
-        found = self._shapes((*sizes,), num_available)
-        if isinstance(found, ImageRefused):
-            raise ImageRefused(path, found.reason, found.detail)
-        return found
+        first = self._shapes((*sizes,), num_available)
+        if isinstance(first, ImageRefused):
+            raise ImageRefused(path, first.reason, first.detail)
+        crops = () if source is None else self._further_crops(source, first[0].geometry)
+        found = [first]
+        for crop in crops:
+            shapes = self._shapes((*sizes,), num_available, crop)
+            assert not isinstance(shapes, ImageRefused)  # its size is that of the first
+            found.append(shapes)
+        if len(found) == 1:
+            return first
+        starts = range(0, len(first), self.num_twins)
+        return tuple(shape for at in starts for shapes in found for shape in shapes[at : at + self.num_twins])
+
+    def _further_crops(self, source: str, geometry: Geometry) -> Iterator[Crop]:
+        """The places of the second and further crops of an image with this digest.
+
+        Each depends on the seed, the image and its number alone: more variations keep those that there are.
+        """
+        rows, columns = (was - now + 1 for was, now in zip(geometry.resized_size, geometry.target_size, strict=True))
+        for number in range(1, self._dataset.variations):
+            drawn = digest(canonical_json(["crop", self._dataset.variations_seed, source, number]))
+            yield Crop(int(drawn[:16], 16) % rows, int(drawn[16:32], 16) % columns)
 
     def identity(self, role: Role, source: str, geometry: Geometry) -> ImageIdentity | MaskIdentity:
         """What the entry of such an image is."""
@@ -150,7 +176,9 @@ class Preparations:
             policy = {**policy, "fps": frames.fps, "start": frames.start, "decoder": CLIP_DECODER}
         return ImageIdentity(source, Preparation.of(policy, geometry), role.encoding, self._salt)
 
-    def _shapes_of(self, sizes: tuple[Size, ...], num_available: int | None) -> tuple[Shape, ...] | ImageRefused:
+    def _shapes_of(
+        self, sizes: tuple[Size, ...], num_available: int | None, crop: Crop | None = None
+    ) -> tuple[Shape, ...] | ImageRefused:
         images: list[Geometry | None] = [None, None] if self._dataset.flip else [None]
         found = []
         for role, size in zip(self.roles, sizes, strict=False):  # an image that comes alone has no companions
@@ -158,6 +186,8 @@ class Preparations:
                 geometry = self._geometry(role, size, image, flip=number == 1)
                 if geometry is None:
                     return _refusal(role, size, sizes[0])
+                if image is None and crop is not None:  # the mirrored twin is the mirrored crop, whatever the rule
+                    geometry = replace(geometry, crop_top_left=crop)
                 if image is None and self._dataset.frames is not None and num_available is not None:
                     factor = self._encodings.facts.frames_factor
                     num_frames = num_frames_of_clip(num_available, self._dataset.frames, factor)

@@ -31,14 +31,16 @@ LABELS = {
     "num_frames": "number of frames",
 }
 """Names of facts in reasons, where they are not the fact's own."""
-GEOMETRY = ("flip", "target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
-"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause."""
+GEOMETRY = ("variation", "flip", "target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
+"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause.
+`variation` is the number of the crop; the others are of the geometry."""
 _SHORT = {
     "image": "image changed",
     "caption": "caption changed",
     "variant": "new variant of the caption",
     "controls": "control changed",
     "flip": "flip added",
+    "variation": "variation added",
 }
 """Causes whose values say nothing to people."""
 
@@ -46,9 +48,9 @@ Facts = Mapping[str, Any]
 """What an entry is made of, by name, in the order in which causes are named."""
 
 
-def image_facts(source: str | None, geometry: Geometry) -> Facts:
-    """What the entry of an image, a control image or a mask with this digest is made of."""
-    return {"image": source, **{name: getattr(geometry, name) for name in GEOMETRY}}
+def image_facts(source: str | None, geometry: Geometry, crop: int) -> Facts:
+    """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number."""
+    return {"image": source, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
 
 
 def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
@@ -96,18 +98,17 @@ class History:
         known = [] if row is None or self._last is None else _known(row, name, self._last.variants)
         if self._last is None or row is None or not known:
             return NEW
-        by = "flip" if "flip" in facts else "variant"
-        same = [(ref, was) for ref, was in known if was[by] == facts[by]]
+        by = ("variation", "flip") if "flip" in facts else ("caption", "variant")
+        near = [(ref, was) for ref, was in known if was[by[0]] == facts[by[0]]]
+        same = [(ref, was) for ref, was in near if was[by[-1]] == facts[by[-1]]]
         if self._last.imported_from is not None:
             if "image" in facts and row.source not in (image, None):
                 return _SHORT["image"]
             # A caption that was unknown was imported as the empty one.
-            return _why_imported(same or [(ref, was) for ref, was in known if was[by] == ""], key)
+            return _why_imported(same or [(ref, was) for ref, was in known if was[by[0]] == ""], key)
         if any(ref.key == key for ref, _ in known):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
-        # Of a new variant the caption, which may be as it was.
-        near = same or [(ref, was) for ref, was in known if was.get("caption") == facts.get("caption")] or known
-        before = {**_common_facts(self._last.common, name), **near[0][1]}
+        before = {**_common_facts(self._last.common, name), **(same or near or known)[0][1]}
         now = {**_common_facts(self._common, name), **facts}
         if facts.get("num_frames") is None:
             now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
@@ -116,14 +117,17 @@ class History:
 
 def _known(row: Row, name: str, variants: int) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
     """The entries of this name that a row has, each with what it was made of."""
+    crops = range(row.num_crops)
     if name == "image":
-        return [(ref, image_facts(row.source, ref.geometry)) for ref in row.images]
+        return [(ref, image_facts(row.source, ref.geometry, crop)) for crop in crops for ref in row.images_of(crop)]
     if name in ("text_encoding", "negative_encoding"):
-        controls = [(ref.source, ref.geometry) for other, ref in row.named_parts(flip=False) if other != "mask"]
+        read = row.named_parts(flip=False, crop=0)
+        controls = [(ref.source, ref.geometry) for other, ref in read if other != "mask"]
         captions = [row.captions[at - at % variants].text for at in range(len(row.captions))]
         found = zip(row.captions, captions, strict=True)
         return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in found if ref.key]
-    return [(ref, image_facts(ref.source, ref.geometry)) for other, ref in row.named_parts() if other == name]
+    parts = ((ref, crop) for crop in crops for other, ref in row.named_parts(crop=crop) if other == name)
+    return [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
 
 
 def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
