@@ -199,6 +199,11 @@ class LatentDataset(Dataset[Batch]):
             part.identify(hasher)
         return hasher.hexdigest()
 
+    def missing(self) -> set[str]:
+        """The keys of the entries that the manifests list and the cache has not, or knows to be damaged."""
+        keys = {key for part in self._parts for key in part.rows.entry_keys(usable=True)}
+        return keys - self.cache.store.find(keys)
+
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
         captions = self._drawn(indices) if self.draws else [self.caption] * len(indices)

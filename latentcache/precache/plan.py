@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -90,18 +90,20 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     *,
     shard: Shard | None = None,
     verify_sources: bool = False,
-    only: frozenset[str] | None = None,
+    only: Set[str] | None = None,
+    wanted: Set[str] | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     report: Report | None = None,
 ) -> Plan:
     """Plan a run, and count in the report. Only the memo of digests is written.
 
-    One bad file is a refusal. `only` restricts the plan to these sample ids. `verify_sources` reads and hashes every
+    One bad file is a refusal. `only` restricts the plan to these sample ids, `wanted` what is encoded to these keys.
+    `verify_sources` reads and hashes every
     image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
     Stopped when `stop` is set.
     """
-    entries, progress = Entries(workspace.store, shard or Shard(), report), progress or Progress()
+    entries, progress = Entries(workspace.store, shard or Shard(), report, wanted), progress or Progress()
     # The first one is read once, for the prompts too.
     last = last_manifest(workspace.manifests, config.datasets[0].name)
     plan_validation_prompts(entries, config, workspace.manifests, encodings, models, last)
@@ -169,7 +171,7 @@ class _DatasetPlanner:
         progress: Progress,
         stop: threading.Event,
         verify_sources: bool,
-        only: frozenset[str] | None,
+        only: Set[str] | None,
     ) -> None:
         """Plan the dataset, of which `only` these samples if they are named."""
         rows = RowTableBuilder()

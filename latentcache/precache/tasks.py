@@ -8,7 +8,7 @@ gives the same bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -196,10 +196,14 @@ class Plan:
 
 
 class Entries:
-    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
+    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry.
 
-    def __init__(self, store: Store, shard: Shard, report: Report | None = None):
+    Where keys are `wanted`, all others are neither.
+    """
+
+    def __init__(self, store: Store, shard: Shard, report: Report | None = None, wanted: Set[str] | None = None):
         self.store, self.plan, self.damaged = store, Plan(report=report or Report()), store.damaged()
+        self._wanted = wanted
         self._seen: set[bytes] = set()
         # The text encoders are released before the VAE needs the memory.
         self._batches: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
@@ -210,7 +214,7 @@ class Entries:
         `present` has those of the chunk's keys that the store has.
         """
         seen = bytes.fromhex(key)
-        if seen in self._seen:
+        if seen in self._seen or (self._wanted is not None and key not in self._wanted):
             return False
         self._seen.add(seen)
         if key not in present:
