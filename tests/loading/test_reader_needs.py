@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from helpers.photo_files import write_photo
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from latentcache.config import Config
@@ -25,8 +21,6 @@ from latentcache.precache.run import run_precache
 from latentcache.utils.extras import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-PINS = json.loads(Path(__file__).with_name("trainer_pins.json").read_text(encoding="utf-8"))
-"""What trainers require of packages that latentcache has too, as it was recorded."""
 
 READ = """
 import sys
@@ -93,54 +87,18 @@ sys.exit(main())
 """
 
 
-def of_project() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return found
-
-
-def core_packages() -> dict[str, SpecifierSet]:
-    """All packages that `pip install latentcache` alone brings, with the releases that are asked for."""
-    wanted, found = [*of_project()["dependencies"]], dict[str, SpecifierSet]()
+def modules_beyond_core() -> set[str]:
+    """The modules of all installed packages but those that `pip install latentcache` alone brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted, names = [*project["dependencies"]], set[str]()
     while wanted:
         requirement = Requirement(wanted.pop())
         name = canonicalize_name(requirement.name)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        if name not in found:
+        if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            names.add(name)
             wanted += metadata.requires(name) or []
-        found[name] = found.get(name, SpecifierSet()) & requirement.specifier
-    return found
-
-
-def modules_beyond_core() -> set[str]:
-    """The modules of all installed packages but those that `pip install latentcache` alone brings."""
-    names, homes = core_packages().keys(), metadata.packages_distributions()
+    homes = metadata.packages_distributions()
     return {module for module in homes if not names & {*map(canonicalize_name, homes[module])}} - {"latentcache"}
-
-
-def has_common(one: SpecifierSet, other: SpecifierSet) -> bool:
-    """Whether both allow one of the releases that they name, or a much older or later one."""
-    both = one & other
-    named = [re.sub(r"\.\*$", "", each.version) for each in both]
-    return any(both.contains(version, prereleases=True) for version in ["0", *named, "999"])
-
-
-@pytest.mark.parametrize("trainer", sorted(PINS))
-def test_reading_fits_into_a_trainer_s_environment(trainer: str) -> None:
-    """Each package that reading brings has a release that the trainer's own requirements allow."""
-    core, theirs = core_packages(), PINS[trainer]
-    assert has_common(SpecifierSet(of_project()["requires-python"]), SpecifierSet(theirs["python"]))
-    for pin in map(Requirement, theirs["pins"]):
-        wanted = core.get(canonicalize_name(pin.name), SpecifierSet())
-        assert has_common(wanted, pin.specifier), f"{pin} of {trainer} and {pin.name}{wanted} of latentcache"
-
-
-def test_what_does_not_fit_into_an_environment_is_seen() -> None:
-    assert not has_common(SpecifierSet(">=2.2"), SpecifierSet("<1.27"))
-    assert not has_common(SpecifierSet(">=5.0"), SpecifierSet("==4.54.1"))
-    assert has_common(SpecifierSet(">=1.26"), SpecifierSet(">=1.22.4,<1.29")) and has_common(
-        SpecifierSet(">1"), SpecifierSet()
-    )
 
 
 def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -185,7 +143,7 @@ def test_a_command_without_its_packages_says_what_to_install(
 
 
 def test_each_extra_is_one_of_the_project_and_has_the_packages() -> None:
-    extras = of_project()["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     homes = metadata.packages_distributions() | {"peft": ["peft"], "ray": ["ray"], "av": ["av"]}
     for extra, modules in EXTRAS.items():
         declared = {canonicalize_name(Requirement(line).name) for line in extras[extra]}
