@@ -10,7 +10,7 @@ from typing import Any
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import ImageRef, PartRef
+from latentcache.dataset.row_table import ImageRef, PartRef, Row
 from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
