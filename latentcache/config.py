@@ -513,7 +513,8 @@ class EncodeConfig(Section):
     """What is stored of texts. `auto`: `store_dtype`, and if that is auto too bfloat16 for encoders larger than CLIP.
     float8_e4m3fn halves it again, where padding has to be stored: see the family's page for its error."""
     max_length: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of a text at most, as the pipeline's max_sequence_length. null: the family's."""
+    """Tokens of a text at most, as the pipeline's max_sequence_length. null: the family's. Families with CLIP alone
+    also take 150 and 225, in chunks of 75 as with sd-scripts' max_token_length: 152 and 227 rows."""
     padding: Literal["auto", "drop", "keep"] = "auto"
     """Padding of texts. `drop`: stored without it, and padded again in each batch. `keep`: stored with it. `auto`: drop
     where a batch then gives the same result."""

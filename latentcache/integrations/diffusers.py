@@ -73,7 +73,7 @@ def load_unet(path: str | Path | None = None, *, dtype: torch.dtype, model: Mode
 
 
 def check_conditioning(unet: Any, prompt_embeds_dim: int, pooled_dim: int) -> None:
-    """ModelError unless the UNet takes prompt_embeds [B, 77, D] and pooled_prompt_embeds [B, P] of these D and P."""
+    """ModelError unless the UNet takes prompt_embeds [B, T, D] and pooled_prompt_embeds [B, P] of these D and P."""
     shapes = dict(zip(TEXT_FIELDS, ((prompt_embeds_dim,), (pooled_dim,)), strict=True))
     check_fits(unet, family_named("sdxl"), shapes)
 

@@ -134,7 +134,8 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What all entries of this name are made with."""
     facts = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
     if name in ("text_encoding", "negative_encoding"):
-        return facts | (common.get(name) or {})
+        # What a recipe may leave out: that it is gone is a cause too.
+        return facts | dict.fromkeys(("max_length", "pooled_at")) | (common.get(name) or {})
     own = common if name == "image" else next((p for p in common.get("parts") or () if p["name"] == name), {})
     if name != "mask":
         # Whatever is kept of images, of control images it is the mean.
