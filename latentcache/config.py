@@ -25,6 +25,7 @@ from pydantic import (
 from latentcache.errors import StoreError
 from latentcache.families import DEFAULT, DEFAULT_REPOSITORY, FamilyName
 from latentcache.location import CacheLocation, cache_location
+from latentcache.utils.wording import counted
 
 TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
 """Of the environment: the token of a service that allows reading, and the one that allows writing too."""
@@ -449,9 +450,8 @@ class DatasetConfig(Section):
         weights = self.captions.weights
         num_captions = 1 if self.source.caption_lines == "joined" else len(self.source.caption_columns or ())
         if weights is not None and num_captions not in (0, len(weights)):
-            raise ValueError(
-                f"captions.weights has {len(weights)}, but a sample has {num_captions} captions: give one for each"
-            )
+            met = f"captions.weights has {len(weights)}, but a sample has {counted(num_captions, 'caption')}"
+            raise ValueError(f"{met}: give one for each")
         if self.frames is not None and (self.control or self.mask):
             raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
         columns = [part.column for part in self.part_files]

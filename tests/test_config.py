@@ -27,6 +27,11 @@ def each_resolution(resolutions: list[int], *, name: str = "photos", **buckets: 
     return {"datasets": [{**MINIMAL["datasets"][0], "name": name, "resolutions": resolutions, "buckets": buckets}]}
 
 
+def captions(kind: str = "folder", columns: list[str] | None = None, lines: str = "each", **settings: Any) -> dict:
+    where = {"kind": kind, "path": "photos", "caption_columns": columns, "caption_lines": lines}
+    return {"datasets": [{"name": "photos", "source": where, "captions": settings}]}
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
@@ -214,6 +219,19 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
         (source("folder", caption_columns=["text"]), "caption_columns is no setting for a source of kind folder"),
         (source("imagefolder", caption_extension=".cap"), "no setting .* kind imagefolder; it has caption_columns"),
         (source("webdataset", image_column="photo"), "image_column is no setting for a source of kind webdataset"),
+        (captions(shuffle=True), r"datasets\.0\.captions: variants is 1, .* which shuffle would not change: give 2"),
+        (captions(drop=0.1, keep=1), "which drop, keep would not change"),
+        (captions(secondary_separator=";;;"), "which secondary_separator would not change"),
+        (captions(variants=8), "variants is 8, but all are equal: set shuffle or drop"),
+        (captions(variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
+        (captions(variants=2, drop=1), r"captions\.drop: .*less than 1"),
+        (captions(weights=[0, 0]), "weights are all 0"),
+        (captions("webdataset", ["a", "b"], weights=[1]), "captions.weights has 1, but a sample has 2 captions"),
+        (
+            captions(lines="joined", weights=[1, 1]),
+            "captions.weights has 2, but a sample has 1 caption: give one for each",
+        ),
+        ({"encode": {"text": "latents"}}, r"encode\.text: .*'all' or 'none'"),
         (source("parquet", caption_lines="joined"), "kind parquet; it has caption_columns, image_column"),
         ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         (

@@ -76,7 +76,7 @@ def test_python_in_the_guide_of_the_service_runs(in_quickstart: Path) -> None:
         run_blocks(SERVICE_PAGE, {"http://encoders:8765": server.url, 'token="..."': f"token={server.token!r}"})
 
 
-@pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "validate_in_loop"])
+@pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "train_one_encoder", "validate_in_loop"])
 def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
@@ -84,6 +84,10 @@ def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixt
         assert "0 were encoded" in out and "resumed after step 6: next are" in out
     elif name == "diffusers_sdxl":
         assert (in_quickstart / "cache" / "diffusers_sdxl.png").exists() and "(4, 4, 32, 32)" in out
+    elif name == "train_one_encoder":
+        first, *steps = out.splitlines()
+        assert float(first.rpartition(" ")[2]) < 1e-3, "untrained, the encoder gives what is cached"
+        assert len(steps) == 4 and len({line.split()[3] for line in steps}) == 4, out
     else:
         assert out.count("images, plot and metrics.json:") == 2
 

@@ -60,7 +60,7 @@ class SDXL(ClipFamily):
 
         Encoder 2 alone makes the pooled output.
         """
-        if field != "prompt_embeds":
+        if field != "prompt_embeds":  # a field that there is not is an error there
             return super().text_columns(field, encoders)
         first, second = self.names("text_encoder")
         if first in encoders:

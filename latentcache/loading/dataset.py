@@ -79,7 +79,8 @@ class LatentDataset(Dataset[Batch]):
     """The samples of one manifest, or of several of one cache, without the refused ones, each `repeats` times.
 
     `manifest` is a name, or several; it may be left out where there is one. Several must be of one family, have VAEs
-    that scale alike and texts that are padded alike: else StoreError.
+    that scale alike and texts that are padded alike: else StoreError. Items of a manifest of `encode.text: none` have
+    the string `caption` and nothing else of a text.
 
     An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], with frames
     before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
@@ -97,6 +98,9 @@ class LatentDataset(Dataset[Batch]):
     a SampleError at once, unless `unverified` takes them as they are. Each process opens the cache for itself, so fork
     and spawn both work. `path` and `options` are those of `LatentCache`.
 
+    `trained_tokens` are those whose embeddings are trained, as in a textual inversion: a sample whose cached text has
+    one is a StoreError at once, since the cache has the embedding of before.
+
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
     away: the packs that hold the images come in random order, and their rows are mixed. Through the page cache they are
     read whole, a pack ahead.
@@ -111,6 +115,7 @@ class LatentDataset(Dataset[Batch]):
         caption: int | Literal["random"] = 0,
         unverified: bool = False,
         order: Order = "random",
+        trained_tokens: Collection[str] = (),
         **options: Unpack[RemoteOptions],
     ):
         if caption != "random" and not (isinstance(caption, int) and caption >= 0):
@@ -137,6 +142,8 @@ class LatentDataset(Dataset[Batch]):
         read = [self.cache.samples(name) for name in self.names]
         self.facts = common_facts([samples.facts for samples in read], ", ".join(self.names), scaled=True)
         self.scaling: Scaling = self.cache.scaling(read[0].manifest)
+        for samples in read:
+            samples.check_untrained([trained_tokens] if isinstance(trained_tokens, str) else trained_tokens)
         self._parts = [_Samples(samples, flips=samples.manifest.name in mirrored) for samples in read]
         self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()

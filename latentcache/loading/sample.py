@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
@@ -20,6 +20,7 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.batch import CONTROL
 from latentcache.types import ClipSize, Padding, Size
+from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
@@ -169,6 +170,24 @@ class ManifestSamples:
                 raise unverified_error(sample_id, self.manifest.imported_from)
             reason = f"was refused ({refusal.reason}): {refusal.detail}"
             raise SampleError(sample_id, reason, f"replace {refusal.path}, then {PRECACHE}")
+
+    def check_untrained(self, tokens: Collection[str]) -> None:
+        """StoreError naming samples with a cached text in which one of these tokens, which are trained, stands.
+
+        Letters in upper and lower case are the same: some tokenizers read them so.
+        """
+        wanted = [token.casefold() for token in tokens if token]
+        if not wanted or not self.facts.texts:
+            return
+        texts = map(str.casefold, self.rows.caption_texts)
+        flags = np.fromiter((any(token in text for token in wanted) for text in texts), np.bool_)
+        if len(held := self.rows.rows_with_captions(flags)):
+            named = first_of(self.rows.sample_ids.take(held[:MAX_NAMED]), len(held))
+            raise StoreError(
+                f"{self.manifest.name}: the captions of {counted(len(held), 'sample')} have a token that is trained "
+                f"({', '.join(tokens)}): {named}. Its embedding changes, and with it all that follows it in a text: "
+                "precache with encode.text none, and encode texts live in each step"
+            )
 
     def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
         """As `RowTable.image_places`. SampleError for a sample that may not be read, or has no such image."""

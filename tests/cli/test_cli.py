@@ -124,7 +124,13 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
     help_text = "".join(run("precache", "--help")[1].split())
     lists = {"cache", "datasets", "datasets.N.buckets.sizes", "model", "encode", "validation", "validation.prompts"}
     lists |= {"datasets.N.captions.weights"}
-    sections = {"datasets.N.captions", "datasets.N.source", "datasets.N.buckets", "datasets.N.images", "datasets.N.source.caption_columns"}
+    sections = {
+        "datasets.N.captions",
+        "datasets.N.source",
+        "datasets.N.buckets",
+        "datasets.N.images",
+        "datasets.N.source.caption_columns",
+    }
     for name in set(known_settings()) - lists - sections:
         flag = "--" + name.replace(".N.", ".{NAME}.").replace("_", "-")
         assert flag.split("{NAME}")[-1] in help_text, flag

@@ -6,17 +6,21 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
+from helpers.page_server import page_of
 
 from latentcache import LatentCache
-from latentcache.config import CaptionsConfig, Config
+from latentcache.config import Config
 from latentcache.dataset.captions import variants_of
 from latentcache.loading.status import show, status
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
+from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
+from latentcache.service.page.text import url
 from latentcache.utils.wording import size
 
 TAGS = "red, house, garden, dog, tree, sky"
@@ -34,6 +38,11 @@ def make(make_config: Callable[..., Config], photos: Path) -> Callable[..., Conf
         return make_config(**{"datasets.0.captions": chosen, "validation.prompts": [], **changes})
 
     return made
+
+
+def fetched(address: str) -> str:
+    with urlopen(address) as answer:
+        return str(answer.read().decode())
 
 
 def texts_of(config: Config, name: str) -> list[str]:
@@ -63,8 +72,6 @@ def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callab
 def test_the_cost_is_said_before_anything_is_encoded(
     make: Callable[..., Config], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from latentcache.precache.text_stage import TextStage
-
     config, said = make(), list[str]()
     run = TextStage.run
 
@@ -151,14 +158,19 @@ def test_the_caption_is_shown_once(make: Callable[..., Config]) -> None:
     assert shown["variants"] == NUM and len(shown["entries"]) == 3
 
 
-def test_a_model_that_reads_no_more_of_them_is_told(make: Callable[..., Config]) -> None:
-    """Two lines of a sample and four variants: numbers are line * variants + variant."""
+def test_the_page_shows_a_caption_once(make: Callable[..., Config]) -> None:
     config = make()
     run_precache(config)
     with LatentCache(config.cache.path) as cache:
-        for number in (0, NUM, 2 * NUM - 1):
-            batch = cache.batch(["a.png"], device="cpu", caption=number)
-            assert batch["caption"] == [texts_of(config, "a.png")[number]]
-        with pytest.raises(Exception, match="has 8 captions, but number 8 was requested"):
-            cache.batch(["a.png"], device="cpu", caption=2 * NUM)
-    assert CaptionsConfig().variants == 1
+        lost = cache.row("b.png")[1].captions[2].key
+        cache.store.remove([lost])
+    other = variants_of(TAGS, config.datasets[0].captions)[1]
+    with page_of(config.cache.path, config=config) as base:
+        page = fetched(base + url("/sample", dataset="photos", id="a.png"))
+        assert page.count("<blockquote") == 2 and "4 variants: it and 3 texts" in page and other not in page
+        page = fetched(base + url("/sample", dataset="photos", id="b.png"))
+        assert page.count("<blockquote") == 1 and lost[:12] in page, "of variants what is lost is named"
+        reasons = fetched(base + url("/sample/reasons", dataset="photos", id="b.png"))
+        assert reasons.count("<dt>") == 3 and reasons.count("entry lost") == 1
+        gallery = fetched(base + url("/gallery", dataset="photos"))
+        assert TAGS in gallery and other not in gallery
