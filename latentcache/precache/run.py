@@ -191,7 +191,7 @@ class _Run:
         }
 
     def _changed(self, manifest: str, row: Row) -> Refusal | None:
-        """Why the wanted entries of a manifest's row cannot be made by now, where the plan does not refuse the sample."""
+        """Why wanted entries of a manifest's row cannot be made by now. None where the plan refuses the sample."""
         [table] = [planned.rows for planned in self._plan.manifests if planned.name == manifest]
         now = table.get(row.sample_id)
         if now is None:
