@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -12,11 +13,13 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from helpers.pipeline_host import host
 from helpers.serving import serving
 
 from latentcache import load_config, run_precache
 from latentcache.cli.app import app
+from latentcache.config_file import parse_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,6 +71,24 @@ def run_blocks(page: str, replaced: Mapping[str, str] = MappingProxyType({})) ->
 @pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page not in (SERVICE_PAGE, RECIPES_PAGE))])
 def test_python_in_docs_runs(page: str) -> None:
     run_blocks(page)
+
+
+RECIPES = (ROOT / "docs/guide/recipes.md").read_text(encoding="utf-8")
+YAMLS = re.findall(r"```yaml\n(.*?)```", RECIPES, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("text", YAMLS, ids=lambda text: text.split()[-1])
+def test_the_configs_of_recipes_are_valid(text: str) -> None:
+    photos = {"name": "photos", "source": {"kind": "folder", "path": "photos"}}
+    whole = {"cache": {"path": "cache"}, "datasets": [photos], "model": {"path": "tiny"}}
+    parse_config(whole | yaml.safe_load(text))
+
+
+def test_sums_of_recipes_are_right() -> None:
+    sums = re.findall(r"((?:[\d.,]+ x )+[\d,]+) =\s+([\d,]+)", RECIPES)
+    assert len(sums) >= 4
+    for factors, result in sums:
+        assert math.prod(int(each.replace(",", "")) for each in factors.split(" x ")) == int(result.replace(",", ""))
 
 
 def test_python_in_the_guide_of_the_service_runs(in_quickstart: Path) -> None:

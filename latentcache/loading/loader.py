@@ -112,7 +112,7 @@ class _BatchMaker:
                 error = self.loader.explained(problem)
                 left = [ref for ref in refs if ref.sample_id != error.sample_id]
                 if self.loader.damaged == "raise" or len(left) == len(refs):
-                    raise error
+                    raise error from problem.__cause__
                 if error.sample_id not in self.loader.known_lost:
                     self.loader.known_lost.add(error.sample_id)
                     logger.warning("%s It is left out of its batches.", error)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.row_table import Row
 from latentcache.dataset.sources import open_source
 from latentcache.devices.placement import device_named
@@ -191,9 +191,9 @@ class _Run:
         }
 
     def _changed(self, manifest: str, row: Row) -> Refusal | None:
-        """Why the wanted entries of a manifest's row cannot be made by now, where the plan does not refuse the sample."""
-        [table] = [planned.rows for planned in self._plan.manifests if planned.name == manifest]
-        now = table.get(row.sample_id)
+        """Why wanted entries of a manifest's row cannot be made by now. None where the plan refuses the sample."""
+        tables = [planned.rows for planned in self._plan.manifests if planned.name == manifest]
+        now = tables[0].get(row.sample_id) if tables else None
         if now is None:
             return Refusal(row.sample_id, row.path, "missing", "the dataset has it no more")
         if now.refusal is not None or self.only is None or self.only.isdisjoint({*row.keys()} - {*now.keys()}):
@@ -291,10 +291,12 @@ class _Run:
 
 
 def _rows_with(keys: Set[str], config: Config, workspace: Workspace) -> list[tuple[str, Row]]:
-    """The rows of the datasets' manifests that have these entries, each with its manifest's name."""
+    """The rows of the datasets' manifests, and of their prompts', that have these entries; each with its manifest's."""
     names = [dataset.name for dataset in config.datasets]
-    tables = {name: found.rows for name in names if (found := workspace.manifests.read(name)) is not None}
-    rows = [(name, table.row(number)) for name, table in tables.items() for number in table.rows_with(keys)]
+    found = [manifest for name in names if (manifest := workspace.manifests.read(name)) is not None]
+    prompts = {prompts_name(manifest.common) for manifest in found if manifest.imported_from is None}
+    found += [manifest for name in prompts if (manifest := workspace.manifests.read(name)) is not None]
+    rows = [(each.name, each.rows.row(number)) for each in found for number in each.rows.rows_with(keys)]
     if lacking := keys - {key for _, row in rows for key in row.keys()}:
         raise ConfigError(
             f"{len(lacking)} of {len(keys)} entries to encode are in no manifest of {', '.join(names)} in "
