@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections import Counter
@@ -24,6 +25,8 @@ from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
 REPEATS = re.compile(r"([1-9][0-9]{0,5})_(.+)")
 """A folder's name as kohya has it: `10_cats`."""
+CAPTION_EXTENSIONS = (".txt", ".caption")
+"""What trainers write captions to; the first where no image has any."""
 CLIP_TOKENS = 75
 CLIP_PIECES = re.compile(r"[^\W\d_]+|\d|(?:[^\w\s]|_)+")
 """What CLIP's tokenizer never joins: it makes at least one token of each."""
@@ -38,7 +41,7 @@ datasets:
 """
 DATASET = """  - name: '{name}'  # {num_samples} images, {num_bare} without a caption
     repeats: {repeats}  # how often an epoch visits each image
-    source: {source}  # captions of cat.jpg are the lines of cat.txt; `kind: imagefolder` for metadata.jsonl
+    source: {source}  # captions of cat.jpg are the lines of cat{extension}; `kind: imagefolder` for metadata.jsonl
     buckets: {buckets}
 """
 TAIL = f"""model: {{path: {DEFAULT_REPOSITORY}}}  # or a diffusers folder, or a .safetensors file
@@ -47,6 +50,7 @@ encode: {{store_dtype: float16}}  # half the space of float32
 NOTES = {
     "buckets": "buckets, height x width",
     "without_caption": "no caption, trained on the empty one",
+    "captions_alone": "a caption without an image: was one renamed?",
     "cut_captions": f"a caption of over {CLIP_TOKENS} words and signs, which CLIP cuts; precache may name more",
     "refused": "refused",
 }
@@ -80,12 +84,14 @@ def init(
         match = REPEATS.fullmatch(folder.resolve().name)
         name = near_name(match[2] if match else folder.resolve().name) or "photos"
         name = f"{name[:56]}-{len(found) + 1}" if name.lower() in map(str.lower, found) else name
-        source, buckets = {"path": folder.as_posix()}, BUCKETS[trainer]
+        (extension, alone), buckets = _captions_of(folder), BUCKETS[trainer]
+        source = {"path": folder.as_posix()} | ({} if extension == ".txt" else {"caption_extension": extension})
         settings = {"name": name, "repeats": match[1] if match else 1, "source": source}
-        found[name] = has = _look(DatasetConfig.model_validate(settings | {"buckets": yaml.safe_load(buckets)}))
+        dataset = DatasetConfig.model_validate(settings | {"buckets": yaml.safe_load(buckets)})
+        found[name] = has = _look(dataset) | {"captions_alone": alone}
         flow = yaml.safe_dump(source, default_flow_style=True, width=1 << 20, allow_unicode=True).strip()
         filled = {"name": name, "source": flow, "num_bare": len(has["without_caption"]), "buckets": buckets}
-        text += DATASET.format_map(has | filled)
+        text += DATASET.format_map(has | filled | {"extension": extension})
     parse_config(yaml.safe_load(text + TAIL), source=str(config))
     with config.open("x", encoding="utf-8") as file:
         file.write(text + TAIL)
@@ -112,6 +118,24 @@ def _sentences(told: Mapping[str, Any]) -> Iterator[str]:
         named = first_of(others[:MAX_NAMED], len(others))
         yield f"{counted(len(others), 'image')} left out, in no folder with repeats: {named}"
     yield from (f"wrote {told['config']}. Read it, then run", *(f"  {step}" for step in told["next"]))
+
+
+def _captions_of(folder: Path) -> tuple[str, list[str]]:
+    """The extension that most images' captions have, and the caption files with it that have no image."""
+    from latentcache.dataset.samples import is_image, walk
+
+    images, files = set[str](), {extension: dict[str, str]() for extension in CAPTION_EXTENSIONS}
+    for found in walk(str(folder)):
+        if isinstance(found, Refusal):  # the config's dataset reports it
+            continue
+        for name in (f"{found[0]}/{each}".lstrip("/") for each in found[1]):
+            stem, suffix = os.path.splitext(name)
+            if is_image(name):
+                images.add(stem)
+            elif suffix.lower() in files:
+                files[suffix.lower()][stem] = name
+    extension = max(files, key=lambda each: len(images & files[each].keys()))
+    return extension, sorted(name for stem, name in files[extension].items() if stem not in images)
 
 
 def _look(dataset: DatasetConfig) -> dict[str, Any]:

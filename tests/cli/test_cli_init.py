@@ -49,6 +49,19 @@ def test_a_plain_folder(folder: Path, run: Run, run_json: RunJson) -> None:
     assert code == 0 and report["num_samples"] == 4 and report["num_refused"] == 1
 
 
+def test_captions_that_are_easily_lost(folder: Path, run: Run) -> None:
+    """Captions in files of another suffix, and a caption whose image was renamed."""
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").rename(folder / f"{name}.caption")
+    (folder / "sub" / "was c.caption").write_text("a photo")
+    (folder / "readme.txt").write_text("no caption")
+    code, out, _ = run("init", "photos")
+    assert code == 0 and "a caption without an image: was one renamed? (1): sub/was c.caption" in out
+    assert "no caption, trained on the empty one (2): bad.png, sub/c.png" in out
+    assert "the lines of cat.caption" in Path("photos.yaml").read_text(encoding="utf-8")
+    assert load_config("photos.yaml").datasets[0].source.caption_extension == ".caption"
+
+
 @pytest.mark.parametrize("trainer", ["kohya", "onetrainer"])
 def test_folders_with_repeats_are_datasets(folder: Path, run_json: RunJson, trainer: str) -> None:
     for name in ("10_cats", "5_cats", "3_кот", "dogs"):
