@@ -36,6 +36,7 @@ GEOMETRY = ("variation", "flip", "target_size", "original_size", "resized_size",
 `variation` is the number of the crop; the others are of the geometry."""
 _SHORT = {
     "image": "image changed",
+    "mask": "mask changed",
     "caption": "caption changed",
     "controls": "control changed",
     "flip": "flip added",
@@ -50,6 +51,11 @@ Facts = Mapping[str, Any]
 def image_facts(source: str | None, geometry: Geometry, crop: int) -> Facts:
     """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number."""
     return {"image": source, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
+
+
+def masked_facts(image: str | None, facts: Facts) -> Facts:
+    """What the entry of a masked image is made of, given `facts` with its mask as the image; `image` is the image's."""
+    return {**facts, "image": image, "mask": facts["image"]}
 
 
 def text_facts(text: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
@@ -117,10 +123,11 @@ def _known(row: Row, name: str) -> list[tuple[ImageRef | PartRef | CaptionRef, F
         return [(ref, image_facts(row.source, ref.geometry, crop)) for crop in crops for ref in row.images_of(crop)]
     if name in ("text_encoding", "negative_encoding"):
         read = row.named_parts(flip=False, crop=0)
-        controls = [(ref.source, ref.geometry) for other, ref in read if other != "mask"]
+        controls = [(ref.source, ref.geometry) for _, ref in read if ref.role == "control"]
         return [(ref, text_facts(ref.text, controls)) for ref in row.captions]
     parts = ((ref, crop) for crop in crops for other, ref in row.named_parts(crop=crop) if other == name)
-    return [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
+    found = [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
+    return [(ref, masked_facts(row.source, was) if ref.role == "masked image" else was) for ref, was in found]
 
 
 def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -128,12 +135,17 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
     facts = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
     if name in ("text_encoding", "negative_encoding"):
         return facts | (common.get(name) or {})
-    own = common if name == "image" else next((p for p in common.get("parts") or () if p["name"] == name), {})
+    parts = {part["name"]: part for part in common.get("parts") or ()}
+    own = common if name == "image" else parts.get(name, {})
     if name != "mask":
         # Whatever is kept of images, of control images it is the mean.
         facts |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
     else:
         facts["downscale"] = own.get("downscale")
+    if name == "masked image":
+        facts["inpaint"] = own.get("inpaint")
+        policy = parts.get("mask", {}).get("policy") or {}
+        facts |= {f"mask {part} policy": value for part, value in policy.items()}
     facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
     return facts | (common.get("frames") or {} if name == "image" else {})
 
@@ -148,7 +160,7 @@ def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
     changed = [name for name, value in now.items() if before.get(name) != value]
     geometry = [name for name in GEOMETRY if name in changed]
     hidden = geometry if "image" in changed else geometry[1:]
-    for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption")):
+    for name in sorted(changed, key=lambda name: name not in ("image", "mask", "controls", "caption")):
         if name not in hidden:
             values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
