@@ -67,8 +67,9 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
 
 
 def check_masked(denoiser: Any, family: Family, cache: LatentCache, datasets: Iterable[str]) -> None:
-    """ConfigError if the denoiser inpaints, and one of these cached datasets has no masked images."""
-    lacking = [name for name in datasets if not _has_part(cache.manifest(name), "masked image")]
+    """ConfigError if the denoiser inpaints, and one of these datasets is cached without masked images."""
+    cached = cache.manifests.names()
+    lacking = [each for each in datasets if each in cached and not _has_part(cache.manifest(each), "masked image")]
     if lacking and family.inpaints(denoiser):
         raise ConfigError(family.lacks_masked(f"{', '.join(lacking)} has none"), key="datasets.mask")
 

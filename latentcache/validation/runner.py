@@ -167,7 +167,7 @@ class ValidationRunner:
         if names := validation_sets(self.cache, self.config):
             check_loss_settings(NoiseSchedule.of(scheduler, self._within), validation, self._autocast)
             check_controls(self.family, self.cache, names, self.config)
-            check_masked(self._denoiser(), self.family, self.cache, set(names) & set(self.cache.manifests.names()))
+            check_masked(self._denoiser(), self.family, self.cache, names)
         elif not validation.prompts:
             raise ConfigError(
                 "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
