@@ -427,12 +427,17 @@ class RowTable(Mapping[str, Row]):
         return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
 
     def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
-        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most]."""
-        starts, ends = self.ranges("part", numbers)
-        found = np.zeros((len(numbers), int((ends - starts).max(initial=0)), 2), np.int32)
+        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most].
+
+        Those of the first crop, and of its mirrored twin: they are the same for all crops.
+        """
+        (starts, ends), num_crops = self.ranges("part", numbers), self.num_crops(numbers)
+        twins = self._num_twins(*self.ranges("image", numbers))
+        found = np.zeros((len(numbers), int(((ends - starts) // num_crops).max(initial=0)), 2), np.int32)
         for place in range(found.shape[1]):
-            here = np.flatnonzero(starts + place < ends)
-            found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
+            places = starts + place // twins * twins * num_crops + place % twins
+            here = np.flatnonzero(places < ends)
+            found[here, place] = self.columns["part/geometry"][places[here], _SIZES["target_size"]]
         return found.reshape(len(numbers), 2 * found.shape[1])
 
     def usable(self) -> np.ndarray:

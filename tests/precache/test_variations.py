@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from latentcache import LatentCache
+from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
@@ -188,6 +188,19 @@ def test_explain_and_the_validation_loss_know_which_crop_is_meant(folder: Path) 
     crops = [ref.geometry.crop_top_left for ref in rows_of(config)["wide.png"].images]
     text = explain(config, "wide.png", models=LoadedModels(**tiny_parts())).to_text()
     assert all(f"at {crop.top},{crop.left})" in text for crop in crops) and len(set(crops)) == 3
+
+
+def test_crops_change_neither_the_items_nor_which_of_them_share_a_batch(folder: Path) -> None:
+    plain = config_of(folder, flip=True, parts=True)
+    run(plain)
+    before = LatentDataset(plain.cache, flips=True)
+    data = plain.datasets[0].model_dump() | {"name": "more", "variations": 3}
+    both = plain.model_copy(update={"datasets": (*plain.datasets, type(plain.datasets[0])(**data))})
+    run(both)
+    after, joined = LatentDataset(both.cache, "more", flips=True), LatentDataset(both.cache, ["photos", "more"])
+    assert (len(before), before.identity()) == (len(after), after.identity())
+    groups = joined.groups().tolist()
+    assert groups[:3] == groups[3:], "samples of both share a batch"
 
 
 RULES = [
