@@ -268,6 +268,10 @@ class MaskConfig(PartConfig):
 
     alpha: bool = False
     """Take the image's own alpha channel, as kohya's alpha_mask does. An image without one counts everywhere."""
+    inpaint: Literal["hard", "soft"] | None = None
+    """For denoisers that inpaint (9 channels): also cache the latents of the image without what the mask covers.
+    `hard`: grey where the mask is half white or more, as diffusers' pipelines have it. `soft`: the whiter, the greyer,
+    as OneTrainer has it."""
 
     @model_validator(mode="after")
     def _one_mask(self) -> MaskConfig:

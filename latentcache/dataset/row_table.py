@@ -14,7 +14,7 @@ n samples have m images, captions or parts; those of sample i are offsets[i] to 
 A caption that was not encoded has a key of zeros, which is no key of an entry.
 
 A geometry is original, resized, crop and target (height or top first), the number of frames (0: an image) and flip.
-A part is a companion of the image: a control image or a mask.
+A part is a companion of the image: a control image, a mask or the masked image.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ _CHUNK = 1024
 
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
-PartRole = Literal["control", "mask"]
-"""What a companion of an image is: an image that the model is given with the text, or the weights of the loss."""
+PartRole = Literal["control", "mask", "masked image"]
+"""What a companion of an image is: an image that the model is given with the text, the weights of the loss, or the
+image without what the mask covers."""
 _TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
 ROLES: tuple[PartRole, ...] = get_args(PartRole)
 
@@ -92,7 +93,10 @@ class CaptionRef:
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """One entry of a companion of an image. `source` is the digest of the bytes that it was made of."""
+    """One entry of a companion of an image. `source` is the digest of the bytes that it was made of.
+
+    That of a masked image is the digest of its mask: that of its image is the row's.
+    """
 
     role: PartRole
     key: str
@@ -109,8 +113,8 @@ class Row:
     """One sample. A refused sample has a refusal, and keeps what was known before it was refused.
 
     `images` is the image and, if the dataset flips, its mirrored twin; then further crops of it, each in the same way.
-    `source` is the digest of the image's bytes. `parts` are its control images in their order, then its mask; each has
-    as many entries as the image, in the same order. So for two crops of a dataset that flips:
+    `source` is the digest of the image's bytes. `parts` are its control images in their order, then its mask, then the
+    masked image; each has as many entries as the image, in the same order. So for two crops of a dataset that flips:
 
         images  0  0 mirrored  1  1 mirrored      parts  control 1: the same four   mask: the same four
     """
@@ -142,7 +146,7 @@ class Row:
         return self.images[crop * num : (crop + 1) * num]
 
     def named_parts(self, *, flip: bool | None = None, crop: int | None = None) -> Iterator[tuple[str, PartRef]]:
-        """Each companion with its name: `control 1`, `control 2`, `mask`.
+        """Each companion with its name: `control 1`, `control 2`, `mask`, `masked image`.
 
         With `flip` only those mirrored so, with `crop` only those that go with this crop of the image.
         """
@@ -152,7 +156,7 @@ class Row:
             number, of_crop = divmod(numbers.get(which, 0), self.num_crops)
             numbers[which] = numbers.get(which, 0) + 1
             if flip in (None, ref.geometry.flip) and crop in (None, of_crop):
-                yield ref.role if ref.role == "mask" else f"{ref.role} {number + 1}", ref
+                yield f"control {number + 1}" if ref.role == "control" else ref.role, ref
 
     @property
     def is_verified(self) -> bool:
@@ -433,12 +437,17 @@ class RowTable(Mapping[str, Row]):
         return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
 
     def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
-        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most]."""
-        starts, ends = self.ranges("part", numbers)
-        found = np.zeros((len(numbers), int((ends - starts).max(initial=0)), 2), np.int32)
+        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most].
+
+        Those of the first crop, and of its mirrored twin: they are the same for all crops.
+        """
+        (starts, ends), num_crops = self.ranges("part", numbers), self.num_crops(numbers)
+        twins = self._num_twins(*self.ranges("image", numbers))
+        found = np.zeros((len(numbers), int(((ends - starts) // num_crops).max(initial=0)), 2), np.int32)
         for place in range(found.shape[1]):
-            here = np.flatnonzero(starts + place < ends)
-            found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
+            places = starts + place // twins * twins * num_crops + place % twins
+            here = np.flatnonzero(places < ends)
+            found[here, place] = self.columns["part/geometry"][places[here], _SIZES["target_size"]]
         return found.reshape(len(numbers), 2 * found.shape[1])
 
     def usable(self) -> np.ndarray:

@@ -176,8 +176,17 @@ def inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_prompts(family: Family, prompts: Sequence[str]) -> None:
-    """ConfigError for prompts of a family whose pipeline reads them together with control images."""
+def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None) -> None:
+    """ConfigError for prompts of a family whose pipeline reads them together with control images.
+
+    And for those of a denoiser that generates with a mask and a masked image.
+    """
+    if prompts and family.inpaints(denoiser):
+        raise ConfigError(
+            f"this {family.denoiser_word} inpaints: it generates with a mask and a masked image, and prompts have none "
+            "here; set them to [] (a validation set has its masks: its loss is measured)",
+            key="validation.prompts",
+        )
     if prompts and family.text_reads_control:
         raise ConfigError(
             f"{family.name} generates from a prompt and control images, and a prompt has none here; set prompts to [] "
@@ -216,6 +225,8 @@ class Family(ABC):
     """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
     reads_controls: ClassVar[bool] = False
     """Whether `predict` gives the denoiser the control images of a batch too: `control_latents_1`, ..., scaled."""
+    takes_masked: ClassVar[bool] = False
+    """Whether some of its denoisers inpaint: they take a mask and the latents of the masked image too."""
     has_clips: ClassVar[bool] = False
     """Whether its denoiser takes latents of several frames."""
     fields: ClassVar[Mapping[str, TextField]]
@@ -411,8 +422,32 @@ class Family(ABC):
         `timesteps` [B] are the schedule's, 0 to 1000. For flow it is the velocity: noise - latents.
         """
         conditions = self.conditions(denoiser, noisy, batch)
-        prediction: torch.Tensor = denoiser(noisy, timesteps, **conditions, return_dict=False)[0]
+        given = self.with_masked(noisy, batch) if self.inpaints(denoiser) else noisy
+        prediction: torch.Tensor = denoiser(given, timesteps, **conditions, return_dict=False)[0]
         return prediction
+
+    def inpaints(self, denoiser: Any) -> bool:
+        """Whether this denoiser also takes a mask and the latents of the masked image, by its number of channels."""
+        channels = getattr(getattr(denoiser, "config", None), "in_channels", None)
+        return self.takes_masked and channels == 2 * self.latent.channels + 1
+
+    def with_masked(self, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Noised latents, mask and masked latents, scaled as these are: [B, 2C + 1, h, w], as diffusers' pipelines.
+
+        ModelError for a batch without these.
+        """
+        if "masked_latents" not in batch:
+            raise ModelError(f"{self.denoiser}: {self.lacks_masked('the batch has none')}", part=self.denoiser)
+        mask, masked = batch["mask"].to(noisy.dtype) / 255, batch["masked_latents"].to(noisy.dtype)
+        return torch.cat([noisy, mask, masked], dim=1)
+
+    def lacks_masked(self, what: str) -> str:
+        """The message that a denoiser which inpaints is not given what it takes: `what` says where that is not."""
+        channels = 2 * self.latent.channels + 1
+        return (
+            f"this {self.denoiser_word} inpaints: its {channels} channels are latents, a mask and the masked image's "
+            f"latents, but {what}. Set `inpaint` of the dataset's `mask`, and run `latentcache precache CONFIG`"
+        )
 
     def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
         """What is wrong where the denoiser does not take cached fields of these shapes; None if it takes them."""
@@ -427,10 +462,12 @@ class Family(ABC):
         for name, needed in self.denoiser_settings.items():
             if settings.get(name, needed) != needed:
                 return f"has {name} {settings[name]!r}, not {needed!r}"
-        channels, allowed = settings.get("in_channels"), self.latent.channels
-        if channels in (None, allowed, allowed * self.patch**2):
+        channels, own = settings.get("in_channels"), self.latent.channels
+        allowed = [own * self.patch**2, *([2 * own + 1] if self.takes_masked else [])]
+        if channels in (None, own, *allowed):
             return None
-        return f"takes {channels} channels, as one for inpainting or control does, not {allowed * self.patch**2}"
+        wanted = " or ".join(map(str, allowed))
+        return f"takes {channels} channels, as one for inpainting or control does, not {wanted}"
 
     def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
         """What is wrong where these weights, by their names in a file, are not of this family's denoiser, or None."""

@@ -56,6 +56,7 @@ class ClipFamily(Family):
     text_dtype = "float16"
     max_length = 77
     can_drop_padding = False
+    takes_masked = True
     needed_of_scheduler = ("init_noise_sigma", "order", "scale_model_input", "set_timesteps", "step")
     layers_above: ClassVar[int]
     """How many of the last layers are not read with `clip_skip` 0."""

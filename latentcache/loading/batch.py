@@ -16,6 +16,8 @@ IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
 TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
 CONTROL: Final = "control_latents_"
 """What the names of control images begin with in a batch; their number follows."""
+MASKED: Final = "masked_latents"
+"""The latents of the image without what the mask covers."""
 _OUTPUTS = ("latents", "moments")
 
 
@@ -46,7 +48,7 @@ def to_device(
     placed: Batch = {output: image.to(target, dtype or stored_dtype)}
     rest = {name: value for name, value in batch.items() if name not in IMAGE_FIELDS}
     if scaling is not None:
-        for name, control in [each for each in rest.items() if each[0].startswith(CONTROL)]:
+        for name, control in [each for each in rest.items() if each[0].startswith((CONTROL, MASKED))]:
             rest[name] = scaling.apply(control.to(target).float()).to(dtype or control.dtype)
     tensors = {name: value for name, value in rest.items() if isinstance(value, torch.Tensor)}
     return placed | rest | moved(tensors, target, dtype)

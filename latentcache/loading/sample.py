@@ -18,7 +18,7 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json, digest
-from latentcache.loading.batch import CONTROL
+from latentcache.loading.batch import CONTROL, MASKED
 from latentcache.types import ClipSize, Padding, Size
 from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
@@ -119,10 +119,11 @@ def _layout_of(numbers: bytes, family: Family) -> Layout:
 def _parts_of(numbers: bytes) -> tuple[tuple[str, Size], ...]:
     """The names and sizes of a sample's further parts, of the role, height and width of each."""
     parts, num_controls = [], 0
-    for role, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
-        is_control = ROLES[role] == "control"
-        num_controls += is_control
-        parts.append((f"{CONTROL}{num_controls}" if is_control else ROLES[role], Size(height, width)))
+    for number, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
+        role = ROLES[number]
+        num_controls += role == "control"
+        name = f"{CONTROL}{num_controls}" if role == "control" else MASKED if role == "masked image" else role
+        parts.append((name, Size(height, width)))
     return tuple(parts)
 
 

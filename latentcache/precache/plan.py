@@ -33,7 +33,7 @@ from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
-from latentcache.precache.reasons import History, image_facts, text_facts
+from latentcache.precache.reasons import History, image_facts, masked_facts, text_facts
 from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
 from latentcache.precache.workspace import Workspace
@@ -75,7 +75,8 @@ _FACTS = msgspec.json.Decoder(_FileFacts)
 
 
 _Entry = tuple[str, Shape, str]
-"""The key of an entry of an image, its shape, and the digest of the file that it is made of."""
+"""The key of an entry of an image, its shape, and the digest of the file that it is made of: of a masked image that of
+its mask, for the image's own is the row's."""
 
 
 _Planned = tuple[Sample | Refusal, Row, Sequence[_Entry]]
@@ -238,6 +239,8 @@ class _DatasetPlanner:
             facts = next(read) if facts is None else facts
             if self._preparations.takes_alpha and not isinstance(facts, Refusal):
                 facts = [*facts, facts[0]]
+            if self._preparations.inpaint and not isinstance(facts, Refusal):
+                facts = [*facts, facts[-1]]
             yield sample, facts
 
     def _recalled(self, sample: Sample, texts: Mapping[str, str]) -> list[_FileFacts] | None:
@@ -294,7 +297,10 @@ class _DatasetPlanner:
             else:
                 sources = [each.source for each in facts]
                 numbered = [(shape, sources[shape.role.number]) for shape in shapes]
-                entries = [(shape.key(source), shape, source) for shape, source in numbered]
+                key = self._preparations.key
+                entries = [
+                    (key(shape, image if shape.mask else source, source), shape, source) for shape, source in numbered
+                ]
         if refusal is not None:
             report.refused.append(refusal)
             return [(sample, Row(sample_id, path, image, (), (), refusal), ())]
@@ -345,8 +351,10 @@ class _DatasetPlanner:
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
                 crop = at % self._num_each // self._preparations.num_twins
                 facts = image_facts(source, shape.geometry, crop)
+                if shape.mask is not None:
+                    facts = masked_facts(row.source, facts)
                 reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
-                task = self._image_task(sample, entry)
+                task = self._image_task(sample, row.source, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
         for number, ref in enumerate(row.captions):
@@ -357,14 +365,20 @@ class _DatasetPlanner:
                 caption, controls = row.captions[number - variant].text, [(of, shape.geometry) for _, shape, of in read]
                 facts = text_facts(caption, text, controls or None)
                 reason = self._history.why(row.sample_id, row.source, "text_encoding", key, facts)
-                images = tuple(self._image_task(sample, each) for each in read)
+                images = tuple(self._image_task(sample, row.source, each) for each in read)
                 identity = self._texts.identity(text, self._controls(read))
                 text_task = TextTask(key, identity, sample, text, images, is_variant=variant > 0)
                 self._entries.add(text_task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
 
-    def _image_task(self, sample: Sample, entry: _Entry) -> ImageTask:
+    def _image_task(self, sample: Sample, image: str | None, entry: _Entry) -> ImageTask:
+        """The task of an entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
-        role, is_alpha = shape.role, shape.role.part == "mask" and self._preparations.takes_alpha
+        role, images = shape.role, self._dataset.images
+        is_alpha = role.part in ("mask", "masked image") and self._preparations.takes_alpha
+        if shape.mask is not None and image is not None:
+            mask = sample if is_alpha else sample.parts[shape.mask.role.number - 1]
+            masked = self._preparations.masked_identity(shape, image, source)
+            return ImageTask(key, masked, sample, self._source, images, is_alpha, mask)
         file = sample if role.number == 0 or is_alpha else sample.parts[role.number - 1]
         identity = self._preparations.identity(role, source, shape.geometry)
-        return ImageTask(key, identity, file, self._source, self._dataset.images, is_alpha)
+        return ImageTask(key, identity, file, self._source, images, is_alpha)

@@ -36,6 +36,7 @@ GEOMETRY = ("variation", "flip", "target_size", "original_size", "resized_size",
 `variation` is the number of the crop; the others are of the geometry."""
 _SHORT = {
     "image": "image changed",
+    "mask": "mask changed",
     "caption": "caption changed",
     "variant": "new variant of the caption",
     "controls": "control changed",
@@ -51,6 +52,11 @@ Facts = Mapping[str, Any]
 def image_facts(source: str | None, geometry: Geometry, crop: int) -> Facts:
     """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number."""
     return {"image": source, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
+
+
+def masked_facts(image: str | None, facts: Facts) -> Facts:
+    """What the entry of a masked image is made of, given `facts` with its mask as the image; `image` is the image's."""
+    return {**facts, "image": image, "mask": facts["image"]}
 
 
 def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
@@ -122,12 +128,13 @@ def _known(row: Row, name: str, variants: int) -> list[tuple[ImageRef | PartRef 
         return [(ref, image_facts(row.source, ref.geometry, crop)) for crop in crops for ref in row.images_of(crop)]
     if name in ("text_encoding", "negative_encoding"):
         read = row.named_parts(flip=False, crop=0)
-        controls = [(ref.source, ref.geometry) for other, ref in read if other != "mask"]
+        controls = [(ref.source, ref.geometry) for _, ref in read if ref.role == "control"]
         captions = [row.captions[at - at % variants].text for at in range(len(row.captions))]
-        found = zip(row.captions, captions, strict=True)
-        return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in found if ref.key]
+        texts = zip(row.captions, captions, strict=True)
+        return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in texts if ref.key]
     parts = ((ref, crop) for crop in crops for other, ref in row.named_parts(crop=crop) if other == name)
-    return [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
+    found = [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
+    return [(ref, masked_facts(row.source, was) if ref.role == "masked image" else was) for ref, was in found]
 
 
 def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -136,12 +143,17 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
     if name in ("text_encoding", "negative_encoding"):
         # What a recipe may leave out: that it is gone is a cause too.
         return facts | dict.fromkeys(("max_length", "pooled_at")) | (common.get(name) or {})
-    own = common if name == "image" else next((p for p in common.get("parts") or () if p["name"] == name), {})
+    parts = {part["name"]: part for part in common.get("parts") or ()}
+    own = common if name == "image" else parts.get(name, {})
     if name != "mask":
         # Whatever is kept of images, of control images it is the mean.
         facts |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
     else:
         facts["downscale"] = own.get("downscale")
+    if name == "masked image":
+        facts["inpaint"] = own.get("inpaint")
+        policy = parts.get("mask", {}).get("policy") or {}
+        facts |= {f"mask {part} policy": value for part, value in policy.items()}
     facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
     return facts | (common.get("frames") or {} if name == "image" else {})
 
@@ -157,7 +169,7 @@ def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
     geometry = [name for name in GEOMETRY if name in changed]
     # Another caption has other variants.
     hidden = [*(geometry if "image" in changed else geometry[1:]), *(["variant"] if "caption" in changed else [])]
-    for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption", "variant")):
+    for name in sorted(changed, key=lambda name: name not in ("image", "mask", "controls", "caption", "variant")):
         if name not in hidden:
             values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"

@@ -184,6 +184,9 @@ class _Run:
         if with_control and (reason := unread_controls(self.models.family)) is not None:
             note = f"control images are cached for code of your own: {reason}"
             report.notes += [f"{name}: {note}" for name in with_control]
+        if not self.models.family.takes_masked:
+            note = f"masked images are cached for code of your own: no denoiser of {self.models.family.name} takes them"
+            report.notes += [f"{each.name}: {note}" for each in config.datasets if each.mask and each.mask.inpaint]
         report.placement = {"family": f"{self.models.family.name}: {self.models.family_reason}"}
         report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"

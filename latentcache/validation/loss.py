@@ -20,7 +20,7 @@ from latentcache.loading.sample import no_texts
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress
-from latentcache.validation.loss_parts import check_controls, masked_errors
+from latentcache.validation.loss_parts import check_controls, check_masked, masked_errors
 from latentcache.validation.metrics import (
     Estimate,
     LossReport,
@@ -69,14 +69,15 @@ def validation_loss(
 
     A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
     raised. A loss that is not finite is NaN, and so is each mean that it is in. ConfigError for settings that the
-    schedule does not allow, and for control images that the denoiser is not given (`check_controls`); StoreError for
-    datasets of several model families.
+    schedule does not allow, and for control images that the denoiser is not given (`check_controls`), and for one that
+    inpaints where masked images are lacking; StoreError for datasets of several model families.
     """
     settings = settings or ValidationConfig()
     schedule = check_loss_settings(scheduler, settings, autocast)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
     device, family = device or device_of(denoiser), _family_of(views)
     check_controls(family, cache, views)
+    check_masked(denoiser, family, cache, views)
     progress = progress or Progress()
     measurement = _Measurement(denoiser, family, schedule, settings, progress, device=device, autocast=autocast)
     losses = measurement.run(views)

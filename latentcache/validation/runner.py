@@ -15,7 +15,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, ModelError, StoreError
-from latentcache.families.base import Family
+from latentcache.families.base import Family, check_prompts
 from latentcache.loading.cache import LatentCache
 from latentcache.models.denoiser import check_fits
 from latentcache.models.family import family_of, pipeline_settings
@@ -30,7 +30,7 @@ from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss import check_loss_settings, validation_loss
-from latentcache.validation.loss_parts import check_controls
+from latentcache.validation.loss_parts import check_controls, check_masked
 from latentcache.validation.metrics import LossReport
 from latentcache.validation.noise_schedule import WHOLE, NoiseSchedule, Share
 from latentcache.validation.results import (
@@ -168,6 +168,7 @@ class ValidationRunner:
         if names := validation_sets(self.cache, self.config):
             check_loss_settings(NoiseSchedule.of(scheduler, self._within), validation, self._autocast)
             check_controls(self.family, self.cache, names, self.config)
+            check_masked(self._denoiser(), self.family, self.cache, names)
         elif not validation.prompts:
             raise ConfigError(
                 "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
@@ -180,6 +181,7 @@ class ValidationRunner:
                     f"{self._within[0]} to {self._within[1]} of them; set it to []. The loss is measured without it",
                     key="validation.prompts",
                 )
+            check_prompts(self.family, validation.prompts, self._denoiser())
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _check_texts(self) -> None:

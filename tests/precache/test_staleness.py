@@ -306,7 +306,8 @@ CHANGES = [
 
 
 def leaves(prefix: str, identity: type) -> Iterator[str]:
-    nested = {"preparation", "geometry", "encoding", "controls"}  # controls: see test_parts.py
+    # controls: see test_parts.py; masking: see test_inpainting.py
+    nested = {"preparation", "geometry", "encoding", "controls", "masking"}
     yield from (f"{prefix}.{field.name}" for field in dataclasses.fields(identity) if field.name not in nested)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,24 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from latentcache import LatentCache
+from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.masks import prepare_mask
 from latentcache.dataset.row_table import Row
+from latentcache.errors import ImageRefused
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
 from latentcache.models.vae import encode_images
+from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.explanation import explain
+from latentcache.precache.preparation import Preparations
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Size
@@ -183,3 +188,75 @@ def test_explain_and_the_validation_loss_know_which_crop_is_meant(folder: Path) 
     crops = [ref.geometry.crop_top_left for ref in rows_of(config)["wide.png"].images]
     text = explain(config, "wide.png", models=LoadedModels(**tiny_parts())).to_text()
     assert all(f"at {crop.top},{crop.left})" in text for crop in crops) and len(set(crops)) == 3
+
+
+def test_crops_change_neither_the_items_nor_which_of_them_share_a_batch(folder: Path) -> None:
+    plain = config_of(folder, flip=True, parts=True)
+    run(plain)
+    before = LatentDataset(plain.cache, flips=True)
+    data = plain.datasets[0].model_dump() | {"name": "more", "variations": 3}
+    both = plain.model_copy(update={"datasets": (*plain.datasets, type(plain.datasets[0])(**data))})
+    run(both)
+    after, joined = LatentDataset(both.cache, "more", flips=True), LatentDataset(both.cache, ["photos", "more"])
+    assert (len(before), before.identity()) == (len(after), after.identity())
+    groups = joined.groups().tolist()
+    assert groups[:3] == groups[3:], "samples of both share a batch"
+
+
+RULES = [
+    {"area": 96 * 96, "step": 32},
+    {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32},
+    {"rule": "kohya", "resolution": 64, "square": True},
+    {"rule": "simpletuner", "resolution": 96, "step": 32},
+    {"rule": "onetrainer", "resolution": 96, "step": 32},
+    {"rule": "diffusers", "resolution": 64},
+    {"rule": "diffusers", "sizes": [[64, 96], [96, 64]]},
+]
+
+
+@pytest.fixture(scope="module")
+def preparations() -> Callable[[dict[str, Any], int], Preparations]:
+    settings: dict[str, Any] = {"datasets": [{"name": "a", "source": {"path": "a"}}], "model": {"path": "tiny"}}
+    encodings = choose_encodings(
+        parse_config(settings | {"encode": {"device": "cpu"}}), LoadedModels(**tiny_parts()), {}
+    )
+
+    def made(buckets: dict[str, Any], variations: int) -> Preparations:
+        data = {**settings["datasets"][0], "buckets": buckets, "flip": True, "variations": variations}
+        return Preparations(parse_config({"datasets": [data]}).datasets[0], encodings, "")
+
+    return made
+
+
+@given(
+    size=st.builds(Size, st.integers(20, 4000), st.integers(20, 4000)),
+    buckets=st.sampled_from(RULES),
+    variations=st.integers(2, 5),
+    seed=st.binary(min_size=32, max_size=32),
+)
+def test_every_crop_lies_in_its_resized_image(
+    preparations: Callable[[dict[str, Any], int], Preparations],
+    size: Size,
+    buckets: dict[str, Any],
+    variations: int,
+    seed: bytes,
+) -> None:
+    source = seed.hex()
+    try:
+        plain = preparations(buckets, 1).shapes([size], None, "a.png", source)
+    except ImageRefused:
+        return
+    shapes = preparations(buckets, variations).shapes([size], None, "a.png", source)
+    assert [each.image_key(source) for each in shapes[:2]] == [each.image_key(source) for each in plain]
+    assert len(shapes) == 2 * variations
+    for upright, mirrored in zip(shapes[::2], shapes[1::2], strict=True):
+        geometry, other = upright.geometry, mirrored.geometry
+        for at, resized, target in zip(
+            geometry.crop_top_left, geometry.resized_size, geometry.target_size, strict=True
+        ):
+            assert 0 <= at <= resized - target
+        assert (geometry.flip, other.flip) == (False, True)
+        if upright is not shapes[0]:  # of the first one each trainer has a rule of its own for the odd pixel
+            assert other.crop_top_left == geometry.crop_top_left
+    same = plain[0].geometry.resized_size == plain[0].geometry.target_size
+    assert not same or len({each.image_key(source) for each in shapes}) == 2
