@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.config import MAX_REPEATS, MAX_VARIANTS, PROMPTS_PREFIX, Share
 from latentcache.dataset.row_table import Row, RowTable, has_key
@@ -183,13 +183,6 @@ class _Header(_HeaderPart):
     variants: Annotated[int, Field(ge=1, le=MAX_VARIANTS)] = 1
     weights: list[Share] = []
     loss_weight: Share = 1.0
-
-    @field_validator("weights")
-    @classmethod
-    def _one_is_drawn(cls, weights: list[float]) -> list[float]:
-        if weights and not any(weights):
-            raise ValueError("all weights are 0, but one caption has to be drawn")
-        return weights
 
 
 def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:

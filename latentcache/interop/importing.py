@@ -46,10 +46,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
-    """What an imported dataset is for, how often an epoch visits each sample, and how much one counts in the loss.
-
-    ConfigError for less than one visit.
-    """
+    """An imported dataset's role, `repeats` (ConfigError below 1) and `loss_weight`: see `DatasetConfig`."""
 
     role: Literal["train", "validation"] = "train"
     repeats: int = 1

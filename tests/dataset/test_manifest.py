@@ -152,7 +152,7 @@ def common(**changes: Any) -> dict[str, Any]:
 HEADERS: dict[str, dict[str, Any]] = {
     **{f"repeats that are {value!r}": {"repeats": value} for value in ("2", -1, 10**9, True, None)},
     **{f"variants that are {value!r}": {"variants": value} for value in (0, 1001, "2", None)},
-    **{f"weights that are {value!r}": {"weights": value} for value in ((0.0, 0), (1.0, -1.0), (float("inf"),), ("1",))},
+    **{f"weights that are {value!r}": {"weights": value} for value in ((1.0, -1.0), (float("inf"),), ("1",))},
     **{f"a loss_weight that is {value!r}": {"loss_weight": value} for value in (-0.1, float("nan"), "1")},
     **{f"a role that is {value!r}": {"role": value} for value in ("test", 7)},
     **{f"no {name} in common": {"common": {k: v for k, v in common().items() if k != name}} for name in COMMON},
