@@ -74,6 +74,9 @@ class _Samples:
         refs = self.samples.refs(numbers, flips | mirrored, captions)
         for place in np.flatnonzero(dropped).tolist():
             ref, to = refs[place], self.chooser.choices.dropout_to
+            if not ref.facts.texts:  # latents alone: there is nothing but the string
+                refs[place] = ref._replace(caption="")
+                continue
             keys = (ref.keys[0], self.empty_key, *ref.keys[2:]) if to == "empty" else ref.keys
             refs[place] = ref._replace(keys=keys, caption="", dropped=to)
         return refs
@@ -139,7 +142,7 @@ class LatentDataset(Dataset[Batch]):
     read whole, a pack ahead.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice of the caller's
         self,
         path: str | Path | CacheConfig,
         manifest: str | Sequence[str] | None = None,
@@ -177,7 +180,7 @@ class LatentDataset(Dataset[Batch]):
         for samples in read:
             samples.check_untrained([trained_tokens] if isinstance(trained_tokens, str) else trained_tokens)
         self._parts = [_Samples(each, self.choices, flips=each.manifest.name in mirrored) for each in read]
-        if caption_dropout:
+        if caption_dropout and self.facts.texts:
             self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()

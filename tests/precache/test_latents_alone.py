@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.request import urlopen
 
 import pytest
@@ -62,6 +62,16 @@ def test_no_text_encoder_is_looked_at(make_config: Callable[..., Config], monkey
         row = cache.row("a.png")[1]
         assert [ref.key for ref in row.captions] == [""] * 6 and row.keys() == [row.images[0].key]
         assert cache.batch(["a.png"], device="cpu", caption=3)["caption"] == ["a house in the rain"]
+
+
+@pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
+def test_dropout_leaves_the_latents_alone(alone: Config, dropout_to: Literal["empty", "zeros"]) -> None:
+    kept = LatentDataset(alone.cache.path)
+    dropped = LatentDataset(alone.cache.path, caption_dropout=1.0, dropout_to=dropout_to)
+    loaders = [LatentLoader(BucketBatchSampler(each, batch_size=2), device="cpu") for each in (kept, dropped)]
+    for batch, without in zip(*loaders, strict=True):
+        assert without["caption"] == [""] * len(batch["caption"]) and without.keys() == batch.keys()
+        assert without["sample_id"] == batch["sample_id"] and torch.equal(without["latents"], batch["latents"])
 
 
 def test_a_batch_has_captions_and_no_texts(alone: Config, make_config: Callable[..., Config]) -> None:
