@@ -91,10 +91,12 @@ class BlockSwap(Snapshot):
 
     def __init__(self, module: torch.nn.Module):
         names = ("switch_block_swap_for_inference", "switch_block_swap_for_training")
-        self._switches = [getattr(module, name, None) for name in names]
+        self._switches: list[Any] = [getattr(module, name, None) for name in names]
         values = (value for part in module.modules() for value in vars(part).values())
-        is_switched = any(getattr(value, "forward_only", False) is True for value in values)
-        self._can_switch, self._has_switched = all(map(callable, self._switches)) and not is_switched, False
+        self._can_switch = all(map(callable, self._switches)) and not any(
+            getattr(value, "forward_only", False) is True for value in values
+        )
+        self._has_switched = False
 
     def apply(self) -> None:
         """Let forwards follow each other."""

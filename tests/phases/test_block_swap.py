@@ -70,7 +70,7 @@ def swapped(training: Training, *, is_known: bool = True) -> Swapper:
     """Let the blocks of the run's UNet be swapped from now on."""
     swapper = Swapper(is_known=is_known)
     training.unet.__class__ = SwappedUNet
-    training.unet.swapper = swapper  # type: ignore[assignment]
+    training.unet.swapper = swapper
     return swapper
 
 
@@ -190,7 +190,7 @@ def test_a_validation_of_a_swapped_model(make_config: Callable[..., Config], pho
 def test_weights_under_block_swap_that_is_known_are_left_alone() -> None:
     """Their memory is exchanged between blocks: what a weight had may be another's now."""
     training = Training(CPU)
-    training.unet.offloader = Offloader(len(training.unet.up_blocks))  # type: ignore[assignment]
+    training.unet.offloader = Offloader(len(training.unet.up_blocks))
     phases = Phases({"unet": training.unet}, device=CPU)
     assert phases.not_moved() == {"unet": "its weights are moved by Offloader"}
     first, second = (block.resnets[0].conv1 for block in training.unet.up_blocks)
