@@ -21,6 +21,7 @@ from latentcache.devices.tensor_location import (
     immovable_reason,
     is_optimizer,
     is_partitioned,
+    movers,
     offload_hook_of,
     replaces_parameters,
 )
@@ -98,6 +99,9 @@ class ModelParts:
         reason = managed_by(self.modules[name])
         if reason is not None:
             return reason
+        if moved := movers(self.modules[name]):
+            # Block swap exchanges the memory of blocks: putting back what a weight had would give it another's values.
+            return f"its weights are moved by {next(iter(moved.values())).name}"
         for weight, tensor in named_weights(self.modules[name]):
             reason = immovable_reason(tensor)
             if reason is not None:

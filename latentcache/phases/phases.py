@@ -15,7 +15,7 @@ from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_in
 from latentcache.errors import PhaseError
 from latentcache.families import DENOISERS
 from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, managed_by
-from latentcache.phases.state import ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
+from latentcache.phases.state import BlockSwap, ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
     Casts,
@@ -50,7 +50,8 @@ class Phases:
 
     By default the parts that have parameters to train, and the denoiser, are on the device in all three phases. They
     are in train mode only in `train`; the other two use averaged weights. Parts that other software places are never
-    moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping).
+    moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks, block swap or layer offload that `audit` knows,
+    and those named in `immovable`.
     Nor are parts under DistributedDataParallel, which would lose its hooks (code in a phase must not cast them either),
     and parts whose memory on the device is another tensor's too, such as the flat buffer of an optimizer.
     The averages of an `ema` stay where they are, unless a phase names it in `on_device`: then the others park it.
@@ -141,11 +142,12 @@ class Phases:
         """Apply a phase, without gradients; at its end put back what it changed, also after an error or Ctrl-C.
 
         Put back are the training flag of every submodule, requires_grad, device, dtype and memory of every parameter
-        and buffer, gradients, compiled calls, random streams, gradient mode and autocast, EMA weights and the mode of a
-        schedule-free optimizer. Nothing else is: adapters, hooks, attention processors and other settings that code in
-        the phase changes stay changed, and so do torch's other global flags. The GradScaler and schedulers are not
-        touched. Ctrl-C waits while state is put back. Phases nest. Tensors of parts that FSDP, ZeRO-3 or offload hooks
-        manage, and of parts declared immovable, are left alone.
+        and buffer, gradients, compiled calls, random streams, gradient mode and autocast, EMA weights, the mode of a
+        schedule-free optimizer and that of block swap, which a part that the phase runs and does not train has for
+        inference. Nothing else is: adapters, hooks, attention processors and other settings that code in the phase
+        changes stay changed, and so do torch's other global flags. The GradScaler and schedulers are not touched.
+        Ctrl-C waits while state is put back. Phases nest. Tensors of parts that other software places (see the class)
+        are left alone.
 
         Args:
             phase: The name of a phase, or one of your own.
@@ -226,13 +228,16 @@ class Phases:
         # Kept only when the phase is open: memory of a refused phase, however old, would be put back in a later one.
         memory = self._memory if self._open_phases else CurrentStorage()
         weights = self._weights(memory, parts)
-        opened = _OpenPhase(name, phase, self._model, weights, self.device, parts)
+        switched = {part for each in self._open_phases for part in each.block_swaps}
+        opened = _OpenPhase(name, phase, self._model, weights, self.device, parts, switched)
         self._memory = memory
         self._open_phases.append(opened)
         try:
             self._apply(phase, weights, opened.modules)
             for averages in opened.averages if phase.averaged else ():
                 averages.swap_in()
+            for block_swap in opened.block_swaps.values():
+                block_swap.apply()
             self._audit(phase, weights)
         except BaseException:
             self._close(opened)
@@ -312,9 +317,13 @@ class _OpenPhase:
         weights: Weights,
         device: torch.device,
         parts: Collection[str],
+        switched: Collection[str],
     ):
         self.name, self.phase, self.weights = name, phase, weights
         self.modules = {part: module for part, module in model.modules.items() if part in parts}
+        # Those that run without a backward, unless the phase around this one has `switched` them.
+        run = {*phase.on_device} - {*phase.training} - {*switched}
+        self.block_swaps = {part: BlockSwap(module) for part, module in self.modules.items() if part in run}
         # Software that shards, swaps or offloads a part may exchange the part's tensors in a forward.
         settled = {
             part: module for part, module in self.modules.items() if part in weights.parts or managed_by(module) is None
@@ -332,6 +341,7 @@ class _OpenPhase:
             gathered,
             weights,
             ReducedGradients(settled, model.reduced_parameters()),
+            *self.block_swaps.values(),  # before averages: their state is where training has the weights
             *reversed(self.averages),
             Casts(weights),
             Gradients(settled),  # a parameter takes only a gradient of its own dtype

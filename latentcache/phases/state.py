@@ -82,6 +82,34 @@ class EagerCalls(Snapshot):
             vars(module)[name] = value
 
 
+class BlockSwap(Snapshot):
+    """The mode of block swap in a model of musubi-tuner or sd-scripts, which the model itself switches.
+
+    In training a forward leaves the first blocks on the CPU until its backward: the second one without a backward
+    would fail. A model that has no such methods, or is in the mode for inference, is left alone.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        names = ("switch_block_swap_for_inference", "switch_block_swap_for_training")
+        self._switches: list[Any] = [getattr(module, name, None) for name in names]
+        values = (value for part in module.modules() for value in vars(part).values())
+        self._can_switch = all(map(callable, self._switches)) and not any(
+            getattr(value, "forward_only", False) is True for value in values
+        )
+        self._has_switched = False
+
+    def apply(self) -> None:
+        """Let forwards follow each other."""
+        if self._can_switch:
+            self._has_switched = True
+            self._switches[0]()
+
+    @override
+    def restore(self) -> None:
+        if self._has_switched:
+            self._switches[1]()
+
+
 def _compiled_attributes(module: torch.nn.Module) -> Iterator[str]:
     if vars(module).get("_compiled_call_impl") is not None:
         yield "_compiled_call_impl"

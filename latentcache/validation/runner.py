@@ -66,7 +66,7 @@ class ValidationRunner:
     cached yet. Modules may be wrapped (DDP, torch.compile, accelerate). `config` names the validation sets (`role:
     validation`) and has the settings under `validation`. The family is that of `model.family`, else of what is cached,
     else of `model.path`. `phases` is the training's own switch; by default there is a new one, on the device of the
-    denoiser. A denoiser whose blocks are swapped needs it, with its name in `immovable=`. `writer` is a TensorBoard
+    denoiser. A denoiser whose blocks are swapped needs it, as it lies on several devices. `writer` is a TensorBoard
     SummaryWriter or a W&B run. `autocast` is the dtype that training computes in under autocast. `within` is the part
     of the schedule that the denoiser is for, where another one has the rest: `models.family.denoised_share`.
 

@@ -46,6 +46,14 @@ class Denoiser(torch.nn.Module):
                 self.around.after(number)
         return self.out(x)
 
+    def switch_block_swap_for_inference(self) -> None:
+        self.around.forward_only = True
+        self.around.prepare_block_devices_before_forward()
+
+    def switch_block_swap_for_training(self) -> None:
+        self.around.forward_only = False
+        self.around.prepare_block_devices_before_forward()
+
 
 class BlockSwapper:
     """The last blocks' weights are on the CPU; each takes the place of one of the first when that has run."""

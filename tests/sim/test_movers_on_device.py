@@ -10,7 +10,7 @@ import torch
 from diffusers.hooks import apply_group_offloading
 from helpers.offloading_trainers import Denoiser, conducted, fetched, streamed, swapped
 
-from latentcache import audit, guard
+from latentcache import Phases, audit, guard
 from latentcache.errors import DeviceError, DeviceMismatchError
 
 
@@ -103,3 +103,33 @@ def test_what_moves_itself_in_another_way_can_be_named(device: torch.device) -> 
         audit({"unet": model}, managed=["unet.block"])
     with pytest.raises(DeviceError, match="managed: there is no submodule 'block'"), guard(model, managed=["block"]):
         pass
+
+
+@pytest.mark.parametrize("name", ["musubi", "kohya"])
+def test_a_validation_under_block_swap_leaves_training_as_it_was(name: str, device: torch.device) -> None:
+    def trained(*, validates: bool) -> list[torch.Tensor]:
+        model = MAKERS[name](device)
+        optimizer = torch.optim.AdamW(model.inp.parameters(), lr=0.1)
+        phases = Phases({"transformer": model, "optimizer": optimizer}, device=device)
+        phases.start()
+        assert phases.not_moved() == {"transformer": "its weights are moved by BlockSwapper"}
+        for _ in range(3):
+            model(inputs(device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if validates:
+                with phases.enter("validate"):
+                    outputs = [model(inputs(device)) for _ in range(3)]
+                    assert all(torch.equal(outputs[0].cpu(), each.cpu()) for each in outputs[1:])
+                with pytest.raises(ZeroDivisionError), phases.enter("sample"):
+                    model(inputs(device))
+                    raise ZeroDivisionError
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    for ours, theirs in zip(trained(validates=True), trained(validates=False), strict=True):
+        assert torch.equal(ours, theirs)
+    model = MAKERS[name](device)
+    with torch.no_grad():
+        model(inputs(device))
+        with pytest.raises((DeviceMismatchError, RuntimeError)), guard(model):  # without a phase
+            model(inputs(device))

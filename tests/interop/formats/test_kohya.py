@@ -250,13 +250,13 @@ def test_texts_of_each_length_come_back_and_are_verified(
     verification = Verification(config, LoadedModels(**tiny_parts()), num_entries="all")
     with open_workspace(config.cache.model_copy(update={"path": tmp_path / "other"})) as workspace:
         foreign = KohyaCache(photos)
-        imported = import_cache(foreign, workspace, name="back", scale_check=False, verification=verification)
-        texts = imported.differences["text"]
-        assert texts.num_equal == texts.num_compared == 4 and imported.refused == []
+        back = import_cache(foreign, workspace, name="back", scale_check=False, verification=verification)
+        texts = back.differences["text"]
+        assert texts.num_equal == texts.num_compared == 4 and back.refused == []
         common = workspace.manifests.read("back").common  # type: ignore[union-attr]
         assert common["text_encoding"] == ({} if max_length is None else {"max_length": max_length})
-    with LatentCache(tmp_path / "other", unverified=True) as back:
-        assert torch.equal(back.batch(["b.png"], device="cpu")["prompt_embeds"], embeds)
+    with LatentCache(tmp_path / "other", unverified=True) as found:
+        assert torch.equal(found.batch(["b.png"], device="cpu")["prompt_embeds"], embeds)
 
 
 def test_imports_of_two_lengths_are_not_mixed(tmp_path: Path) -> None:
