@@ -189,7 +189,8 @@ class _DatasetPlanner:
                 num_lost,
                 self._dataset.source.path,
             )
-        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)
+        use = self._dataset
+        manifest = Manifest(name, use.role, use.repeats, self._common, table, loss_weight=use.loss_weight)
         self._plan.manifests.append(manifest)
 
     def _with_facts(
