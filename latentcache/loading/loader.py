@@ -172,6 +172,10 @@ class LatentLoader(Closing):
         prefetch: int = 2,
         damaged: Literal["raise", "skip"] = "raise",
     ):
+        if isinstance(sampler, LatentDataset):
+            raise StoreError(
+                "a loader takes a sampler, which says what a batch is: LatentLoader(BucketBatchSampler(dataset, 4))"
+            )
         if prefetch < 0:
             raise StoreError(f"prefetch is {prefetch}; it must be at least 0 (0: no thread)")
         check_output(output, scaled=scaled)
