@@ -6,7 +6,7 @@ Relative paths in a config are relative to the working directory, as in every tr
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
@@ -25,6 +25,7 @@ from pydantic import (
 from latentcache.errors import StoreError
 from latentcache.families import DEFAULT, DEFAULT_REPOSITORY, FamilyName
 from latentcache.location import CacheLocation, cache_location
+from latentcache.utils.wording import counted
 
 TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
 """Of the environment: the token of a service that allows reading, and the one that allows writing too."""
@@ -32,6 +33,8 @@ PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 MAX_REPEATS = 1_000_000
 """Upper bound for `repeats`: larger values are typos, and an epoch's order would not fit into memory."""
+MAX_VARIANTS = 1000
+"""Upper bound for the texts that are made of one caption: each is an entry."""
 RETRY_S = 30.0
 """For so long a request is tried again that is not answered."""
 
@@ -265,6 +268,10 @@ class MaskConfig(PartConfig):
 
     alpha: bool = False
     """Take the image's own alpha channel, as kohya's alpha_mask does. An image without one counts everywhere."""
+    inpaint: Literal["hard", "soft"] | None = None
+    """For denoisers that inpaint (9 channels): also cache the latents of the image without what the mask covers.
+    `hard`: grey where the mask is half white or more, as diffusers' pipelines have it. `soft`: the whiter, the greyer,
+    as OneTrainer has it."""
 
     @model_validator(mode="after")
     def _one_mask(self) -> MaskConfig:
@@ -316,6 +323,46 @@ class SourceConfig(Section):
         return self
 
 
+class CaptionsConfig(Section):
+    """Variants of each caption, whose embeddings are cached beside its own: its tags shuffled, and some dropped."""
+
+    variants: int = Field(1, ge=1, le=MAX_VARIANTS)
+    """Texts of each caption. Number 0 is the caption itself; each further one is made of it by the settings below."""
+    shuffle: bool = False
+    """Shuffle the tags: sd-scripts' shuffle_caption."""
+    keep: int = Field(0, ge=0)
+    """So many first tags stay where they are: keep_tokens, OneTrainer's keep_tags_count."""
+    keep_separator: str | None = Field(None, min_length=1)
+    """In place of `keep`, e.g. `|||`: what stands before the first one stays first, and what stands after a second one
+    stays last: keep_tokens_separator."""
+    separator: str = Field(",", min_length=1)
+    """What divides tags: caption_separator. They are joined again by a comma and a space."""
+    drop: float = Field(0.0, ge=0, lt=1)
+    """Each tag that does not stay is left out with this probability: caption_tag_dropout_rate."""
+    secondary_separator: str | None = Field(None, min_length=1)
+    """Divides tags that stay together; in a variant `separator` takes its place."""
+    weights: Annotated[tuple[Share, ...], Field(min_length=1)] | None = None
+    """Where one of a sample's captions is drawn: how often each, in their order (of `caption_columns`, of the lines of
+    a file). null: all alike."""
+    seed: int = 0
+    """Of the variants. Another seed gives other texts."""
+
+    @model_validator(mode="after")
+    def _variants_differ(self) -> CaptionsConfig:
+        if self.weights is not None and not any(self.weights):
+            raise ValueError("weights are all 0, but one caption has to be drawn: give one of them more")
+        if self.keep and self.keep_separator:
+            raise ValueError("give keep or keep_separator, not both")
+        changing = ("shuffle", "drop", "keep", "keep_separator", "secondary_separator")
+        if self.variants == 1 and (given := [name for name in changing if getattr(self, name)]):
+            raise ValueError(
+                f"variants is 1, the caption itself, which {', '.join(given)} would not change: give 2 or more"
+            )
+        if self.variants > 1 and not (self.shuffle or self.drop):
+            raise ValueError(f"variants is {self.variants}, but all are equal: set shuffle or drop, or leave it out")
+        return self
+
+
 class ImagesConfig(Section):
     """How images are decoded, and which are refused."""
 
@@ -342,17 +389,30 @@ class DatasetConfig(Section):
     """What the dataset is for; stored in its manifest."""
     repeats: int = Field(1, ge=1, le=MAX_REPEATS)
     """How often an epoch visits each sample. Costs no space."""
+    loss_weight: Share = 1.0
+    """How much a sample counts in the loss; stored in the manifest. A batch lists it for each of its rows. Less than 1
+    is usual for class images (kohya's prior_loss_weight)."""
     source: SourceConfig
     """Where the samples are."""
     buckets: BucketsConfig = BucketsConfig()
     """The sizes that images are resized and cropped to."""
+    resolutions: tuple[Annotated[int, Field(ge=64, le=_MAX_SIDE)], ...] = ()
+    """Short for several datasets of this one source: `[512, 1024]` makes NAME-512 and NAME-1024, each with that
+    `buckets.resolution`. Captions are encoded once. Other settings are the same for all of them."""
     images: ImagesConfig = ImagesConfig()
     """How images are decoded, and which are refused."""
     frames: FramesConfig | None = None
     """Families of video: animated files (GIF, PNG, WebP) and videos become clips of these frames. null: each image is
     one frame, and `images.animated` says what becomes of animated ones."""
+    captions: CaptionsConfig = CaptionsConfig()
+    """Variants of each caption, and how often each of several captions is drawn."""
     flip: bool = False
     """Also cache each image mirrored left to right, as its own entry."""
+    variations: int = Field(1, ge=1, le=1000)
+    """Crops of each image. The first is that of `buckets`; the others lie anywhere in the resized image, each an entry
+    of its own. An image that its bucket takes whole has one. Masks and control images move along."""
+    variations_seed: int = 0
+    """Seed of the places of further crops, which also depend on the image's bytes and on the number of the crop."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
     """Control images of each sample, such as what an edit begins with; one may stand without a list."""
     mask: Annotated[MaskConfig | None, BeforeValidator(as_section)] = None
@@ -363,6 +423,25 @@ class DatasetConfig(Section):
         """The further parts that have files or columns of their own: control images, then the mask."""
         return self.control if self.mask is None or self.mask.alpha else (*self.control, self.mask)
 
+    def of_each_resolution(self) -> Iterator[DatasetConfig]:
+        """The datasets that `resolutions` stands for; this one itself without any."""
+        if not self.resolutions:
+            yield self
+        settings = self.model_dump(exclude_unset=True, exclude={"resolutions"})
+        for side in self.resolutions:
+            buckets = {**settings.get("buckets", {}), "resolution": side}
+            yield DatasetConfig.model_validate({**settings, "name": f"{self.name}-{side}", "buckets": buckets})
+
+    @model_validator(mode="after")
+    def _resolutions_fit_the_buckets(self) -> DatasetConfig:
+        if self.resolutions and {"area", "resolution", "sizes"} & self.buckets.model_fields_set:
+            raise ValueError(
+                "resolutions sets the one of each dataset; leave out area, resolution and sizes of buckets"
+            )
+        if self.resolutions:
+            list(self.of_each_resolution())  # the faults of each, under the number of this section
+        return self
+
     @model_validator(mode="after")
     def _parts_fit_the_source(self) -> DatasetConfig:
         for part in self.part_files:
@@ -372,6 +451,11 @@ class DatasetConfig(Section):
         ]
         if small:
             raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
+        weights = self.captions.weights
+        num_captions = 1 if self.source.caption_lines == "joined" else len(self.source.caption_columns or ())
+        if weights is not None and num_captions not in (0, len(weights)):
+            met = f"captions.weights has {len(weights)}, but a sample has {counted(num_captions, 'caption')}"
+            raise ValueError(f"{met}: give one for each")
         if self.frames is not None and (self.control or self.mask):
             raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
         columns = [part.column for part in self.part_files]
@@ -417,6 +501,9 @@ class ModelConfig(Section):
 class EncodeConfig(Section):
     """How images and captions are encoded."""
 
+    text: Literal["all", "none"] = "all"
+    """`none`: latents alone. Captions are in the manifest and in batches as text, for text encoders that are trained;
+    none is encoded, nor are validation prompts."""
     device: str = "auto"
     """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     vae_dtype: DtypeName = "auto"
@@ -430,7 +517,8 @@ class EncodeConfig(Section):
     """What is stored of texts. `auto`: `store_dtype`, and if that is auto too bfloat16 for encoders larger than CLIP.
     float8_e4m3fn halves it again, where padding has to be stored: see the family's page for its error."""
     max_length: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of a text at most, as the pipeline's max_sequence_length. null: the family's."""
+    """Tokens of a text at most, as the pipeline's max_sequence_length. null: the family's. Families with CLIP alone
+    also take 150 and 225, in chunks of 75 as with sd-scripts' max_token_length: 152 and 227 rows."""
     padding: Literal["auto", "drop", "keep"] = "auto"
     """Padding of texts. `drop`: stored without it, and padded again in each batch. `keep`: stored with it. `auto`: drop
     where a batch then gives the same result."""
@@ -513,6 +601,11 @@ class Config(Section):
     encode: EncodeConfig = EncodeConfig()
     validation: ValidationConfig = ValidationConfig()
     ray: RayConfig = RayConfig()
+
+    @field_validator("datasets")
+    @classmethod
+    def _one_for_each_resolution(cls, datasets: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
+        return tuple(each for dataset in datasets for each in dataset.of_each_resolution())
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Config:

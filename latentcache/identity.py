@@ -154,8 +154,17 @@ def encoding_json(encoding: ImageEncoding | TextEncoding) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Masking:
+    """What covers a masked image: the digest of a mask, its preparation, and by which rule (`config.MaskConfig`)."""
+
+    source: str
+    preparation: Preparation
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
 class ImageIdentity:
-    """Everything that determines an image entry's value."""
+    """Everything that determines an image entry's value. `masking` is that of an image that a mask covers."""
 
     source: str
     preparation: Preparation
@@ -163,13 +172,17 @@ class ImageIdentity:
     salt: str = ""
     kind: Literal["image"] = "image"
     schema: int = SCHEMA
+    masking: Masking | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        preparation = self.preparation.to_json()
+        preparation, masking = self.preparation.to_json(), self.masking
         if self.preparation.geometry.num_frames is None:  # only here: masks and control images of texts say null
             preparation = _without(preparation, "num_frames", "fps", "start")
-        return _values(self) | {"preparation": preparation, "encoding": encoding_json(self.encoding)}
+        found = _values(self) | {"preparation": preparation, "encoding": encoding_json(self.encoding)}
+        if masking is None:
+            return _without(found, "masking")
+        return found | {"masking": _values(masking) | {"preparation": masking.preparation.to_json()}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,15 @@ def source(kind: str, **settings: Any) -> dict[str, Any]:
     return {"datasets": [{"name": "photos", "source": {"kind": kind, "path": "photos", **settings}}]}
 
 
+def each_resolution(resolutions: list[int], *, name: str = "photos", **buckets: Any) -> dict[str, Any]:
+    return {"datasets": [{**MINIMAL["datasets"][0], "name": name, "resolutions": resolutions, "buckets": buckets}]}
+
+
+def captions(kind: str = "folder", columns: list[str] | None = None, lines: str = "each", **settings: Any) -> dict:
+    where = {"kind": kind, "path": "photos", "caption_columns": columns, "caption_lines": lines}
+    return {"datasets": [{"name": "photos", "source": where, "captions": settings}]}
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
@@ -142,6 +151,23 @@ def test_resolution_is_the_side_of_an_area(tmp_path: Path, flags: dict[str, str]
     assert found.buckets.area == int(flags.get("resolution", 768)) ** 2
 
 
+def test_resolutions_are_one_dataset_each(tmp_path: Path) -> None:
+    settings = each_resolution([512, 768])
+    settings["datasets"][0] |= {"mask": "alpha", "control": {"suffix": "_1"}, "repeats": 3}
+    settings["datasets"].append({"name": "faces", "source": {"path": "faces"}})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    small, large, faces = load_config(path, overrides={"datasets": {"photos": {"flip": "true"}}}).datasets
+    assert [each.name for each in (small, large, faces)] == ["photos-512", "photos-768", "faces"]
+    assert (small.buckets.area, large.buckets.area) == (512**2, 768**2)
+    by_hand = {**MINIMAL["datasets"][0], "mask": "alpha", "control": {"suffix": "_1"}, "repeats": 3, "flip": True}
+    by_hand |= {"name": "photos-512", "buckets": {"resolution": 512}}
+    assert small == parse_config({"datasets": [by_hand]}).datasets[0], "the short form and the long one are one"
+    square = each_resolution([512, 1024], rule="onetrainer", square=True)
+    assert [each.buckets.resolution for each in parse_config(square).datasets] == [512, 1024]
+    assert all(each.buckets.square for each in parse_config(square).datasets)
+
+
 @pytest.mark.parametrize("dataset", [{}, {"mask": None}, {"mask": {"suffix": "_x"}}, {"mask": "alpha"}], ids=str)
 def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: dict[str, Any]) -> None:
     path = tmp_path / "run.yaml"
@@ -178,11 +204,34 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
         ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
         ({"datasets": [{"name": "a"}]}, r"datasets\.0\.source: is required"),
         ({"datasets": MINIMAL["datasets"] * 2}, "occur twice"),
+        (each_resolution([512, 512]), "different names, but photos-512 occur twice"),
+        (
+            {"datasets": [*each_resolution([512])["datasets"], {"name": "photos-512", "source": {"path": "x"}}]},
+            "different names, but photos-512 occur twice",
+        ),
+        (each_resolution([512], resolution=1024), r"datasets\.0: resolutions .* leave out area, resolution and sizes"),
+        (each_resolution([512], area=1 << 20), r"datasets\.0: resolutions .* leave out area, resolution and sizes"),
+        (each_resolution([512, 1536], rule="kohya"), r"datasets\.0\.buckets: resolution is 1536; .* max_side 1024"),
+        (each_resolution([32]), r"datasets\.0\.resolutions\.0: .*64 \(met: 32\)"),
+        (each_resolution([512], name="n" * 62), r"datasets\.0\.name: a name has at most 64"),
         ({"datasets": [{"name": "Validation-Prompts", "source": {"path": "x"}}]}, "may not begin with"),
         ({"datasets": [{"name": "a.b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
         (source("folder", caption_columns=["text"]), "caption_columns is no setting for a source of kind folder"),
         (source("imagefolder", caption_extension=".cap"), "no setting .* kind imagefolder; it has caption_columns"),
         (source("webdataset", image_column="photo"), "image_column is no setting for a source of kind webdataset"),
+        (captions(shuffle=True), r"datasets\.0\.captions: variants is 1, .* which shuffle would not change: give 2"),
+        (captions(drop=0.1, keep=1), "which drop, keep would not change"),
+        (captions(secondary_separator=";;;"), "which secondary_separator would not change"),
+        (captions(variants=8), "variants is 8, but all are equal: set shuffle or drop"),
+        (captions(variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
+        (captions(variants=2, drop=1), r"captions\.drop: .*less than 1"),
+        (captions(weights=[0, 0]), "weights are all 0"),
+        (captions("webdataset", ["a", "b"], weights=[1]), "captions.weights has 1, but a sample has 2 captions"),
+        (
+            captions(lines="joined", weights=[1, 1]),
+            "captions.weights has 2, but a sample has 1 caption: give one for each",
+        ),
+        ({"encode": {"text": "latents"}}, r"encode\.text: .*'all' or 'none'"),
         (source("parquet", caption_lines="joined"), "kind parquet; it has caption_columns, image_column"),
         ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         (

@@ -155,6 +155,20 @@ def test_text_keys(caption: str, salt: str, clip_skip: int, key: str) -> None:
     assert keys_like(TextIdentity("", encoding, salt))(caption_digest(caption)) == key
 
 
+@pytest.mark.parametrize(
+    ("max_length", "key"),
+    [
+        *((length, A_RED_HOUSE) for length in (None, 75, 77)),
+        (150, "d2025bdbf19c7c0b01be29bc946b8e8dac586b598bef6c3b548123604e073473"),
+        (225, "72d565e11d92bd989d0c709dd7e4f4ec2e37d5f634acda65e4512cbe7465bab6"),
+    ],
+)
+def test_text_keys_of_each_length(max_length: int | None, key: str) -> None:
+    recipe = family_named(DEFAULT).text_recipe(max_length=max_length)
+    encoding = dataclasses.replace(TEXT, recipe=tuple(recipe.items()))
+    assert key_of(TextIdentity(caption_digest("a red house"), encoding).to_json()) == key
+
+
 def test_the_key_of_a_text_that_is_read_with_a_control_image() -> None:
     geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
     control = digest(b"the bytes of a control image"), Preparation.of(preparation_policy(IMAGES), geometry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -12,11 +13,13 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from helpers.pipeline_host import host
 from helpers.serving import serving
 
 from latentcache import load_config, run_precache
 from latentcache.cli.app import app
+from latentcache.config_file import parse_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,13 +73,31 @@ def test_python_in_docs_runs(page: str) -> None:
     run_blocks(page)
 
 
+RECIPES = (ROOT / "docs/guide/recipes.md").read_text(encoding="utf-8")
+YAMLS = re.findall(r"```yaml\n(.*?)```", RECIPES, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("text", YAMLS, ids=lambda text: text.split()[-1])
+def test_the_configs_of_recipes_are_valid(text: str) -> None:
+    photos = {"name": "photos", "source": {"kind": "folder", "path": "photos"}}
+    whole = {"cache": {"path": "cache"}, "datasets": [photos], "model": {"path": "tiny"}}
+    parse_config(whole | yaml.safe_load(text))
+
+
+def test_sums_of_recipes_are_right() -> None:
+    sums = re.findall(r"((?:[\d.,]+ x )+[\d,]+) =\s+([\d,]+)", RECIPES)
+    assert len(sums) >= 4
+    for factors, result in sums:
+        assert math.prod(int(each.replace(",", "")) for each in factors.split(" x ")) == int(result.replace(",", ""))
+
+
 def test_python_in_the_guide_of_the_service_runs(in_quickstart: Path) -> None:
     cache, config = in_quickstart / "cache" / "quickstart", "configs/quickstart.yaml"
     with serving(cache, "--encode", config, writes=False) as server:
         run_blocks(SERVICE_PAGE, {"http://encoders:8765": server.url, 'token="..."': f"token={server.token!r}"})
 
 
-@pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "validate_in_loop"])
+@pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "train_one_encoder", "validate_in_loop"])
 def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
@@ -84,6 +105,10 @@ def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixt
         assert "0 were encoded" in out and "resumed after step 6: next are" in out
     elif name == "diffusers_sdxl":
         assert (in_quickstart / "cache" / "diffusers_sdxl.png").exists() and "(4, 4, 32, 32)" in out
+    elif name == "train_one_encoder":
+        first, *steps = out.splitlines()
+        assert float(first.rpartition(" ")[2]) < 1e-3, "untrained, the encoder gives what is cached"
+        assert len(steps) == 4 and len({line.split()[3] for line in steps}) == 4, out
     else:
         assert out.count("images, plot and metrics.json:") == 2
 

@@ -162,8 +162,9 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
 
     with LatentCache(options.cache(target), read_only=True) as cache:
         if key_or_sample in cache.manifests.names():
-            for row in cache.manifest(key_or_sample).rows.values():
-                print(json.dumps(row.to_json()) if options.as_json else row_text(row.to_json()))
+            manifest = cache.manifest(key_or_sample)
+            for line in (row.to_json(manifest.variants) for row in manifest.rows.values()):
+                print(json.dumps(line) if options.as_json else row_text(line))
             return DONE
     found = describe(options.cache(target), key_or_sample)
     print(json.dumps(found) if options.as_json else shown_text(found))

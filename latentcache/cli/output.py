@@ -50,7 +50,8 @@ def shown_text(found: Mapping[str, Any]) -> str:
     for dataset in found.get("datasets", ()):
         lines.append(row_text(dataset, f" in {dataset['dataset']}"))
         sizes = {image["key"]: _geometry(image) for image in dataset["images"]}
-        texts = {caption["key"]: repr(short(caption["text"])) for caption in dataset["captions"]}
+        further = f" and {dataset['variants'] - 1} variants of it" if "variants" in dataset else ""
+        texts = {caption["key"]: f"{short(caption['text'])!r}{further}" for caption in dataset["captions"]}
         for entry in dataset["entries"]:
             lines += _entry_lines(entry, sizes.get(entry["key"]) or texts.get(entry["key"]))
     if not lines:

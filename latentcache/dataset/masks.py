@@ -25,18 +25,35 @@ def luma(pixels: np.ndarray) -> np.ndarray:
     return grey.astype(np.uint8)
 
 
-def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
-    """The mask [H, W] resized, cropped and mirrored as its image is; then the mean of squares of `downscale` pixels.
+def laid_mask(values: np.ndarray, geometry: Geometry) -> np.ndarray:
+    """The mask [H, W] resized, cropped and mirrored as its image is: uint8 of `target_size`.
 
-    uint8 [1, h, w], halves rounded up. ValueError for a mask of another size than the geometry's. kohya's trainer has
-    the mean too (`interpolate(..., mode="area")` in `apply_masked_loss`), of floating point.
+    ValueError for a mask of another size than the geometry's.
     """
     if values.shape != geometry.original_size or values.dtype != np.uint8:
         raise ValueError(f"the mask is {values.dtype} {values.shape}, but uint8 {geometry.original_size} is needed")
     (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
     taken = resize(values, geometry.resized_size, BOX)[top : top + height, left : left + width]
-    if geometry.flip:
-        taken = taken[:, ::-1]
+    return taken[:, ::-1] if geometry.flip else taken
+
+
+def kept_by(mask: np.ndarray, rule: str) -> np.ndarray:
+    """How much of each pixel a mask leaves, uint8 of its shape; the rest of it is grey, which is 0 of -1 to 1.
+
+    `hard`: all or nothing, as diffusers' inpainting pipelines have it: `image * (mask < 0.5)`, of -1 to 1.
+    `soft`: as OneTrainer has it, of 0 to 1: `image * (1 - mask) + 0.5 * mask`.
+    """
+    left: np.ndarray = np.where(mask < 128, np.uint8(255), np.uint8(0)) if rule == "hard" else np.uint8(255) - mask
+    return left
+
+
+def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
+    """The mask [H, W] as it lies on its image (`laid_mask`); then the mean of squares of `downscale` pixels.
+
+    uint8 [1, h, w], halves rounded up. kohya's trainer has the mean too (`interpolate(..., mode="area")` in
+    `apply_masked_loss`), of floating point.
+    """
+    taken, (height, width) = laid_mask(values, geometry), geometry.target_size
     rows, columns, area = height // downscale, width // downscale, downscale**2
     squares = taken[: rows * downscale, : columns * downscale].reshape(rows, downscale, columns, downscale)
     means: np.ndarray = (squares.sum(axis=(1, 3), dtype=np.uint32) + area // 2) // area

@@ -11,8 +11,10 @@ n samples have m images, captions or parts; those of sample i are offsets[i] to 
     part/source [m, 32]      part/role [m]
     refusal/rows [k]         refusal/text/offsets  refusal/text/values     k refused samples, ascending; each as JSON
 
+A caption that was not encoded has a key of zeros, which is no key of an entry.
+
 A geometry is original, resized, crop and target (height or top first), the number of frames (0: an image) and flip.
-A part is a companion of the image: a control image or a mask.
+A part is a companion of the image: a control image, a mask or the masked image.
 """
 
 from __future__ import annotations
@@ -58,14 +60,15 @@ _FLIP = 9
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
 _MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
 _CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
-_NO_SOURCE = "0" * 2 * KEY_BYTES
+_NO_DIGEST = "0" * 2 * KEY_BYTES
 _CHUNK = 1024
 """Rows or keys that are made together when all are needed."""
 
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
-PartRole = Literal["control", "mask"]
-"""What a companion of an image is: an image that the model is given with the text, or the weights of the loss."""
+PartRole = Literal["control", "mask", "masked image"]
+"""What a companion of an image is: an image that the model is given with the text, the weights of the loss, or the
+image without what the mask covers."""
 _TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
 ROLES: tuple[PartRole, ...] = get_args(PartRole)
 
@@ -81,7 +84,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class CaptionRef:
-    """One text entry of a sample."""
+    """A text of a sample. `key` is that of its entry; empty where it was not encoded."""
 
     text: str
     key: str
@@ -90,7 +93,10 @@ class CaptionRef:
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """One entry of a companion of an image. `source` is the digest of the bytes that it was made of."""
+    """One entry of a companion of an image. `source` is the digest of the bytes that it was made of.
+
+    That of a masked image is the digest of its mask: that of its image is the row's.
+    """
 
     role: PartRole
     key: str
@@ -106,8 +112,11 @@ _Ref = ImageRef | CaptionRef | PartRef
 class Row:
     """One sample. A refused sample has a refusal, and keeps what was known before it was refused.
 
-    `images` is the image and, if the dataset flips, its mirrored twin. `source` is the digest of the image's bytes.
-    `parts` are its control images in their order, then its mask; each is followed by its mirrored twin.
+    `images` is the image and, if the dataset flips, its mirrored twin; then further crops of it, each in the same way.
+    `source` is the digest of the image's bytes. `parts` are its control images in their order, then its mask, then the
+    masked image; each has as many entries as the image, in the same order. So for two crops of a dataset that flips:
+
+        images  0  0 mirrored  1  1 mirrored      parts  control 1: the same four   mask: the same four
     """
 
     sample_id: str
@@ -124,32 +133,51 @@ class Row:
 
     def keys(self) -> list[str]:
         """The keys of all entries, in the order of `refs`."""
-        return [ref.key for ref in self.refs()]
+        return [ref.key for ref in self.refs() if ref.key]
 
-    def named_parts(self, *, flip: bool | None = None) -> Iterator[tuple[str, PartRef]]:
-        """Each companion with its name: `control 1`, `control 2`, `mask`. With `flip` only those mirrored so."""
+    @property
+    def num_crops(self) -> int:
+        """The number of crops of its image."""
+        return max(1, sum(not ref.geometry.flip for ref in self.images))
+
+    def images_of(self, crop: int) -> tuple[ImageRef, ...]:
+        """The image in this crop and, if the dataset flips, its mirrored twin."""
+        num = len(self.images) // self.num_crops
+        return self.images[crop * num : (crop + 1) * num]
+
+    def named_parts(self, *, flip: bool | None = None, crop: int | None = None) -> Iterator[tuple[str, PartRef]]:
+        """Each companion with its name: `control 1`, `control 2`, `mask`, `masked image`.
+
+        With `flip` only those mirrored so, with `crop` only those that go with this crop of the image.
+        """
         numbers: dict[tuple[str, bool], int] = {}
         for ref in self.parts:
             which = ref.role, ref.geometry.flip
+            number, of_crop = divmod(numbers.get(which, 0), self.num_crops)
             numbers[which] = numbers.get(which, 0) + 1
-            if flip in (None, ref.geometry.flip):
-                yield ref.role if ref.role == "mask" else f"{ref.role} {numbers[which]}", ref
+            if flip in (None, ref.geometry.flip) and crop in (None, of_crop):
+                yield f"control {number + 1}" if ref.role == "control" else ref.role, ref
 
     @property
     def is_verified(self) -> bool:
         """Whether none of its entries was imported and left unverified."""
         return all(ref.trust == "verified" for ref in self.refs())
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object. One without companions has no `parts`, and a verified entry no `trust`."""
+    def to_json(self, variants: int = 1) -> dict[str, Any]:
+        """The row as a JSON object. One without companions has no `parts`, and a verified entry no `trust`.
+
+        Of so many variants of each caption, which the manifest has, it has the caption itself and their number.
+        """
         line: dict[str, Any] = {
             "sample_id": self.sample_id,
             "path": self.path,
             "source": self.source,
             "images": [_with_trust(ref, key=ref.key, **ref.geometry.to_json()) for ref in self.images],
-            "captions": [_with_trust(ref, key=ref.key, text=ref.text) for ref in self.captions],
+            "captions": [_with_trust(ref, key=ref.key, text=ref.text) for ref in self.captions[::variants]],
             "refusal": None if self.refusal is None else self.refusal.to_json(),
         }
+        if variants > 1:
+            line["variants"] = variants
         if self.parts:
             line["parts"] = [
                 _with_trust(ref, role=ref.role, key=ref.key, source=ref.source, **ref.geometry.to_json())
@@ -304,7 +332,8 @@ class RowTable(Mapping[str, Row]):
         columns, offsets = self.columns, self.columns[f"{name}/offsets"]
         keys, unverified = columns[f"{name}/keys"], columns[f"{name}/unverified"]
         for at in range(offsets.item(number), offsets.item(number + 1)):
-            yield at, keys[at].tobytes().hex(), _TRUSTS[unverified.item(at)]
+            key = keys[at].tobytes()
+            yield at, key.hex() if any(key) else "", _TRUSTS[unverified.item(at)]
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
@@ -338,6 +367,8 @@ class RowTable(Mapping[str, Row]):
                 is_usable = np.ones(len(self), np.bool_)
                 is_usable[self.columns["refusal/rows"]] = False
                 keys = keys[np.repeat(is_usable, np.diff(self.columns[f"{name}/offsets"]))]
+            if name == "caption":
+                keys = keys[has_key(keys)]
             yield from _hex_in_turn(keys)
 
     def first_sizes(self, name: Literal["original_size", "target_size", "extent"]) -> np.ndarray:
@@ -356,30 +387,49 @@ class RowTable(Mapping[str, Row]):
         offsets, numbers = self.columns[f"{name}/offsets"], numbers.astype(np.int64)
         return offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
 
-    def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
+    def image_places(self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0) -> np.ndarray:
         """The places of these rows' images in the columns of images: int64 [n], and -1 where there is none.
 
-        `flips`, bool [n], says which of them are the mirrored ones.
+        `flips`, bool [n], says which of them are the mirrored ones, and `crops`, integers [n], which crops they are.
         """
         starts, ends = self.ranges("image", numbers)
-        found, is_flipped = np.full(len(numbers), -1, np.int64), self.columns["image/geometry"][:, _FLIP]
-        for place in range(int((ends - starts).max(initial=0))):
-            here = np.flatnonzero((found < 0) & (starts + place < ends))
-            here = here[is_flipped[starts[here] + place] == flips[here]]
-            found[here] = starts[here] + place
+        places = starts + crops * self._num_twins(starts, ends) + flips
+        found, there = np.full(len(numbers), -1, np.int64), np.flatnonzero(places < ends)
+        there = there[self.columns["image/geometry"][places[there], _FLIP] == flips[there]]
+        found[there] = places[there]
         return found
 
-    def part_places(self, numbers: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def num_crops(self, numbers: np.ndarray) -> np.ndarray:
+        """How many crops these rows have of their images, 1 also where there is no image: int64 [n]."""
+        starts, ends = self.ranges("image", numbers)
+        found: np.ndarray = np.maximum((ends - starts) // self._num_twins(starts, ends), 1)
+        return found
+
+    def _num_twins(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Of rows whose images lie so: 2 where the second image is the mirrored first one, else 1."""
+        twins, several = np.ones(len(starts), np.int64), np.flatnonzero(ends - starts > 1)
+        twins[several] += self.columns["image/geometry"][starts[several] + 1, _FLIP]
+        return twins
+
+    def part_places(
+        self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The places of these rows' companions, those of a row together: int64 [m], and how many each row has: [n].
 
-        `flips`, bool [n], says of which rows they are the mirrored ones.
+        `flips`, bool [n], says of which rows they are the mirrored ones, and `crops` to which crops they belong.
         """
         starts, ends = self.ranges("part", numbers)
         counts = ends - starts
         rows = np.repeat(np.arange(len(numbers)), counts)
         places = np.arange(len(rows)) + np.repeat(starts - (counts.cumsum() - counts), counts)
         wanted = self.columns["part/geometry"][places, _FLIP] == flips[rows]
-        return places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
+        places, rows = places[wanted], rows[wanted]
+        counts, num_crops = np.bincount(rows, minlength=len(numbers)), self.num_crops(numbers)
+        if len(places) and (num_crops > 1).any():
+            within = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+            wanted = within % num_crops[rows] == np.broadcast_to(crops, len(numbers))[rows]
+            places, counts = places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
+        return places, counts
 
     def part_shapes(self, places: np.ndarray) -> np.ndarray:
         """Role (a number of ROLES), height and width of the companions at these places: int32 [m, 3]."""
@@ -387,12 +437,17 @@ class RowTable(Mapping[str, Row]):
         return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
 
     def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
-        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most]."""
-        starts, ends = self.ranges("part", numbers)
-        found = np.zeros((len(numbers), int((ends - starts).max(initial=0)), 2), np.int32)
+        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most].
+
+        Those of the first crop, and of its mirrored twin: they are the same for all crops.
+        """
+        (starts, ends), num_crops = self.ranges("part", numbers), self.num_crops(numbers)
+        twins = self._num_twins(*self.ranges("image", numbers))
+        found = np.zeros((len(numbers), int(((ends - starts) // num_crops).max(initial=0)), 2), np.int32)
         for place in range(found.shape[1]):
-            here = np.flatnonzero(starts + place < ends)
-            found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
+            places = starts + place // twins * twins * num_crops + place % twins
+            here = np.flatnonzero(places < ends)
+            found[here, place] = self.columns["part/geometry"][places[here], _SIZES["target_size"]]
         return found.reshape(len(numbers), 2 * found.shape[1])
 
     def usable(self) -> np.ndarray:
@@ -461,9 +516,11 @@ class RowTableBuilder:
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows. ValueError, adding none, for a key or a source that is no digest."""
         refs = {name: [ref for row in rows for ref in getattr(row, plural)] for name, plural in _ENTRIES.items()}
-        digests = {f"{name}/keys": _bytes_of("key", [ref.key for ref in found]) for name, found in refs.items()}
+        keys = {name: [ref.key for ref in found] for name, found in refs.items()}
+        keys["caption"] = [key or _NO_DIGEST for key in keys["caption"]]
+        digests = {f"{name}/keys": _bytes_of("key", found) for name, found in keys.items()}
         digests["part/source"] = _bytes_of("source", [ref.source for ref in refs["part"]])
-        digests["source"] = _bytes_of("source", [_NO_SOURCE if row.source is None else row.source for row in rows])
+        digests["source"] = _bytes_of("source", [_NO_DIGEST if row.source is None else row.source for row in rows])
         columns = self._columns
         for name, data in digests.items():
             columns[name].frombytes(data)
@@ -559,6 +616,12 @@ def check_geometry(geometry: Geometry) -> None:
 def _heads_of(digests: np.ndarray) -> np.ndarray:
     """The first eight bytes of each digest, to look it up: uint64 [n]."""
     return digests[:, :8].copy().view(np.uint64).reshape(-1)
+
+
+def has_key(keys: np.ndarray) -> np.ndarray:
+    """Which captions of a column of keys were encoded: bool [n]."""
+    found: np.ndarray = keys.view("<u8").max(axis=1) > 0
+    return found
 
 
 def hex_of(digests: np.ndarray) -> list[str]:

@@ -20,7 +20,7 @@ from latentcache.utils.file_locks import READ_FLAGS
 MAX_CAPTION_BYTES = 1 << 20
 """Largest caption file. A longer one is not taken for captions."""
 MAX_ONE_CAPTION_BYTES = 1 << 14
-"""Longest caption, in UTF-8. CLIP reads 77 tokens, and its tokenizer takes seconds and megabytes for a long text."""
+"""Longest caption, in UTF-8. CLIP reads 227 tokens, and its tokenizer takes seconds and megabytes for a long text."""
 MAX_IMAGE_BYTES = 1 << 30
 """Largest file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
 600 MB."""

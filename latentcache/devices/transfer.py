@@ -171,8 +171,7 @@ class StreamTransfer(Transfer):
                 host = self.host_memory(tuple(tensor.shape), tensor.dtype)
                 copied[name] = host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._downloads)
-            event = self._sleeping_event()
-            event.record(self._downloads)
+            event = self._sleeping_event(self._downloads)
         return Download(copied, event)
 
     @override
@@ -186,7 +185,7 @@ class StreamTransfer(Transfer):
                 name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for name, value in host.items()
             }
-            self._under_way.append((self._uploads.record_event(), host))
+            self._under_way.append((self._sleeping_event(self._uploads), host))
             batch = place(moved)
             return Sent(batch, self._uploads.record_event())
 
@@ -207,9 +206,11 @@ class StreamTransfer(Transfer):
         for tensor in tensors:
             tensor.record_stream(current)
 
-    def _sleeping_event(self) -> Any:
-        """A blocking event: `synchronize` yields the core. By default CUDA busy-waits."""
+    def _sleeping_event(self, stream: Any) -> Any:
+        """Record a blocking event: `synchronize` yields the core. By default CUDA busy-waits."""
         try:
-            return self._module.Event(blocking=True)
+            event = self._module.Event(blocking=True)
         except TypeError:  # not every backend has the choice
-            return self._module.Event()
+            event = self._module.Event()
+        event.record(stream)
+        return event

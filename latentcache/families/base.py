@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, ModelError
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.types import Geometry, Padding
 
@@ -127,13 +127,14 @@ class TextField:
 
     With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
     of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a
-    few numbers that act on all of an image: float8 is not for it.
+    few numbers that act on all of an image: float8 is not for it. `encoder` is the text encoder that makes it.
     """
 
     width: str | None = None
     padding: Padding | None = None
     features: tuple[int, ...] = ()
     has_rows: bool = True
+    encoder: str = "text_encoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,17 @@ def inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_prompts(family: Family, prompts: Sequence[str]) -> None:
-    """ConfigError for prompts of a family whose pipeline reads them together with control images."""
+def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None) -> None:
+    """ConfigError for prompts of a family whose pipeline reads them together with control images.
+
+    And for those of a denoiser that generates with a mask and a masked image.
+    """
+    if prompts and family.inpaints(denoiser):
+        raise ConfigError(
+            f"this {family.denoiser_word} inpaints: it generates with a mask and a masked image, and prompts have none "
+            "here; set them to [] (a validation set has its masks: its loss is measured)",
+            key="validation.prompts",
+        )
     if prompts and family.text_reads_control:
         raise ConfigError(
             f"{family.name} generates from a prompt and control images, and a prompt has none here; set prompts to [] "
@@ -215,6 +225,8 @@ class Family(ABC):
     """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
     reads_controls: ClassVar[bool] = False
     """Whether `predict` gives the denoiser the control images of a batch too: `control_latents_1`, ..., scaled."""
+    takes_masked: ClassVar[bool] = False
+    """Whether some of its denoisers inpaint: they take a mask and the latents of the masked image too."""
     has_clips: ClassVar[bool] = False
     """Whether its denoiser takes latents of several frames."""
     fields: ClassVar[Mapping[str, TextField]]
@@ -365,6 +377,26 @@ class Family(ABC):
         """
         return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.get_text_config().hidden_size)}
 
+    def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
+        """Which columns of a cached field each text encoder makes.
+
+        Where one encoder is trained and the cache has the outputs of both, a step replaces the columns of that one.
+
+        Args:
+            field: A field of texts in a batch, [B, L, D] or [B, D].
+            encoders: Text encoders by their names, at least one of those that make the field: widths are read from
+                their configs.
+
+        Returns:
+            By the name of the encoder a slice of D.
+
+        Raises:
+            ModelError: There is no such field, or `encoders` has none of those that make it.
+        """
+        if field not in self.fields:
+            raise ModelError(f"{self.name} has no field {field!r} of texts; it has {', '.join(self.fields)}")
+        return {self.fields[field].encoder: slice(None)}
+
     # Images
 
     def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -390,8 +422,32 @@ class Family(ABC):
         `timesteps` [B] are the schedule's, 0 to 1000. For flow it is the velocity: noise - latents.
         """
         conditions = self.conditions(denoiser, noisy, batch)
-        prediction: torch.Tensor = denoiser(noisy, timesteps, **conditions, return_dict=False)[0]
+        given = self.with_masked(noisy, batch) if self.inpaints(denoiser) else noisy
+        prediction: torch.Tensor = denoiser(given, timesteps, **conditions, return_dict=False)[0]
         return prediction
+
+    def inpaints(self, denoiser: Any) -> bool:
+        """Whether this denoiser also takes a mask and the latents of the masked image, by its number of channels."""
+        channels = getattr(getattr(denoiser, "config", None), "in_channels", None)
+        return self.takes_masked and channels == 2 * self.latent.channels + 1
+
+    def with_masked(self, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Noised latents, mask and masked latents, scaled as these are: [B, 2C + 1, h, w], as diffusers' pipelines.
+
+        ModelError for a batch without these.
+        """
+        if "masked_latents" not in batch:
+            raise ModelError(f"{self.denoiser}: {self.lacks_masked('the batch has none')}", part=self.denoiser)
+        mask, masked = batch["mask"].to(noisy.dtype) / 255, batch["masked_latents"].to(noisy.dtype)
+        return torch.cat([noisy, mask, masked], dim=1)
+
+    def lacks_masked(self, what: str) -> str:
+        """The message that a denoiser which inpaints is not given what it takes: `what` says where that is not."""
+        channels = 2 * self.latent.channels + 1
+        return (
+            f"this {self.denoiser_word} inpaints: its {channels} channels are latents, a mask and the masked image's "
+            f"latents, but {what}. Set `inpaint` of the dataset's `mask`, and run `latentcache precache CONFIG`"
+        )
 
     def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
         """What is wrong where the denoiser does not take cached fields of these shapes; None if it takes them."""
@@ -406,10 +462,12 @@ class Family(ABC):
         for name, needed in self.denoiser_settings.items():
             if settings.get(name, needed) != needed:
                 return f"has {name} {settings[name]!r}, not {needed!r}"
-        channels, allowed = settings.get("in_channels"), self.latent.channels
-        if channels in (None, allowed, allowed * self.patch**2):
+        channels, own = settings.get("in_channels"), self.latent.channels
+        allowed = [own * self.patch**2, *([2 * own + 1] if self.takes_masked else [])]
+        if channels in (None, own, *allowed):
             return None
-        return f"takes {channels} channels, as one for inpainting or control does, not {allowed * self.patch**2}"
+        wanted = " or ".join(map(str, allowed))
+        return f"takes {channels} channels, as one for inpainting or control does, not {wanted}"
 
     def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
         """What is wrong where these weights, by their names in a file, are not of this family's denoiser, or None."""

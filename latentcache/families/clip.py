@@ -1,13 +1,20 @@
-"""Text by CLIP, as Stable Diffusion reads it: one encoder or two, 77 tokens, and layers that may be skipped.
+"""Text by CLIP, as Stable Diffusion reads it: one encoder or two, 77 tokens or more, and layers that may be skipped.
 
-Legend: B captions, T tokens, D and P features.
+A text of more than 77 tokens is read as sd-scripts reads it with `max_token_length` 150 or 225 (its strategy_base.py,
+strategy_sd.py, strategy_sdxl.py): in chunks of 75, each with a begin and an end, whose rows are joined again.
+
+    chunk 1   B a a a ... a E          rows   B a a a ... a  b b b ... b  c c ... E     75 n + 2
+    chunk 2   B b b b ... b E
+    chunk 3   B c c E E ... E          pooled: that of chunk 1
+
+Legend: B captions, n chunks, T tokens, D and P features.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,17 +31,23 @@ CLIP_SETTINGS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "dropout"),
 )
 """Settings of a text encoder of CLIP. With those that change nothing, as `dropout`: keys of SDXL were made so."""
+CHUNK = 75
+"""Tokens of a text that CLIP reads at once, without begin and end."""
+LONG_BY_ROWS = {152: 150, 227: 225}
+"""By the rows of their embeddings, what `max_length` is for texts that are read in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A caption as each tokenizer reads it: int64 [1, T], padded and cut.
-
-    `num_tokens` is its length uncut, with begin and end: the largest count of the tokenizers.
-    """
+    """A caption as each tokenizer reads it: int64 [1, T], padded and cut, and uncut, with begin and end."""
 
     input_ids: tuple[torch.Tensor, ...]
-    num_tokens: int
+    uncut: tuple[Sequence[int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length uncut, with begin and end: the largest count of the tokenizers."""
+        return max(map(len, self.uncut))
 
 
 class ClipFamily(Family):
@@ -43,6 +56,7 @@ class ClipFamily(Family):
     text_dtype = "float16"
     max_length = 77
     can_drop_padding = False
+    takes_masked = True
     needed_of_scheduler = ("init_noise_sigma", "order", "scale_model_input", "set_timesteps", "step")
     layers_above: ClassVar[int]
     """How many of the last layers are not read with `clip_skip` 0."""
@@ -51,10 +65,14 @@ class ClipFamily(Family):
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
         """As `Family.text_recipe`. diffusers applies clip_skip to positive prompts only."""
         super().text_recipe(**{**settings, "clip_skip": 0})
-        if settings.get("max_length") not in (None, self.max_length):
-            message = f"max_length is {settings['max_length']}, but CLIP takes {self.max_length} tokens. Set it to null"
+        length = settings.get("max_length")
+        is_long = length in LONG_BY_ROWS.values()
+        if not is_long and length not in (None, CHUNK, self.max_length):
+            message = f"max_length is {length}, but CLIP takes null, 75 or 77 (one chunk), 150 (two) or 225 (three)"
             raise ConfigError(message, key="encode.max_length")
-        return {**self.recipe, "clip_skip": 0 if negative else settings.get("clip_skip", 0)}
+        # Keys of one chunk do not state it: there are caches from before there were more.
+        stated = {"max_length": length} if is_long else {}
+        return {**self.recipe, "clip_skip": 0 if negative else settings.get("clip_skip", 0), **stated}
 
     @override
     def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,11 +92,13 @@ class ClipFamily(Family):
         tokenizers = [parts[name] for name in self.names("tokenizer")]
         read = [_tokenize(tokenizer, _with_all_vectors(list(texts), tokenizer)) for tokenizer in tokenizers]
         ids = zip(*[torch.split(input_ids, 1) for input_ids, _ in read], strict=True)
-        lengths = [max(each) for each in zip(*[lengths for _, lengths in read], strict=True)]
-        return [Tokens(rows, length) for rows, length in zip(ids, lengths, strict=True)]
+        uncut = zip(*[whole for _, whole in read], strict=True)
+        return [Tokens(rows, each) for rows, each in zip(ids, uncut, strict=True)]
 
     @override
     def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        if (num_chunks := _num_chunks(recipe)) > 1:
+            return CHUNK * num_chunks + 2
         known = (parts[name].model_max_length for name in self.names("tokenizer") if name in parts)
         return int(min(known, default=self.max_length))
 
@@ -88,10 +108,11 @@ class ClipFamily(Family):
     ) -> Encoded:
         """As `Family.encode_text`: the bits of the pipeline's `encode_prompt` for the same batch, device and dtype.
 
-        Tokens that `upload` brought to the encoders' device are not copied, and then the host waits for nothing. The
-        same caption may differ in the last bits in a batch of another size (measured on the CPU: the pooled output
-        does). The attention kernel is the encoders' own: transformers takes torch's scaled_dot_product_attention unless
-        a config says otherwise. Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
+        Texts in chunks get those of sd-scripts; a batch of B is one of B n for the encoders. Tokens that `upload`
+        brought to the encoders' device are not copied, and then the host waits for nothing. The same caption may differ
+        in the last bits in a batch of another size (measured on the CPU: the pooled output does). The attention kernel
+        is the encoders' own: transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
+        Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
         """
         skip: int = recipe["clip_skip"]
         names = self.names("text_encoder")
@@ -100,7 +121,12 @@ class ClipFamily(Family):
             message = f"clip_skip is {skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip."
             raise ModelError(f"text_encoder: {message}", part="text_encoder")
         where = next(parts[names[0]].parameters()).device
-        columns = [torch.cat(column) for column in zip(*[each.input_ids for each in texts], strict=True)]
+        num_chunks = _num_chunks(recipe)
+        if num_chunks == 1:  # not by the rule for several: the tokenizer pads, and nothing is repaired
+            columns = [torch.cat(column) for column in zip(*[each.input_ids for each in texts], strict=True)]
+        else:
+            read = zip(self.names("tokenizer"), zip(*[each.uncut for each in texts], strict=True), strict=True)
+            columns = [_chunk_ids(parts[name], uncut, num_chunks) for name, uncut in read]
         states = []
         with inference(where), pooling(parts[names[-1]], parts[self.names("tokenizer")[-1]], recipe):
             for name, column in zip(names, columns, strict=True):
@@ -109,8 +135,10 @@ class ClipFamily(Family):
                 output = encoder(ids, output_hidden_states=True)
                 # One that moves itself may leave its output elsewhere.
                 states.append(self.read_state(encoder, output, skip).to(where))
-        made = {"prompt_embeds": torch.cat(states, dim=-1)}
-        return made if len(self.fields) == 1 else {**made, "pooled_prompt_embeds": output.text_embeds.to(where)}
+        made = {"prompt_embeds": _joined(torch.cat(states, dim=-1), num_chunks)}
+        if len(self.fields) == 1:
+            return made
+        return {**made, "pooled_prompt_embeds": output.text_embeds[::num_chunks].to(where)}
 
     @abstractmethod
     def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
@@ -165,10 +193,43 @@ def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
     return expanded
 
 
-def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[int]]:
-    """Token ids [B, T], padded and cut, and the uncut lengths."""
+def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[list[int]]]:
+    """Token ids [B, T], padded and cut, and the uncut ones."""
     limit = tokenizer.model_max_length
     # Without transformers' warning of captions that are too long: `Tokens.num_tokens` reports them.
     whole = tokenizer(captions, truncation=False, padding=False, verbose=False).input_ids
     tokens = tokenizer(captions, padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
-    return tokens.input_ids, [len(ids) for ids in whole]
+    return tokens.input_ids, whole
+
+
+def _num_chunks(recipe: Mapping[str, Any]) -> int:
+    return int(recipe.get("max_length", CHUNK)) // CHUNK
+
+
+def _chunk_ids(tokenizer: Any, texts: Iterable[Sequence[int]], num_chunks: int) -> torch.Tensor:
+    """The chunks of uncut texts, as sd-scripts makes them of the padded text: int64 [B n, 77].
+
+    Each ends with what the padded text ends with. Where padding is not the end, a chunk that is full gets an end, and
+    so does one that is empty. Both are told by the ids alone: a text's own token that is the padding's counts as it.
+    """
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    chunks = []
+    for begin, *ids, _ in texts:
+        padded = [*ids[: CHUNK * num_chunks], end]
+        padded += [padding] * (CHUNK * num_chunks + 1 - len(padded))
+        for start in range(0, CHUNK * num_chunks, CHUNK):
+            chunk = [begin, *padded[start : start + CHUNK], padded[-1]]
+            if chunk[-2] not in (end, padding):
+                chunk[-1] = end
+            if chunk[1] == padding:
+                chunk[1] = end
+            chunks.append(chunk)
+    return torch.tensor(chunks)
+
+
+def _joined(states: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """The rows of texts, without the begins and ends between their chunks: [B n, 77, D] -> [B, 75 n + 2, D]."""
+    if num_chunks == 1:
+        return states
+    chunks = states.unflatten(0, (-1, num_chunks)).unbind(1)
+    return torch.cat([chunks[0][:, :1], *[chunk[:, 1:-1] for chunk in chunks], chunks[-1][:, -1:]], dim=1)

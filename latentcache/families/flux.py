@@ -34,7 +34,7 @@ class Flux(PackedFamily):
     denoiser_class = "diffusers.FluxTransformer2DModel"
     latent = LatentSpace(16)
     fields = {
-        "prompt_embeds": TextField("joint_attention_dim", features=(4096,)),
+        "prompt_embeds": TextField("joint_attention_dim", features=(4096,), encoder="text_encoder_2"),
         "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,), has_rows=False),
     }
     max_length = 512

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from latentcache.errors import ModelError
 from latentcache.families.base import KL_VAE, LatentSpace, Part, Preview, TextField, TimestepSampling
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
 from latentcache.types import Geometry
@@ -42,7 +43,7 @@ class SDXL(ClipFamily):
     )
     fields = {
         "prompt_embeds": TextField("cross_attention_dim", features=(2048,)),
-        "pooled_prompt_embeds": TextField(features=(1280,), has_rows=False),
+        "pooled_prompt_embeds": TextField(features=(1280,), has_rows=False, encoder="text_encoder_2"),
     }
     layers_above = 1
     has_zero_negative = True
@@ -52,6 +53,23 @@ class SDXL(ClipFamily):
     def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
         found: torch.Tensor = output.hidden_states[-(skip + 2)]
         return found
+
+    @override
+    def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
+        """As `Family.text_columns`: of prompt_embeds encoder 1 has 768 columns in published models, encoder 2 the rest.
+
+        Encoder 2 alone makes the pooled output.
+        """
+        if field != "prompt_embeds":  # a field that there is not is an error there
+            return super().text_columns(field, encoders)
+        first, second = self.names("text_encoder")
+        if first in encoders:
+            end = encoders[first].config.hidden_size
+        elif second in encoders:
+            end = -encoders[second].config.hidden_size
+        else:
+            raise ModelError(f"give {first} or {second}, whose config says how many columns of {field} are its own")
+        return {first: slice(0, end), second: slice(end, None)}
 
     @override
     def size_conditions(self, geometry: Geometry) -> list[int]:

@@ -146,11 +146,14 @@ class Export:
             self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
             return None
         try:
-            images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
-            captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in row.captions]
+            images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images_of(0)}
+            encoded = [caption for caption in row.captions if caption.key]
+            captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in encoded]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(row, error)
             return None
+        if row.num_crops > 1:
+            self.report.note("several crops: only the first was exported")
         geometry, latents = images[False]
         flipped_geometry, flipped = images.get(True, (None, None))
         return ExportSample(
@@ -169,7 +172,7 @@ class Export:
 
     def parts(self, sample: ExportSample, role: PartRole) -> list[torch.Tensor] | None:
         """The latents of a sample's control images, or its mask. None, and reported, if one of them cannot be read."""
-        refs = [ref for _, ref in sample.row.named_parts(flip=False) if ref.role == role]
+        refs = [ref for _, ref in sample.row.named_parts(flip=False, crop=0) if ref.role == role]
         try:
             return [
                 self._cache.get(ref.key).tensors["mask"] if role == "mask" else self._latents(ref).values

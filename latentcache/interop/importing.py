@@ -46,10 +46,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
-    """What an imported dataset is for, and how often an epoch visits each sample. ConfigError if that is below 1."""
+    """An imported dataset's role, `repeats` (ConfigError below 1) and `loss_weight`: see `DatasetConfig`."""
 
     role: Literal["train", "validation"] = "train"
     repeats: int = 1
+    loss_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -113,7 +114,9 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common_of(foreign, rows), rows))
+            common = _common_of(foreign, rows, run.length)
+            manifest = Manifest(name, use.role, use.repeats, common, rows, loss_weight=use.loss_weight)
+            workspace.manifests.write(manifest)
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
             raise StoreError(f"nothing was imported: {detail}")
@@ -135,8 +138,11 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
-def _common_of(foreign: ForeignCache, rows: Mapping[str, Row]) -> dict[str, Any]:
-    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known."""
+def _common_of(foreign: ForeignCache, rows: Mapping[str, Row], length: Mapping[str, int]) -> dict[str, Any]:
+    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known.
+
+    `length` is what the texts' recipe states of their length.
+    """
     scaling, family = published_scaling(foreign.family), family_named(foreign.family)
     masks = {"name": "mask", "downscale": family.latent.downscale}
     return {
@@ -145,7 +151,7 @@ def _common_of(foreign: ForeignCache, rows: Mapping[str, Row]) -> dict[str, Any]
         "imported": {"format": foreign.format, "time": now()},
         "policy": {},
         "image_encoding": {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor},
-        "text_encoding": _recipe_of(foreign.family),
+        "text_encoding": {**_recipe_of(foreign.family), **length},
         **({} if family.name == DEFAULT else {"family": family.name}),
         **({"scaling": scaling.to_json()} if scaling.mean else {}),
         **({"parts": [masks]} if any(row.parts for row in rows.values()) else {}),
@@ -175,6 +181,8 @@ class _Import:
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._last_digest: tuple[Path, str] | None = None
+        self.length: Mapping[str, int] = {}
+        """The `max_length` of all texts: they are of one form."""
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. What an error leaves is in no manifest, and goes with a prune."""
@@ -268,6 +276,7 @@ class _Import:
         ragged = self._ragged()
         form = tuple(side for name, sides in shapes.items() for side in sides[name in ragged :])
         stored = self._stored("text", tensors, form, item.path)
+        self.length = {} if item.max_length is None else {"max_length": item.max_length}
         source = None if item.caption is None else caption_digest(item.caption)
         entry = self._entry(item, "text", stored, source, ragged)
         key = entry.record.key

@@ -63,6 +63,8 @@ class ForeignText:
     pooled_prompt_embeds: torch.Tensor | None
     """[P], floating point, on the CPU; None for a family without."""
     note: str | None = None
+    max_length: int | None = None
+    """What its recipe has as that, where the number of its rows says that it is not the family's own."""
 
 
 ForeignItem = ForeignImage | ForeignText | Refusal

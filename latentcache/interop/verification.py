@@ -251,7 +251,7 @@ class Verifier:
             entry = self._store.get(ref.key)
             found.num_compared += 1
             if other := _other_shape(entry, tensors):
-                self._refuse(row, "unequal", f"{other}: it comes from another model")
+                self._refuse(row, "unequal", f"{other}: it comes from another model or max_length")
                 continue
             result = self._compared(entry, tensors)
             found.largest = max(found.largest, result.largest)

@@ -14,8 +14,12 @@ from latentcache.types import Batch
 
 IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
 TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
+FLOAT32_FIELDS: Final[tuple[str, ...]] = ("add_time_ids", "loss_weight")
+"""What stays float32 on every device: bfloat16 cannot hold every integer above 256."""
 CONTROL: Final = "control_latents_"
 """What the names of control images begin with in a batch; their number follows."""
+MASKED: Final = "masked_latents"
+"""The latents of the image without what the mask covers."""
 _OUTPUTS = ("latents", "moments")
 
 
@@ -46,7 +50,7 @@ def to_device(
     placed: Batch = {output: image.to(target, dtype or stored_dtype)}
     rest = {name: value for name, value in batch.items() if name not in IMAGE_FIELDS}
     if scaling is not None:
-        for name, control in [each for each in rest.items() if each[0].startswith(CONTROL)]:
+        for name, control in [each for each in rest.items() if each[0].startswith((CONTROL, MASKED))]:
             rest[name] = scaling.apply(control.to(target).float()).to(dtype or control.dtype)
     tensors = {name: value for name, value in rest.items() if isinstance(value, torch.Tensor)}
     return placed | rest | moved(tensors, target, dtype)
@@ -57,11 +61,11 @@ def moved(
 ) -> dict[str, torch.Tensor]:
     """The tensors on the requesting device. Those of floating point are in `dtype`, by default the device's own.
 
-    Masks and integers keep their dtype, and so do time ids: bfloat16 cannot hold every integer above 256.
+    Masks and integers keep their dtype, and so do time ids and the weights of the loss (FLOAT32_FIELDS).
     """
     target, dtype = device_of(device), dtype or dtype_of(device)
     return {
-        name: tensor.to(target, dtype if tensor.is_floating_point() and name != "add_time_ids" else None)
+        name: tensor.to(target, dtype if tensor.is_floating_point() and name not in FLOAT32_FIELDS else None)
         for name, tensor in tensors.items()
     }
 

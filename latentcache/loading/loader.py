@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import Sent, Transfer, transfer_to
-from latentcache.errors import SampleError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sample import PRECACHE, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing
-from latentcache.types import Batch
+from latentcache.types import Batch, Refusal
 from latentcache.utils.concurrency import Prefetcher
 
 logger = logging.getLogger("latentcache")
@@ -31,6 +31,21 @@ logger = logging.getLogger("latentcache")
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 4
 """Batches that are prefetched from the store together, while as many before them are read."""
+
+
+class Encoded(Protocol):
+    """What was done to encode entries: a `Report`."""
+
+    @property
+    def refused(self) -> Sequence[Refusal]:
+        """The samples whose entries cannot be made."""
+
+
+class Encode(Protocol):
+    """Encodes entries of the dataset into its cache: `partial(run_precache, config, models=models)`."""
+
+    def __call__(self, *, only: Set[str]) -> Encoded:
+        """Encode the entries of these keys. Models return to where they were."""
 
 
 class _Made(NamedTuple):
@@ -42,6 +57,9 @@ class _Made(NamedTuple):
     num_skipped: int
 
 
+Source = Prefetcher[_Made] | Generator[_Made, None, None]
+
+
 @dataclass(frozen=True, slots=True)
 class _BatchMaker:
     """Makes the batches of one iteration. It runs in the thread that prefetches."""
@@ -50,6 +68,8 @@ class _BatchMaker:
     cache: LatentCache
     transfer: Transfer
     dtype: torch.dtype | None
+    encoded: Set[str]
+    """Samples that are not encoded once more in this iteration."""
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
@@ -86,10 +106,13 @@ class _BatchMaker:
                 read = partial(self.cache.gather, refs, memory=memory)
                 sent = self.transfer.send(read, partial(self._place, planned))
                 return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
-            except SampleError as error:
+            except SampleError as problem:
+                if self.loader.lost_key(problem, self.encoded) is not None:
+                    raise  # the thread that trains encodes it: no model moves while that one computes
+                error = self.loader.explained(problem)
                 left = [ref for ref in refs if ref.sample_id != error.sample_id]
                 if self.loader.damaged == "raise" or len(left) == len(refs):
-                    raise
+                    raise error from problem.__cause__
                 if error.sample_id not in self.loader.known_lost:
                     self.loader.known_lost.add(error.sample_id)
                     logger.warning("%s It is left out of its batches.", error)
@@ -158,6 +181,12 @@ class LatentLoader(Closing):
     `damaged="skip"` such samples are left out of their batches, which are then smaller; each is logged once and is in
     `skipped`. An empty batch is left out too, but is an error with several ranks: all need the same number of batches.
 
+    `encode` encodes what the cache has not: when an iteration begins, all that the dataset's manifests list and is
+    missing, in one pass; later a sample that is found missing or damaged, once in an iteration. The thread that
+    iterates does it, and the batches are those of a complete cache. What cannot be encoded is in `refused`, and a
+    SampleError at its batch, as is a sample whose image, caption or models changed since the precache. Without
+    anything missing an iteration costs one look-up.
+
     Iterations may be several at once. Each ends its thread when it is exhausted, closed or dropped, as does `close`.
     """
 
@@ -171,6 +200,7 @@ class LatentLoader(Closing):
         scaled: bool = False,
         prefetch: int = 2,
         damaged: Literal["raise", "skip"] = "raise",
+        encode: Encode | None = None,
     ):
         if isinstance(sampler, LatentDataset):
             raise StoreError(
@@ -181,10 +211,15 @@ class LatentLoader(Closing):
         check_output(output, scaled=scaled)
         if damaged not in ("raise", "skip"):
             raise StoreError(f"damaged is {damaged!r}; it must be one of raise, skip")
+        if not (encode is None or callable(encode)):
+            needed = "functools.partial(run_precache, config, models=models)"
+            raise StoreError(f"encode is a {type(encode).__name__}; it is called to encode entries: give {needed}")
         self.sampler = sampler
         self.dataset = sampler.dataset
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
-        self.prefetch, self.damaged = prefetch, damaged
+        self.prefetch, self.damaged, self.encode = prefetch, damaged, encode
+        self.refused: dict[str, Refusal] = {}
+        self._not_made = set[str]()
         self.skipped: dict[str, str] = {}
         self.num_skipped = 0
         self.known_lost: set[str] = set()
@@ -231,32 +266,52 @@ class LatentLoader(Closing):
             raise StoreError("the loader is closed; make a new one")
         if endless and not len(self.sampler):
             raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
-        target = device_of(self.requester)
-        transfer = transfer_to(target)
-        maker = _BatchMaker(self, self.dataset.cache, transfer, self.dtype or dtype_of(self.requester))
-        cursor = self.sampler.begin()
+        self.encode_missing()
+        iterator = BatchIterator(self, self.sampler.begin(), endless=endless)
+        self._iterators.add(iterator)
+        return iterator
+
+    def read_from(self, cursor: Cursor, encoded: Set[str], *, endless: bool) -> tuple[Source, Transfer]:
+        """The batches from here on, and how they get to the device. Samples of `encoded` are not encoded again."""
+        transfer = transfer_to(device_of(self.requester))
+        maker = _BatchMaker(self, self.dataset.cache, transfer, self.dtype or dtype_of(self.requester), encoded)
         plan = self.sampler.plan(cursor.epoch, cursor.position)
         if endless:
             plan = chain(plan, chain.from_iterable(map(self.sampler.plan, count(cursor.epoch + 1))))
         batches = maker.make_all(plan)
-        iterator = BatchIterator(
-            self, Prefetcher(batches, self.prefetch) if self.prefetch else batches, transfer, cursor
-        )
-        self._iterators.add(iterator)
-        return iterator
+        return (Prefetcher(batches, self.prefetch) if self.prefetch else batches), transfer
+
+    def encode_missing(self, *keys: str) -> None:
+        """Encode all that the dataset's manifests list and the cache has not, and the entries of these keys."""
+        if self.encode is None or not (wanted := (self.dataset.missing() | {*keys}) - self._not_made):
+            return
+        logger.info("encoding %d entries that %s has not", len(wanted), self.dataset.path)
+        self.refused |= {refusal.sample_id: refusal for refusal in self.encode(only=wanted).refused}
+        self._not_made |= wanted - self.dataset.cache.store.find(wanted)  # not tried in each epoch
+
+    def lost_key(self, error: Exception, encoded: Set[str]) -> str | None:
+        """The key of the missing or damaged entry that this error is about, and that may be encoded; else None."""
+        if self.encode is None or not isinstance(error, SampleError) or error.sample_id in {*encoded, *self.refused}:
+            return None
+        cause = error.__cause__
+        return cause.key if isinstance(cause, EntryMissingError | EntryDamagedError) else None
+
+    def explained(self, error: SampleError) -> SampleError:
+        """The error, or another one that says why the sample could not be encoded."""
+        if (refusal := self.refused.get(error.sample_id)) is None:
+            return error
+        reason = f"{error.reason}, and it cannot be encoded ({refusal.reason}): {refusal.detail}"
+        remedy = PRECACHE if refusal.reason == "changed" else f"replace {refusal.path}, then {PRECACHE}"
+        return SampleError(error.sample_id, reason, remedy)
 
 
 class BatchIterator(Iterator[Batch], Closing):
     """One iteration of a `LatentLoader`. `close`, or dropping it, ends its thread."""
 
-    def __init__(
-        self,
-        loader: LatentLoader,
-        source: Prefetcher[_Made] | Generator[_Made, None, None],
-        transfer: Transfer,
-        cursor: Cursor,
-    ):
-        self._loader, self._source, self._transfer, self._cursor = loader, source, transfer, cursor
+    def __init__(self, loader: LatentLoader, cursor: Cursor, *, endless: bool):
+        self._loader, self._cursor, self._endless = loader, cursor, endless
+        self._encoded = set[str]()
+        self._source, self._transfer = loader.read_from(cursor, self._encoded, endless=endless)
         self._error: Exception | None = None
         self._closed = False
 
@@ -275,13 +330,28 @@ class BatchIterator(Iterator[Batch], Closing):
                 made = next(self._source)
             except Exception as error:
                 self._error = None if isinstance(error, StopIteration) else error
-                raise
+                if not self._encode(error):
+                    raise
+                self._error = None
+                continue
             batch = None if made.sent is None else self._transfer.receive(made.sent)
             self._loader.skipped.update(made.skipped)
             self._loader.num_skipped += made.num_skipped
             self._cursor.epoch, self._cursor.position = made.planned.epoch, made.planned.end
             if batch is not None:
                 return batch
+
+    def _encode(self, error: Exception) -> bool:
+        """Encode the entry that this error is about, if that may help, and read on from the batch that failed."""
+        loader, key = self._loader, self._loader.lost_key(error, self._encoded)
+        if key is None:
+            return False
+        assert isinstance(error, SampleError)
+        self._source.close()
+        self._encoded.add(error.sample_id)
+        loader.encode_missing(key)
+        self._source, self._transfer = loader.read_from(self._cursor, self._encoded, endless=self._endless)
+        return True
 
     def close(self) -> None:
         """End the thread and wait for it. It finishes the batch that it is reading."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json, digest
-from latentcache.loading.batch import CONTROL
+from latentcache.loading.batch import CONTROL, MASKED
 from latentcache.types import ClipSize, Padding, Size
+from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
@@ -35,32 +36,44 @@ _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have ma
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """What the samples of a manifest have in common: those of equal facts may be in one batch.
+    """What the samples of a manifest have in common: `common_facts` says which may be in one batch.
 
-    `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
-    `texts` is a digest of the text encoders and of how they read a text: embeddings of two are not to be mixed.
+    `dataset` is its name, `loss_weight` how much each of them counts in the loss. `scaling` is None for a manifest of
+    prompts. `padding` names the fields that its texts store without padding. `texts` is a digest of the text encoders
+    and of how they read a text: embeddings of two are not to be mixed. It is empty where no text was encoded.
     """
 
     family: Family = field(default_factory=lambda: family_named(DEFAULT))
     scaling: Scaling | None = None
     padding: tuple[tuple[str, Padding], ...] = ()
     texts: str = ""
+    dataset: str = ""
+    loss_weight: float = 1.0
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleFacts:
         """The facts of a manifest. StoreError for one of a family that this version does not know."""
-        common = manifest.common
+        common, recipe = manifest.common, manifest.common["text_encoding"]
         try:
             family = manifest.family
-            padding = {name: family.padding(name, common["text_encoding"]) for name in family.fields}
+            padding = {name: family.padding(name, recipe) for name in family.fields} if manifest.has_texts else {}
         except ModelError as error:
             raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
         except (LookupError, TypeError, ValueError) as error:
             message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
             raise StoreError(f"manifest {manifest.name}: {message}") from error
         rules = tuple([(name, rule) for name, rule in padding.items() if rule is not None])
-        recipe = {name: value for name, value in common["text_encoding"].items() if name not in _DTYPES}
-        return cls(family, _scaling_of(common), rules, digest(canonical_json(recipe)))
+        meant = {name: value for name, value in (recipe or {}).items() if name not in _DTYPES}
+        texts = digest(canonical_json(meant)) if manifest.has_texts else ""
+        return cls(family, _scaling_of(common), rules, texts, manifest.name, manifest.loss_weight)
+
+
+def no_texts(what: str) -> StoreError:
+    """The error about texts that are requested of a dataset of latents alone, with its remedies."""
+    return StoreError(
+        f"{what}: its texts were not encoded (encode.text: none). Encode them live, with the trainer's text encoders, "
+        "or set encode.text to all and run `latentcache precache CONFIG` again"
+    )
 
 
 def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
@@ -109,10 +122,11 @@ def _layout_of(numbers: bytes, family: Family) -> Layout:
 def _parts_of(numbers: bytes) -> tuple[tuple[str, Size], ...]:
     """The names and sizes of a sample's further parts, of the role, height and width of each."""
     parts, num_controls = [], 0
-    for role, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
-        is_control = ROLES[role] == "control"
-        num_controls += is_control
-        parts.append((f"{CONTROL}{num_controls}" if is_control else ROLES[role], Size(height, width)))
+    for number, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
+        role = ROLES[number]
+        num_controls += role == "control"
+        name = f"{CONTROL}{num_controls}" if role == "control" else MASKED if role == "masked image" else role
+        parts.append((name, Size(height, width)))
     return tuple(parts)
 
 
@@ -120,7 +134,8 @@ class SampleRef(NamedTuple):
     """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
     `parts` are its control images and its mask: the name of each in a batch, and its target size; their keys come last.
-    `facts` are those of its manifest.
+    `facts` are those of its manifest. `dropped` is what takes the place of its caption: the entry of the empty text,
+    which `keys` has instead of its own, or zeros in the shapes of its own.
     """
 
     sample_id: str
@@ -129,6 +144,7 @@ class SampleRef(NamedTuple):
     caption: str = ""
     layout: Layout = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
     parts: tuple[tuple[str, Size], ...] = ()
+    dropped: Literal["empty", "zeros"] | None = None
 
 
 class ManifestSamples:
@@ -161,6 +177,24 @@ class ManifestSamples:
             reason = f"was refused ({refusal.reason}): {refusal.detail}"
             raise SampleError(sample_id, reason, f"replace {refusal.path}, then {PRECACHE}")
 
+    def check_untrained(self, tokens: Collection[str]) -> None:
+        """StoreError naming samples with a cached text in which one of these tokens, which are trained, stands.
+
+        Letters in upper and lower case are the same: some tokenizers read them so.
+        """
+        wanted = [token.casefold() for token in tokens if token]
+        if not wanted or not self.facts.texts:
+            return
+        texts = map(str.casefold, self.rows.caption_texts)
+        flags = np.fromiter((any(token in text for token in wanted) for text in texts), np.bool_)
+        if len(held := self.rows.rows_with_captions(flags)):
+            named = first_of(self.rows.sample_ids.take(held[:MAX_NAMED]), len(held))
+            raise StoreError(
+                f"{self.manifest.name}: the captions of {counted(len(held), 'sample')} have a token that is trained "
+                f"({', '.join(tokens)}): {named}. Its embedding changes, and with it all that follows it in a text: "
+                "precache with encode.text none, and encode texts live in each step"
+            )
+
     def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
         """As `RowTable.image_places`. SampleError for a sample that may not be read, or has no such image."""
         self.check(numbers)
@@ -176,7 +210,7 @@ class ManifestSamples:
         Args:
             numbers: Those of the rows: integers [n].
             flips: Whether the mirrored image is meant: bool [n].
-            captions: The number of each one's caption: integers [n].
+            captions: The number of each one's caption entry, that of a line's variant: integers [n].
 
         Returns:
             A reference for each.
@@ -188,13 +222,17 @@ class ManifestSamples:
         images, (starts, ends) = self.image_places(numbers, flips), rows.ranges("caption", numbers)
         texts = starts + captions
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
-            reason = f"has {ends[at] - starts[at]} captions, but number {captions[at]} was requested"
+            lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
+            reason = f"has {lines} captions, but number {line} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
-        keys = zip(hex_of(columns["image/keys"][images]), hex_of(columns["caption/keys"][texts]), strict=True)
+        found = [hex_of(columns["image/keys"][images])]
+        if self.facts.texts:
+            found.append(hex_of(columns["caption/keys"][texts]))
+        keys = zip(*found, strict=True)
         geometries = columns["image/geometry"][images]
         layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
-        found = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
-        refs = [SampleRef(name, pair, self.facts, text, layout) for name, pair, text, layout in found]
+        each = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
+        refs = [SampleRef(name, own, self.facts, text, layout) for name, own, text, layout in each]
         parts, counts = rows.part_places(numbers, flips)
         return self._with_parts(refs, parts, counts) if len(parts) else refs
 
@@ -249,6 +287,8 @@ def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> Sa
     scalings = {each.scaling for each in facts}
     if scaled and len(scalings) > 1:
         raise StoreError(f"the VAEs of {what} scale differently ({sorted(map(str, scalings))}): train them apart")
+    if len({bool(each.texts) for each in facts}) > 1:
+        raise StoreError(f"some of {what} have cached texts, others latents alone: precache all with one encode.text")
     if len({each.padding for each in facts}) > 1:
         raise StoreError(
             f"the texts of {what} are padded differently: precache all with one encode.padding and encode.max_length"
@@ -287,11 +327,15 @@ def check_alike(refs: Sequence[SampleRef], *, scaled: bool) -> None:
 def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
     """What the manifest says of at least one sample: ids, captions, sizes, and time ids where its family has them.
 
-    The lists are new ones. All samples are of one family.
+    Of images it also says the dataset, and how much each counts in the loss. The lists are new ones. All samples are of
+    one family.
     """
     sizes, time_ids, _ = zip(*[ref.layout for ref in refs], strict=True)
     metadata: dict[str, Any] = {"sample_id": [ref.sample_id for ref in refs], "caption": [ref.caption for ref in refs]}
     metadata |= dict(zip(SIZES, map(list, zip(*sizes, strict=True)), strict=True))
+    if refs[0].layout.extent:  # prompts are of no dataset
+        metadata["dataset"] = [ref.facts.dataset for ref in refs]
+        metadata["loss_weight"] = torch.from_numpy(np.array([ref.facts.loss_weight for ref in refs], _FLOAT32))
     if num_bytes := len(time_ids[0]):
         # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
         ids = np.ndarray((len(time_ids), num_bytes // _FLOAT32.itemsize), _FLOAT32, bytearray().join(time_ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +143,9 @@ def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:
         datasets = []
         for manifest in map(cache.manifest, cache.manifests.names()):
             if row := manifest.rows.get(key_or_sample):
-                entries = [_entry(cache, key) for key in row.keys()]
-                datasets.append({"dataset": manifest.name, **row.to_json(), "entries": entries})
+                shown = replace(row, captions=row.captions[:: manifest.variants])
+                entries = [_entry(cache, key) for key in shown.keys()]
+                datasets.append({"dataset": manifest.name, **row.to_json(manifest.variants), "entries": entries})
         if datasets:
             return {"sample_id": key_or_sample, "datasets": datasets}
         return _entry(cache, _whole_key(cache, key_or_sample))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT
@@ -166,8 +167,10 @@ def local_folder(
         found = snapshot_download(path, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
     except Exception as error:  # huggingface_hub's errors share no base, and httpx's pass through
         name = path if revision is None else f"{path} at revision {revision!r}"
-        message = f"{name} is no local path, and could not be had from the hub ({first_line(error)}). {next_step}."
-        raise refused(part, message) from error
+        problem = f"is no local path, and could not be had from the hub ({first_line(error)})"
+        if isinstance(error, LocalEntryNotFoundError):  # its text is about its own settings
+            problem = "is not on this machine, and the hub cannot be reached"
+        raise refused(part, f"{name} {problem}. {next_step.replace('NAME', path)}.") from error
     return f"{path}@{Path(found).name}", Path(found)
 
 

@@ -119,13 +119,19 @@ def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
 
 
 def encode_images(
-    vae: Any, pixels: np.ndarray | torch.Tensor, family: Family | None = None, facts: VaeFacts | None = None
+    vae: Any,
+    pixels: np.ndarray | torch.Tensor,
+    family: Family | None = None,
+    facts: VaeFacts | None = None,
+    *,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The posterior's parameters (mean, log-variance), unscaled, on the VAE's device, in its dtype.
 
     [B, 2C, h, w] of images, uint8 [B, H, W, 3], upright sRGB; [B, 2C, F, h, w] of a family of video, which also takes
-    clips: [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `family` None is
-    DEFAULT. `facts` are the VAE's, where they are known.
+    clips: [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `kept`, uint8
+    [B, H, W, 1], says how much of each pixel is left: they are multiplied by `kept / 255`. `family` None is DEFAULT.
+    `facts` are the VAE's, where they are known.
     The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad, without autocast, and
     with `pinned_numerics`.
     The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
@@ -146,6 +152,9 @@ def encode_images(
         if is_video and pixels.ndim == 4:
             pixels = pixels[:, None]
         images = pixels.to(parameter.device).movedim(-1, 1).float().div(127.5).sub(1.0)
+        if kept is not None:
+            shares = kept.to(parameter.device).movedim(-1, 1).float().div(255)
+            images *= shares[:, :, None] if is_video else shares
         # Laid out as the weights: for channels-last strides convolutions may take a kernel that rounds otherwise.
         layout = torch.contiguous_format if is_video else memory_format_of(vae)
         images = images.to(parameter.dtype).contiguous(memory_format=layout)

@@ -40,6 +40,11 @@ class TextEncodings:
     text_bytes: int
     """Bytes of one text entry."""
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether texts are encoded: not with `encode.text: none`, when all that is said of their encoding is empty."""
+        return bool(self.text.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Encodings(TextEncodings):
@@ -84,6 +89,8 @@ def family_json(encodings: Encodings) -> dict[str, Any]:
     )
 
 
+NO_TEXTS = TextEncoding(parts=(), compute_dtype="", store_dtype="")
+"""The encoding of texts that are not encoded."""
 AUTO_GROUP_SIZE = 16
 TYPICAL_TOKENS = 64
 """Rows of a caption whose padding is dropped, for estimates."""
@@ -155,11 +162,14 @@ def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Seq
 def choose_text_encodings(
     config: Config, models: Models, memo: MutableMapping[str, str], device: torch.device | None = None
 ) -> TextEncodings:
-    """The part of `choose_encodings` that texts need, without the VAE."""
+    """The part of `choose_encodings` that texts need, without the VAE. With `encode.text: none` no encoder is read."""
     encode = config.encode
     device = device or device_named(encode.device)
     family = models.family
     text_type, reason = text_dtype(encode.text_dtype, family, device)
+    if encode.text == "none":
+        placement = Placement(device, text_type, 1, "not used: encode.text is none")
+        return TextEncodings(family, NO_TEXTS, NO_TEXTS, placement, 0)
     names = (*family.names("text_encoder"), *family.names("tokenizer"))
     settings: dict[str, Any] = {name: getattr(encode, name) for name in ("clip_skip", "max_length", "padding")}
     store_dtype, kept = _text_store_dtype(encode, family, text_type), dict[str, Any]()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from latentcache.config import Config
+from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import ImageRef, PartRef, Row
 from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
@@ -15,7 +17,7 @@ from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.plan import make_plan
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Json
-from latentcache.utils.wording import short
+from latentcache.utils.wording import counted, short, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Explanation:
     """A sample as the next precache run would see it, once per dataset that it is in.
 
     Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`: `kind`,
-    `key`, `what`, `status` (hit or miss) and, of a miss, the `reason`.
+    `key`, `what`, `variant` (its number, of a caption), `status` (hit or miss) and, of a miss, the `reason`. A caption
+    that is not encoded has no entry.
     """
 
     sample_id: str
@@ -40,9 +43,16 @@ class Explanation:
             lines.append(f"{self.sample_id} in {dataset['dataset']}: {dataset['path']}")
             if refusal := dataset["refusal"]:
                 lines.append(f"  refused ({refusal['reason']}): {refusal['detail']}")
+            variants = Counter[str]()
             for entry in dataset["entries"]:
                 verdict = "hit" if entry["reason"] is None else f"miss: {entry['reason']}"
-                lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({short(entry['what'])})")
+                if entry["variant"]:
+                    variants[verdict] += 1
+                else:
+                    lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({short(entry['what'])})")
+            for verdict, number in variants.items():
+                num_bytes = size(number * dataset["text_bytes"])
+                lines.append(f"  text  {counted(number, 'variant')}  {verdict}  ({num_bytes})")
         return "\n".join(lines)
 
 
@@ -55,7 +65,7 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
         models = models or load_models(config.model, workspace.memo)
         encodings = choose_encodings(config, models, workspace.memo)
         plan = make_plan(config, workspace, encodings, models, only=frozenset([sample_id]))
-        found = {each.name: each.rows[sample_id] for each in plan.manifests if sample_id in each.rows}
+        found = [manifest for manifest in plan.manifests if sample_id in manifest.rows]
         if not found:
             known = (manifest for name in workspace.manifests.names() if (manifest := workspace.manifests.read(name)))
             ids = [row_id for manifest in known if manifest.role != "prompts" for row_id in manifest.rows]
@@ -63,24 +73,33 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
             names = ", ".join(dataset.name for dataset in config.datasets)
             remedy = f"did you mean {near[0]!r}?" if near else "a sample_id is a path relative to the dataset's folder"
             raise SampleError(sample_id, f"is in none of the datasets {names}", remedy)
-        return Explanation(sample_id, tuple(_explained(name, row, plan.reasons) for name, row in found.items()))
+        explained = [_explained(each, sample_id, plan.reasons, encodings.text_bytes) for each in found]
+        return Explanation(sample_id, tuple(explained))
 
 
-def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
-    entries = [("image", ref.key, f"{ref.geometry.extent}{_mirrored(ref)}") for ref in row.images]
-    entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
+def _explained(manifest: Manifest, sample_id: str, reasons: Mapping[str, str], text_bytes: int) -> Json:
+    row = manifest.rows[sample_id]
+    entries = [("image", ref.key, f"{ref.geometry.extent}{_which(row, ref)}", 0) for ref in row.images]
+    texts = [(ref, number % manifest.variants) for number, ref in enumerate(row.captions) if ref.key]
+    entries += [("text", ref.key, repr(ref.text), variant) for ref, variant in texts]
     for part, ref in row.named_parts():
         kind = "mask" if ref.role == "mask" else "image"
-        entries.append((kind, ref.key, f"{part}, {ref.geometry.target_size}{_mirrored(ref)}"))
-    found = [{"kind": kind, "key": key, "what": what, "reason": reasons.get(key)} for kind, key, what in entries]
+        entries.append((kind, ref.key, f"{part}, {ref.geometry.target_size}{_which(row, ref)}", 0))
+    found = [
+        {"kind": kind, "key": key, "what": what, "variant": variant, "reason": reasons.get(key)}
+        for kind, key, what, variant in entries
+    ]
     return {
-        "dataset": name,
+        "dataset": manifest.name,
         "path": row.path,
         "source": row.source,
+        "text_bytes": text_bytes,
         "refusal": None if row.refusal is None else row.refusal.to_json(),
         "entries": [{**each, "status": "hit" if each["reason"] is None else "miss"} for each in found],
     }
 
 
-def _mirrored(ref: ImageRef | PartRef) -> str:
-    return " flipped" if ref.geometry.flip else ""
+def _which(row: Row, ref: ImageRef | PartRef) -> str:
+    """Which of several entries of one image it is."""
+    crop = " at {},{}".format(*ref.geometry.crop_top_left) if row.num_crops > 1 else ""
+    return crop + (" flipped" if ref.geometry.flip else "")

@@ -109,7 +109,9 @@ class ImageStage(EncodingStage):
             pixels = self._transfer.host_memory((len(items), *items[0].data.shape), torch.uint8)
             np.stack([item.data for item in items], out=pixels.numpy())
             encodings = self._encodings
-            moments = encode_images(models, self._transfer.upload(pixels), encodings.family, encodings.facts)
+            given = self._transfer.upload(pixels)
+            kept = given[..., 3:] if given.shape[-1] > 3 else None  # of masked images: see `ImageTask.pixels`
+            moments = encode_images(models, given[..., :3], encodings.family, encodings.facts, kept=kept)
             return self._transfer.download({"moments": moments})
 
     def _fetch(self, download: Download) -> Mapping[str, torch.Tensor]:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from latentcache.config import Config, DatasetConfig
+from latentcache.dataset.captions import variants_of
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTableBuilder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTableBuilder, hex_of
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
@@ -30,14 +33,14 @@ from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
-from latentcache.precache.reasons import History, image_facts, text_facts
+from latentcache.precache.reasons import History, image_facts, masked_facts, text_facts
 from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
-from latentcache.utils.wording import MAX_NAMED
+from latentcache.utils.wording import MAX_NAMED, counted, size
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
@@ -72,7 +75,8 @@ _FACTS = msgspec.json.Decoder(_FileFacts)
 
 
 _Entry = tuple[str, Shape, str]
-"""The key of an entry of an image, its shape, and the digest of the file that it is made of."""
+"""The key of an entry of an image, its shape, and the digest of the file that it is made of: of a masked image that of
+its mask, for the image's own is the row's."""
 
 
 _Planned = tuple[Sample | Refusal, Row, Sequence[_Entry]]
@@ -87,18 +91,20 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     *,
     shard: Shard | None = None,
     verify_sources: bool = False,
-    only: frozenset[str] | None = None,
+    only: Set[str] | None = None,
+    wanted: Set[str] | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     report: Report | None = None,
 ) -> Plan:
     """Plan a run, and count in the report. Only the memo of digests is written.
 
-    One bad file is a refusal. `only` restricts the plan to these sample ids. `verify_sources` reads and hashes every
+    One bad file is a refusal. `only` restricts the plan to these sample ids, `wanted` what is encoded to these keys.
+    `verify_sources` reads and hashes every
     image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
     Stopped when `stop` is set.
     """
-    entries, progress = Entries(workspace.store, shard or Shard(), report), progress or Progress()
+    entries, progress = Entries(workspace.store, shard or Shard(), report, wanted), progress or Progress()
     # The first one is read once, for the prompts too.
     last = last_manifest(workspace.manifests, config.datasets[0].name)
     plan_validation_prompts(entries, config, workspace.manifests, encodings, models, last)
@@ -131,7 +137,7 @@ class _DatasetPlanner:
         last: Manifest | None,
     ):
         family = encodings.family
-        if family.text_reads_control and not dataset.control:
+        if family.text_reads_control and encodings.has_texts and not dataset.control:
             message = f"{family.name} reads captions together with control images; give dataset {dataset.name} some"
             raise ConfigError(message, key="datasets.control")
         self._entries, self._plan, self._dataset, self._encodings = entries, entries.plan, dataset, encodings
@@ -149,12 +155,16 @@ class _DatasetPlanner:
             "schema": SCHEMA,
             "salt": salt,
             "image_encoding": encoding_json(encodings.image),
-            "text_encoding": encoding_json(encodings.text),
+            "text_encoding": encoding_json(encodings.text) if encodings.has_texts else None,
             **family_json(encodings),
             **self._preparations.common(),
         }
+        self._num_variants = dataset.captions.variants
         self._history = History(last, self._common, entries.damaged)
         self._seen = set[str]()
+        self._num_each = dataset.variations * self._preparations.num_twins
+        self._crops = Counter[str]()
+        """Entries of the first crops, what further ones add, and the samples that these add nothing to."""
 
     def run(
         self,
@@ -162,7 +172,7 @@ class _DatasetPlanner:
         progress: Progress,
         stop: threading.Event,
         verify_sources: bool,
-        only: frozenset[str] | None,
+        only: Set[str] | None,
     ) -> None:
         """Plan the dataset, of which `only` these samples if they are named."""
         rows = RowTableBuilder()
@@ -187,8 +197,33 @@ class _DatasetPlanner:
                 num_lost,
                 self._dataset.source.path,
             )
-        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)
+        if self._dataset.variations > 1:
+            first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
+            added, whole = f"{more:,} entries ({size(num_bytes)})", counted(self._crops["whole"], "sample")
+            note = f"{self._dataset.variations} crops of each image add {added} to {first:,}"
+            self._plan.report.notes.append(f"{name}: {note}; {whole} without any room for other crops")
+        use = self._dataset
+        manifest = Manifest(
+            name,
+            use.role,
+            use.repeats,
+            self._common,
+            table,
+            variants=use.captions.variants,
+            weights=use.captions.weights or (),
+            loss_weight=use.loss_weight,
+        )
         self._plan.manifests.append(manifest)
+        if self._num_variants > 1 and self._encodings.has_texts and only is None:
+            self._say_costs(name, table.columns["caption/keys"])
+
+    def _say_costs(self, name: str, keys: np.ndarray) -> None:
+        """Note what the variants take, before anything is encoded: more than all else, where there are many."""
+        num_texts, num_captions = (len(set(hex_of(each))) for each in (keys, keys[:: self._num_variants]))
+        captions, num_bytes = counted(num_captions, "caption"), size(num_texts * self._encodings.text_bytes)
+        note = f"{name}: {self._num_variants} variants of {captions}: {counted(num_texts, 'text')}, {num_bytes}"
+        self._plan.report.notes.append(note)
+        logger.info("%s", note)
 
     def _with_facts(
         self, samples: Sequence[Sample | Refusal], executor: ThreadPoolExecutor, verify_sources: bool
@@ -204,6 +239,8 @@ class _DatasetPlanner:
             facts = next(read) if facts is None else facts
             if self._preparations.takes_alpha and not isinstance(facts, Refusal):
                 facts = [*facts, facts[0]]
+            if self._preparations.inpaint and not isinstance(facts, Refusal):
+                facts = [*facts, facts[-1]]
             yield sample, facts
 
     def _recalled(self, sample: Sample, texts: Mapping[str, str]) -> list[_FileFacts] | None:
@@ -253,13 +290,17 @@ class _DatasetPlanner:
         if not isinstance(facts, Refusal):
             image = facts[0].source
             try:
-                shapes = self._preparations.shapes([each.size for each in facts], facts[0].num_frames, path)
+                sizes = [each.size for each in facts]
+                shapes = self._preparations.shapes(sizes, facts[0].num_frames, path, image)
             except ImageRefused as refused:
                 refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
             else:
                 sources = [each.source for each in facts]
                 numbered = [(shape, sources[shape.role.number]) for shape in shapes]
-                entries = [(shape.key(source), shape, source) for shape, source in numbered]
+                key = self._preparations.key
+                entries = [
+                    (key(shape, image if shape.mask else source, source), shape, source) for shape, source in numbered
+                ]
         if refusal is not None:
             report.refused.append(refusal)
             return [(sample, Row(sample_id, path, image, (), (), refusal), ())]
@@ -270,17 +311,31 @@ class _DatasetPlanner:
         if entries[0][1].is_mostly_cut:
             report.num_mostly_cut += 1
             report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
+        if self._dataset.variations > 1:
+            self._count_crops(entries)
         controls = self._controls(self._read_with_texts(entries))
-        texts = [CaptionRef(text, self._texts.key(text, controls)) for text in dict.fromkeys(sample.captions)]
+        variants = [variants_of(caption, self._dataset.captions) for caption in dict.fromkeys(sample.captions)]
+        texts = [CaptionRef(text, self._text_key(text, controls)) for each in variants for text in each]
         images = [ImageRef(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
         parts = [PartRef(part, key, shape.geometry, of) for key, shape, of in entries if (part := shape.role.part)]
         return [(sample, Row(sample_id, path, image, tuple(images), tuple(texts), None, tuple(parts)), entries)]
 
-    def _read_with_texts(self, entries: Iterable[_Entry]) -> list[_Entry]:
-        """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
+    def _text_key(self, text: str, controls: Controls) -> str:
+        """The key of a text; empty where none is encoded."""
+        return self._texts.key(text, controls) if self._encodings.has_texts else ""
+
+    def _count_crops(self, entries: Sequence[_Entry]) -> None:
+        """Count what the crops of a sample add to the entries of its first one."""
+        twins = self._preparations.num_twins
+        first = {key for at, (key, *_) in enumerate(entries) if at % self._num_each < twins}
+        more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}
+        self._crops.update(first=len(first), more=len(more), num_bytes=sum(more.values()), whole=not more)
+
+    def _read_with_texts(self, entries: Sequence[_Entry]) -> list[_Entry]:
+        """The control images that the family's text encoder reads with each caption: the first entry of each."""
         if not self._encodings.family.text_reads_control:
             return []
-        return [entry for entry in entries if entry[1].role.part == "control" and not entry[1].geometry.flip]
+        return [entry for entry in entries[:: self._num_each] if entry[1].role.part == "control"]
 
     def _controls(self, read: Iterable[_Entry]) -> Controls:
         """What the key of a text has of the images that are read with it."""
@@ -291,27 +346,39 @@ class _DatasetPlanner:
         """Count a sample's entries, and make tasks of the misses."""
         if isinstance(sample, Refusal):
             return
-        for entry in entries:
+        for at, entry in enumerate(entries):
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
-                facts = image_facts(source, shape.geometry)
+                crop = at % self._num_each // self._preparations.num_twins
+                facts = image_facts(source, shape.geometry, crop)
+                if shape.mask is not None:
+                    facts = masked_facts(row.source, facts)
                 reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
-                task = self._image_task(sample, entry)
+                task = self._image_task(sample, row.source, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
-        for ref in row.captions:
+        for number, ref in enumerate(row.captions):
             key, text = ref.key, ref.text
-            if self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
+            if key and self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 read = self._read_with_texts(entries)
-                facts = text_facts(text, [(of, shape.geometry) for _, shape, of in read] or None)
+                variant = number % self._num_variants
+                caption, controls = row.captions[number - variant].text, [(of, shape.geometry) for _, shape, of in read]
+                facts = text_facts(caption, text, controls or None)
                 reason = self._history.why(row.sample_id, row.source, "text_encoding", key, facts)
-                images = tuple(self._image_task(sample, each) for each in read)
-                text_task = TextTask(key, self._texts.identity(text, self._controls(read)), sample, text, images)
+                images = tuple(self._image_task(sample, row.source, each) for each in read)
+                identity = self._texts.identity(text, self._controls(read))
+                text_task = TextTask(key, identity, sample, text, images, is_variant=variant > 0)
                 self._entries.add(text_task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
 
-    def _image_task(self, sample: Sample, entry: _Entry) -> ImageTask:
+    def _image_task(self, sample: Sample, image: str | None, entry: _Entry) -> ImageTask:
+        """The task of an entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
-        role, is_alpha = shape.role, shape.role.part == "mask" and self._preparations.takes_alpha
+        role, images = shape.role, self._dataset.images
+        is_alpha = role.part in ("mask", "masked image") and self._preparations.takes_alpha
+        if shape.mask is not None and image is not None:
+            mask = sample if is_alpha else sample.parts[shape.mask.role.number - 1]
+            masked = self._preparations.masked_identity(shape, image, source)
+            return ImageTask(key, masked, sample, self._source, images, is_alpha, mask)
         file = sample if role.number == 0 or is_alpha else sample.parts[role.number - 1]
         identity = self._preparations.identity(role, source, shape.geometry)
-        return ImageTask(key, identity, file, self._source, self._dataset.images, is_alpha)
+        return ImageTask(key, identity, file, self._source, images, is_alpha)

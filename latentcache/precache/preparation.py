@@ -6,12 +6,13 @@ An image, each of its control images and its mask are rows of one table, the rol
     image       of the dataset              of images             by the dataset's buckets
     control n   of the dataset              its mean, no seed     by its own area, or as its image lies
     mask        luma, or the alpha channel  none                  as its image lies
+    masked      of the image, and a mask    its mean, no seed     as its image
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -29,16 +30,19 @@ from latentcache.identity import (
     ImageEncoding,
     ImageIdentity,
     MaskIdentity,
+    Masking,
     Preparation,
     TextEncoding,
     TextIdentity,
+    canonical_json,
     caption_digest,
+    digest,
     key_of,
     keys_like,
 )
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.tasks import MASK_BATCH_SIZE
-from latentcache.types import Geometry, Json, Kind, Size
+from latentcache.types import Crop, Geometry, Json, Kind, Size
 
 CLIP_DECODER = "pillow-or-pyav"
 """Pillow reads animated images and PyAV videos: the bytes of a file say which."""
@@ -51,38 +55,41 @@ Controls = tuple[tuple[str, Preparation], ...]
 class Role:
     """What one of a sample's images is to it. A mask has neither an encoding nor a rule of buckets.
 
-    `lies_on_image`: it is resized and cropped as its image is, not by `rule`, which then names the filter alone.
+    `part` is what it is in a manifest; None for the image itself. `lies_on_image`: it is resized and cropped as its
+    image is, not by `rule`, which then names the filter alone.
     """
 
     number: int
     name: str
-    kind: Kind
+    part: PartRole | None
     policy: dict[str, str]
     encoding: ImageEncoding | None
     rule: BucketRule | None
     lies_on_image: bool
 
     @property
-    def part(self) -> PartRole | None:
-        """What it is in a manifest; None for the image itself."""
-        return None if self.number == 0 else "control" if self.kind == "image" else "mask"
+    def kind(self) -> Kind:
+        """The kind of its entries."""
+        return "mask" if self.part == "mask" else "image"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all entries of one role and geometry share. `key` gives that of the entry of a source.
+    """What all entries of one role and geometry share. `image_key` gives the key of the entry of a source.
 
-    Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`.
+    Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`. `mask` is the shape
+    of what covers a masked image: its keys depend on two sources, see `Preparations.key`.
     """
 
     role: Role
     geometry: Geometry
-    key: Callable[[str], str]
+    image_key: Callable[[str], str]
     group: Hashable
     group_size: int
     num_bytes: int
     is_mostly_cut: bool
     """Whether the crop keeps less than half of the image."""
+    mask: Shape | None = None
 
 
 class Preparations:
@@ -95,21 +102,27 @@ class Preparations:
     def __init__(self, dataset: DatasetConfig, encodings: Encodings, salt: str):
         self._dataset, self._encodings, self._salt = dataset, encodings, salt
         self.downscale = encodings.facts.downscale_factor
+        self.num_twins = 1 + dataset.flip
+        """Entries of each role in one crop."""
         if dataset.frames is not None and not encodings.family.has_clips:
             message = f"dataset {dataset.name} has frames, but models of {encodings.family.name} take no clips"
             raise ConfigError(f"{message}; leave frames out", key="datasets.frames")
         policy, rule = preparation_policy(dataset.images), BucketRule(dataset.buckets)
-        self.roles = [Role(0, "image", "image", policy, encodings.image, rule, False)]
+        self.roles = [Role(0, "image", None, policy, encodings.image, rule, False)]
         # A control image is no target of the loss: diffusers' pipelines and the trainers take its posterior's mode.
         encoding = replace(encodings.image, output="mean", seed=0)
         for number, control in enumerate(dataset.control, 1):
             own = None if control.area is None else BucketRule(_buckets_of(dataset.buckets, control.area))
-            role = Role(number, f"control {number}", "image", policy, encoding, own or rule, own is None)
+            role = Role(number, f"control {number}", "control", policy, encoding, own or rule, own is None)
             self.roles.append(role)
         self.takes_alpha = dataset.mask is not None and dataset.mask.alpha
+        self.inpaint = None if dataset.mask is None else dataset.mask.inpaint
         if dataset.mask is not None:
-            policy = mask_policy(policy, alpha=self.takes_alpha)
-            self.roles.append(Role(len(self.roles), "mask", "mask", policy, None, None, True))
+            weights = mask_policy(policy, alpha=self.takes_alpha)
+            self.roles.append(Role(len(self.roles), "mask", "mask", weights, None, None, True))
+        if self.inpaint is not None:
+            role = Role(len(self.roles), "masked image", "masked image", policy, encoding, rule, True)
+            self.roles.append(role)
         # Most samples share their sizes with others: one value in memory for all of them.
         self._shapes = lru_cache(1 << 14)(self._shapes_of)
 
@@ -118,7 +131,9 @@ class Preparations:
         rule = self._dataset.frames
         policies = [with_filter(role.policy, role.rule.filters) if role.rule else role.policy for role in self.roles]
         parts: list[Json] = [
-            {"name": role.name, "policy": policy} | ({} if role.rule else {"downscale": self.downscale})
+            {"name": role.name, "policy": policy}
+            | ({} if role.rule else {"downscale": self.downscale})
+            | ({"inpaint": self.inpaint} if role.part == "masked image" else {})
             for role, policy in zip(self.roles[1:], policies[1:], strict=True)
         ]
         return {
@@ -128,20 +143,56 @@ class Preparations:
             **({} if rule is None else {"frames": {"fps": rule.fps, "start": rule.start}}),
         }
 
-    def shapes(self, sizes: Sequence[Size], num_available: int | None, path: str) -> tuple[Shape, ...]:
+    def shapes(
+        self, sizes: Sequence[Size], num_available: int | None, path: str, source: str | None = None
+    ) -> tuple[Shape, ...]:
         """The entries of an image of this upright size, and of the sample's other roles whose sizes follow.
 
-        Each is followed by its mirrored twin if the dataset flips. A file with `num_available` frames (`probe_clip`)
-        gives clips. ImageRefused, naming `path`, for an image of which the rule makes no bucket, and for a mask that
-        cannot lie on its image.
+        Each is followed by its mirrored twin if the dataset flips, and these by further crops of the same role, if
+        `source` says which image it is: its digest. A file with `num_available` frames (`probe_clip`) gives clips.
+        ImageRefused, naming `path`, for an image of which the rule makes no bucket, and for a mask that cannot lie on
+        its image.
         """
-        found = self._shapes((*sizes,), num_available)
-        if isinstance(found, ImageRefused):
-            raise ImageRefused(path, found.reason, found.detail)
-        return found
+        first = self._shapes((*sizes,), num_available)
+        if isinstance(first, ImageRefused):
+            raise ImageRefused(path, first.reason, first.detail)
+        crops = () if source is None else self._further_crops(source, first[0].geometry)
+        found = [first]
+        for crop in crops:
+            shapes = self._shapes((*sizes,), num_available, crop)
+            assert not isinstance(shapes, ImageRefused)  # its size is that of the first
+            found.append(shapes)
+        if len(found) == 1:
+            return first
+        starts = range(0, len(first), self.num_twins)
+        return tuple(shape for at in starts for shapes in found for shape in shapes[at : at + self.num_twins])
+
+    def _further_crops(self, source: str, geometry: Geometry) -> Iterator[Crop]:
+        """The places of the second and further crops of an image with this digest.
+
+        Each depends on the seed, the image and its number alone: more variations keep those that there are.
+        """
+        rows, columns = (was - now + 1 for was, now in zip(geometry.resized_size, geometry.target_size, strict=True))
+        for number in range(1, self._dataset.variations):
+            drawn = digest(canonical_json(["crop", self._dataset.variations_seed, source, number]))
+            yield Crop(int(drawn[:16], 16) % rows, int(drawn[16:32], 16) % columns)
+
+    def key(self, shape: Shape, source: str, mask: str | None) -> str:
+        """The key of the entry of an image with this digest; `mask` is the digest of what covers a masked image."""
+        if shape.mask is None or mask is None:
+            return shape.image_key(source)
+        return key_of(self.masked_identity(shape, source, mask).to_json())
+
+    def masked_identity(self, shape: Shape, source: str, mask: str) -> ImageIdentity:
+        """What the entry of a masked image is, of the digests of the image and of the mask."""
+        assert shape.mask is not None and self.inpaint is not None  # a masked image has both
+        identity = self.identity(shape.role, source, shape.geometry)
+        preparation = self.identity(shape.mask.role, mask, shape.mask.geometry).preparation
+        assert isinstance(identity, ImageIdentity)
+        return replace(identity, masking=Masking(mask, preparation, self.inpaint))
 
     def identity(self, role: Role, source: str, geometry: Geometry) -> ImageIdentity | MaskIdentity:
-        """What the entry of such an image is."""
+        """What the entry of such an image is; of a masked image see `masked_identity`."""
         if role.rule is None or role.encoding is None:
             return MaskIdentity(source, Preparation.of(role.policy, geometry), self.downscale, self._salt)
         policy: dict[str, Any] = with_filter(role.policy, role.rule.resample(geometry))
@@ -150,24 +201,32 @@ class Preparations:
             policy = {**policy, "fps": frames.fps, "start": frames.start, "decoder": CLIP_DECODER}
         return ImageIdentity(source, Preparation.of(policy, geometry), role.encoding, self._salt)
 
-    def _shapes_of(self, sizes: tuple[Size, ...], num_available: int | None) -> tuple[Shape, ...] | ImageRefused:
+    def _shapes_of(
+        self, sizes: tuple[Size, ...], num_available: int | None, crop: Crop | None = None
+    ) -> tuple[Shape, ...] | ImageRefused:
         images: list[Geometry | None] = [None, None] if self._dataset.flip else [None]
-        found = []
+        found: list[Shape] = []
         for role, size in zip(self.roles, sizes, strict=False):  # an image that comes alone has no companions
             for number, image in enumerate(images):
                 geometry = self._geometry(role, size, image, flip=number == 1)
                 if geometry is None:
                     return _refusal(role, size, sizes[0])
+                if image is None and crop is not None:  # the mirrored twin is the mirrored crop, whatever the rule
+                    geometry = replace(geometry, crop_top_left=crop)
                 if image is None and self._dataset.frames is not None and num_available is not None:
                     factor = self._encodings.facts.frames_factor
                     num_frames = num_frames_of_clip(num_available, self._dataset.frames, factor)
                     geometry = replace(geometry, num_frames=num_frames)
                 images[number] = image or geometry
-                found.append(self._shape(role, geometry))
+                # The mask's shapes are the last ones before: of a pair the same one is so many places back.
+                mask = found[-self.num_twins] if role.part == "masked image" else None
+                found.append(replace(self._shape(role, geometry), mask=mask))
         return tuple(found)
 
     def _geometry(self, role: Role, size: Size, image: Geometry | None, *, flip: bool) -> Geometry | None:
         """The geometry of an image, or of a companion of the image that has the geometry `image`."""
+        if image is not None and role.part == "masked image":
+            return image
         if image is not None and role.lies_on_image:
             return fit_like(size, image) if role.rule or is_alike(size, image.original_size) else None
         assert role.rule is not None  # a mask lies on its image
@@ -187,7 +246,8 @@ class Preparations:
         group_size = self._encodings.image_group_size if geometry.num_frames is None else 1
         num_bytes = self._encodings.image_bytes(geometry, output)
         is_mostly_cut = geometry.kept_share < 0.5
-        return Shape(role, geometry, key, (geometry.extent, output), group_size, num_bytes, is_mostly_cut)
+        group = (geometry.extent, output, role.part == "masked image")  # whose pixels have a channel more
+        return Shape(role, geometry, key, group, group_size, num_bytes, is_mostly_cut)
 
 
 def _buckets_of(buckets: BucketsConfig, area: int) -> BucketsConfig:
@@ -210,12 +270,16 @@ class TextKeys:
     """
 
     def __init__(self, family: Family, tokenizers: Callable[[], Mapping[str, Any]], encoding: TextEncoding, salt: str):
-        self.family, self._tokenizers = family, tokenizers() if family.template_needs_tokenizer else {}
+        needs_tokenizers = family.template_needs_tokenizer and encoding.parts
+        self.family, self._tokenizers = family, tokenizers() if needs_tokenizers else {}
         self._encoding, self._salt = encoding, salt
         self._key = keys_like(TextIdentity("", encoding, salt))
 
     def source(self, text: str) -> str:
-        """The digest of a text as the tokenizer gets it."""
+        """The digest of a text as the tokenizer gets it. ConfigError where the config says that none is encoded."""
+        if not self._encoding.parts:
+            message = "encode.text is none, so no text is cached; set it to all, or encode texts live in the trainer"
+            raise ConfigError(message, key="encode.text")
         return caption_digest(self.family.rendered(self._tokenizers, text))
 
     def key(self, text: str, controls: Controls = ()) -> str:

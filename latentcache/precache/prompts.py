@@ -47,8 +47,9 @@ def cache_prompts(
     dtypes follow `encode` of the config; the encoders run on `device` and always return to where they were. No dataset
     is planned and no VAE is needed. The rows join those of the manifest of prompts.
 
-    Raises ModelError if these are not the text encoders (or settings) of the config's cached datasets,
-    TrainableEncoderError if one is being trained, EncodeError if an output is unusable, StoreError.
+    Raises ConfigError with `encode.text: none`, ModelError if these are not the text encoders (or settings) of the
+    config's cached datasets, TrainableEncoderError if one is being trained, EncodeError if an output is unusable,
+    StoreError.
     """
     encodings = choose_text_encodings(config, models, workspace.memo)
     where = device_of(device)
@@ -101,15 +102,19 @@ def plan_validation_prompts(
     """Plan the validation prompts. A negative prompt may be encoded otherwise, so the empty prompt is two.
 
     `last` is the manifest of the first dataset. Where texts are read with control images there are none: ConfigError
-    for those that the config has.
+    for those that the config has. There are none with `encode.text: none` either, which the report notes.
     """
+    if not encodings.has_texts:
+        if config.validation.prompts:
+            entries.plan.report.notes.append("validation.prompts are not cached: encode.text is none")
+        return
     check_prompts(encodings.family, config.validation.prompts)
     if encodings.family.text_reads_control:
         return
     positive = [(text, False) for text in ("", *config.validation.prompts)]
     negative = [(text, True) for text in ("", config.validation.negative_prompt or "")]
     # The prompts of this config's last run, which may have had other encoders.
-    if last is not None:
+    if last is not None and last.has_texts:
         last = last_manifest(manifests, prompts_name(last.common))
     texts = [*positive, *negative]
     entries.plan.manifests.append(plan_prompts(entries, manifests, encodings, models, config.cache.salt, texts, last))
@@ -137,7 +142,7 @@ def plan_prompts(
         encoding, sample_id = task.identity.encoding, task.sample.sample_id
         if entries.is_miss(task.key, present, "text", encoding.recipe, TEXT_BATCH_SIZE):
             part = "text_encoding" if sample_id == prompt_id(task.caption) else "negative_encoding"
-            reason = history.why(sample_id, None, part, task.key, text_facts(task.caption))
+            reason = history.why(sample_id, None, part, task.key, text_facts(task.caption, task.caption))
             entries.add(task, encoding.recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
     return Manifest(name, "prompts", 1, common, {task.sample.sample_id: prompt_row(task) for task in tasks})
 
@@ -188,7 +193,8 @@ def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
 
 
 def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], models: Models) -> None:
-    if dataset is None or dataset.imported_from is not None:  # an imported dataset does not name its encoders
+    # An imported dataset does not name its encoders, and one of latents alone has none.
+    if dataset is None or dataset.imported_from is not None or not dataset.has_texts:
         return
     if prompts_name(dataset.common) == prompts_name(common):
         return

@@ -31,13 +31,17 @@ LABELS = {
     "num_frames": "number of frames",
 }
 """Names of facts in reasons, where they are not the fact's own."""
-GEOMETRY = ("flip", "target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
-"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause."""
+GEOMETRY = ("variation", "flip", "target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
+"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause.
+`variation` is the number of the crop; the others are of the geometry."""
 _SHORT = {
     "image": "image changed",
+    "mask": "mask changed",
     "caption": "caption changed",
+    "variant": "new variant of the caption",
     "controls": "control changed",
     "flip": "flip added",
+    "variation": "variation added",
 }
 """Causes whose values say nothing to people."""
 
@@ -45,14 +49,23 @@ Facts = Mapping[str, Any]
 """What an entry is made of, by name, in the order in which causes are named."""
 
 
-def image_facts(source: str | None, geometry: Geometry) -> Facts:
-    """What the entry of an image, a control image or a mask with this digest is made of."""
-    return {"image": source, **{name: getattr(geometry, name) for name in GEOMETRY}}
+def image_facts(source: str | None, geometry: Geometry, crop: int) -> Facts:
+    """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number."""
+    return {"image": source, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
 
 
-def text_facts(text: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
-    """What the entry of a text is made of. `controls`: the digests and geometries of images that are read with it."""
-    return {"caption": text} if controls is None else {"caption": text, "controls": list(controls)}
+def masked_facts(image: str | None, facts: Facts) -> Facts:
+    """What the entry of a masked image is made of, given `facts` with its mask as the image; `image` is the image's."""
+    return {**facts, "image": image, "mask": facts["image"]}
+
+
+def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
+    """What the entry of a variant of a caption is made of; the caption itself is one.
+
+    `controls`: the digests and geometries of images that are read with it.
+    """
+    facts = {"caption": caption, "variant": variant}
+    return facts if controls is None else {**facts, "controls": list(controls)}
 
 
 class History:
@@ -88,46 +101,59 @@ class History:
         row = None if self._last is None else self._last.rows.get(sample_id)
         if self._last is not None and row is None and image is not None:
             row = self._last.rows.row_of_source(image)
-        known = [] if row is None else _known(row, name)
+        known = [] if row is None or self._last is None else _known(row, name, self._last.variants)
         if self._last is None or row is None or not known:
             return NEW
-        by = "flip" if "flip" in facts else "caption"
-        same = [(ref, was) for ref, was in known if was[by] == facts[by]]
+        by = ("variation", "flip") if "flip" in facts else ("caption", "variant")
+        near = [(ref, was) for ref, was in known if was[by[0]] == facts[by[0]]]
+        same = [(ref, was) for ref, was in near if was[by[-1]] == facts[by[-1]]]
         if self._last.imported_from is not None:
             if "image" in facts and row.source not in (image, None):
                 return _SHORT["image"]
             # A caption that was unknown was imported as the empty one.
-            return _why_imported(same or [(ref, was) for ref, was in known if was[by] == ""], key)
+            return _why_imported(same or [(ref, was) for ref, was in known if was[by[0]] == ""], key)
         if any(ref.key == key for ref, _ in known):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
-        before = {**_common_facts(self._last.common, name), **(same or known)[0][1]}
+        before = {**_common_facts(self._last.common, name), **(same or near or known)[0][1]}
         now = {**_common_facts(self._common, name), **facts}
         if facts.get("num_frames") is None:
             now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
         return ", ".join(cause for _, cause in _causes(before, now)) or LOST
 
 
-def _known(row: Row, name: str) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
+def _known(row: Row, name: str, variants: int) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
     """The entries of this name that a row has, each with what it was made of."""
+    crops = range(row.num_crops)
     if name == "image":
-        return [(ref, image_facts(row.source, ref.geometry)) for ref in row.images]
+        return [(ref, image_facts(row.source, ref.geometry, crop)) for crop in crops for ref in row.images_of(crop)]
     if name in ("text_encoding", "negative_encoding"):
-        controls = [(ref.source, ref.geometry) for other, ref in row.named_parts(flip=False) if other != "mask"]
-        return [(ref, text_facts(ref.text, controls)) for ref in row.captions]
-    return [(ref, image_facts(ref.source, ref.geometry)) for other, ref in row.named_parts() if other == name]
+        read = row.named_parts(flip=False, crop=0)
+        controls = [(ref.source, ref.geometry) for _, ref in read if ref.role == "control"]
+        captions = [row.captions[at - at % variants].text for at in range(len(row.captions))]
+        texts = zip(row.captions, captions, strict=True)
+        return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in texts if ref.key]
+    parts = ((ref, crop) for crop in crops for other, ref in row.named_parts(crop=crop) if other == name)
+    found = [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
+    return [(ref, masked_facts(row.source, was) if ref.role == "masked image" else was) for ref, was in found]
 
 
 def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What all entries of this name are made with."""
     facts = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
     if name in ("text_encoding", "negative_encoding"):
-        return facts | (common.get(name) or {})
-    own = common if name == "image" else next((p for p in common.get("parts") or () if p["name"] == name), {})
+        # What a recipe may leave out: that it is gone is a cause too.
+        return facts | dict.fromkeys(("max_length", "pooled_at")) | (common.get(name) or {})
+    parts = {part["name"]: part for part in common.get("parts") or ()}
+    own = common if name == "image" else parts.get(name, {})
     if name != "mask":
         # Whatever is kept of images, of control images it is the mean.
         facts |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
     else:
         facts["downscale"] = own.get("downscale")
+    if name == "masked image":
+        facts["inpaint"] = own.get("inpaint")
+        policy = parts.get("mask", {}).get("policy") or {}
+        facts |= {f"mask {part} policy": value for part, value in policy.items()}
     facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
     return facts | (common.get("frames") or {} if name == "image" else {})
 
@@ -141,8 +167,9 @@ def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
     """Name and cause of each fact that differs, those of the source first."""
     changed = [name for name, value in now.items() if before.get(name) != value]
     geometry = [name for name in GEOMETRY if name in changed]
-    hidden = geometry if "image" in changed else geometry[1:]
-    for name in sorted(changed, key=lambda name: name not in ("image", "controls", "caption")):
+    # Another caption has other variants.
+    hidden = [*(geometry if "image" in changed else geometry[1:]), *(["variant"] if "caption" in changed else [])]
+    for name in sorted(changed, key=lambda name: name not in ("image", "mask", "controls", "caption", "variant")):
         if name not in hidden:
             values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"

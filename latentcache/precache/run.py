@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.row_table import Row
 from latentcache.dataset.sources import open_source
 from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
@@ -36,7 +37,7 @@ from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
 from latentcache.store.entry import dtype_name
 from latentcache.store.writer import Writer
-from latentcache.types import Entry, Kind
+from latentcache.types import Entry, Kind, Refusal
 from latentcache.utils.progress import Progress
 from latentcache.utils.wording import MAX_NAMED
 
@@ -75,13 +76,16 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     stop: threading.Event | None = None,
     shard: Shard | None = None,
     remote_encoders: RemoteEncoders | None = None,
+    only: Set[str] | None = None,
 ) -> Report:
     """Encode what is not cached yet, and report what was done.
 
     `models` are the caller's own (`LoadedModels`); by default they load from the config. `workspace`
     is where entries go; by default the config's cache. `stop` ends the run at the next batch: what is done is sealed.
     `shard` is this process's share; by default RANK and WORLD_SIZE. `remote_encoders` encode in place of
-    this process.
+    this process. `only` are the keys of entries that the manifests list: these alone are encoded, by any rank that is
+    asked, and the manifests stay as they are (`LatentLoader(encode=...)` asks so). A sample whose entry would have
+    another key by now is refused as `changed`.
     Bad images are refused and listed in the report.
     Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
     """
@@ -93,22 +97,24 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
             open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
+        shard = shard if only is None else replace(shard, rank=0, world_size=1)  # claims share the work
         if not dry_run:
             _check_ranks(shard, workspace)
         report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
         progress, stop = progress or Progress(), stop or threading.Event()
-        run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders)
+        run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders, only)
         with workspace.in_use():
             try:
                 run.plan(verify_sources)
                 if not dry_run:
                     run.encode()
-                run.count_cut_captions()
+                if only is None:
+                    run.count_cut_captions()
             except Stopped:
                 report.interrupted = True
             finally:
                 run.progress.finish()
-        if config.cache.max_bytes is not None and not dry_run and not report.interrupted:
+        if config.cache.max_bytes is not None and not (dry_run or report.interrupted or only is not None):
             workspace.prune(config.cache.max_bytes)
         path = None if workspace.path is None else str(workspace.path)
         report.cache = {"path": path, **workspace.store.stats().to_json()}
@@ -145,12 +151,14 @@ class _Run:
     stop: threading.Event
     report: Report
     remote_encoders: RemoteEncoders | None = None
+    only: Set[str] | None = None
     _plan: Plan = field(default_factory=Plan)
     _encodings: Encodings = field(init=False)
 
     def plan(self, verify_sources: bool) -> None:
         """Plan, and report the plan's figures."""
-        report, memo, config = self.report, self.workspace.memo, self.config
+        report, memo, config, only = self.report, self.workspace.memo, self.config, self.only
+        rows = [] if only is None else _rows_with(only, config, self.workspace)
         with timed(report, "load"):
             remote = self.remote_encoders
             device = remote.device if remote else device_named(config.encode.device, self.shard.local_rank)
@@ -163,27 +171,44 @@ class _Run:
                 self.models,
                 shard=self.shard,
                 verify_sources=verify_sources,
+                only=None if only is None else {row.sample_id for _, row in rows},
+                wanted=only,
                 progress=self.progress,
                 stop=self.stop,
                 report=report,
             )
+        report.refused += [refusal for name, row in rows if (refusal := self._changed(name, row)) is not None]
         if remote is None:  # each encoder there chooses its own batch size
             self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
         with_control = [dataset.name for dataset in config.datasets if dataset.control]
         if with_control and (reason := unread_controls(self.models.family)) is not None:
             note = f"control images are cached for code of your own: {reason}"
-            report.notes = [f"{name}: {note}" for name in with_control]
+            report.notes += [f"{name}: {note}" for name in with_control]
+        if not self.models.family.takes_masked:
+            note = f"masked images are cached for code of your own: no denoiser of {self.models.family.name} takes them"
+            report.notes += [f"{each.name}: {note}" for each in config.datasets if each.mask and each.mask.inpaint]
         report.placement = {"family": f"{self.models.family.name}: {self.models.family_reason}"}
         report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
             for name, placement in (("vae", encodings.vae), ("text", encodings.text_encoders))
         }
 
+    def _changed(self, manifest: str, row: Row) -> Refusal | None:
+        """Why wanted entries of a manifest's row cannot be made by now. None where the plan refuses the sample."""
+        tables = [planned.rows for planned in self._plan.manifests if planned.name == manifest]
+        now = tables[0].get(row.sample_id) if tables else None
+        if now is None:
+            return Refusal(row.sample_id, row.path, "missing", "the dataset has it no more")
+        if now.refusal is not None or self.only is None or self.only.isdisjoint({*row.keys()} - {*now.keys()}):
+            return None
+        detail = "its image, its caption, the models or the settings are others than when it was precached"
+        return Refusal(row.sample_id, row.path, "changed", detail)
+
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""
         plan, report, failures = self._plan, self.report, Failures(self.shard, self.workspace)
         if any(plan.batches.values()):
-            for manifest in plan.manifests:
+            for manifest in plan.manifests if self.only is None else ():
                 self.workspace.manifests.begin(manifest.name)
             failures.forget(task.key for batches in plan.batches.values() for batch in batches for task in batch)
             # Masks need no model.
@@ -193,7 +218,7 @@ class _Run:
         failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
         report.refused += failed
         report.failed = [refusal.path for refusal in failed]
-        if not report.interrupted:
+        if not report.interrupted and self.only is None:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
 
@@ -266,6 +291,23 @@ class _Run:
                 self.stop.wait(CLAIM_WAIT_S)
         if kind == "text":  # they leave the memory to the VAE; masks come before them
             self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
+
+
+def _rows_with(keys: Set[str], config: Config, workspace: Workspace) -> list[tuple[str, Row]]:
+    """The rows of the datasets' manifests, and of their prompts', that have these entries; each with its manifest's."""
+    names = [dataset.name for dataset in config.datasets]
+    found = [manifest for name in names if (manifest := workspace.manifests.read(name)) is not None]
+    prompts = {prompts_name(manifest.common) for manifest in found if manifest.imported_from is None}
+    found += [manifest for name in prompts if (manifest := workspace.manifests.read(name)) is not None]
+    rows = [(each.name, each.rows.row(number)) for each in found for number in each.rows.rows_with(keys)]
+    if lacking := keys - {key for _, row in rows for key in row.keys()}:
+        raise ConfigError(
+            f"{len(lacking)} of {len(keys)} entries to encode are in no manifest of {', '.join(names)} in "
+            f"{workspace.path or 'the CPU store'}. Give the config that the dataset was precached with, and open the "
+            "dataset again after a precache",
+            key="datasets",
+        )
+    return rows
 
 
 def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures) -> list[str]:

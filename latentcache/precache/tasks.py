@@ -8,7 +8,7 @@ gives the same bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from latentcache.config import EncodeConfig, ImagesConfig
 from latentcache.dataset.clips import decode_clip
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.masks import luma, prepare_mask
+from latentcache.dataset.masks import kept_by, laid_mask, luma, prepare_mask
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity, digest
@@ -65,41 +65,57 @@ class Task:
 class ImageTask(Task):
     """An image, a control image or a mask, which is read from `source`. `sample` is that of the file that is read.
 
-    `is_alpha`: the mask is the alpha channel of its image.
+    `is_alpha`: the mask is the alpha channel of its image. `mask` is what the mask of a masked image is read of.
     """
 
     identity: ImageIdentity | MaskIdentity
     source: SampleSource
     images: ImagesConfig
     is_alpha: bool = False
+    mask: Sample | None = None
 
     def pixels(self) -> np.ndarray:
         """What the encoder gets: uint8 [H, W, 3]; of a clip [frames, H, W, 3]; the weights of a mask [1, h, w].
 
-        The bytes that are decoded are hashed, so that the entry fits its key. Raises ImageRefused.
+        A masked image has a fourth channel: how much of each pixel is left. The bytes that are decoded are hashed, so
+        that the entry fits its key. Raises ImageRefused.
         """
-        data, preparation, path = self.source.read(self.sample), self.identity.preparation, self.sample.path
-        if digest(data) != self.identity.source:
-            raise ImageRefused(path, "changed", "the file changed during the run; run precache again")
-        if isinstance(self.identity, MaskIdentity):
-            pixels = decode(data, path, self.images, alpha_only=self.is_alpha)
-            values = pixels if self.is_alpha else luma(pixels)
-            return prepare_mask(values, preparation.geometry, self.identity.downscale)
+        identity, preparation = self.identity, self.identity.preparation
+        if isinstance(identity, MaskIdentity):
+            return prepare_mask(self._weights(self.sample, identity.source), preparation.geometry, identity.downscale)
+        data, path = self._data(self.sample, identity.source), self.sample.path
         if preparation.geometry.num_frames is not None:
             return decode_clip(data, path, self.images, preparation)
-        return prepare(decode(data, path, self.images), preparation.geometry, preparation.resample)
+        pixels = prepare(decode(data, path, self.images), preparation.geometry, preparation.resample)
+        if self.mask is None or identity.masking is None:
+            return pixels
+        weights = self._weights(self.mask, identity.masking.source)
+        laid = laid_mask(weights, identity.masking.preparation.geometry)
+        return np.dstack([pixels, kept_by(laid, identity.masking.rule)])
+
+    def _weights(self, sample: Sample, source: str) -> np.ndarray:
+        """The mask in this file, uint8 [H, W]."""
+        pixels = decode(self._data(sample, source), sample.path, self.images, alpha_only=self.is_alpha)
+        return pixels if self.is_alpha else luma(pixels)
+
+    def _data(self, sample: Sample, source: str) -> bytes:
+        data = self.source.read(sample)
+        if digest(data) != source:
+            raise ImageRefused(sample.path, "changed", "the file changed during the run; run precache again")
+        return data
 
 
 @dataclass(frozen=True, slots=True)
 class TextTask(Task):
     """A text. `caption` is as it was given; the source of the identity is the digest of what the tokenizer gets of it.
 
-    `controls` are the images that are read together with it.
+    `controls` are the images that are read together with it. `is_variant`: it was made of a caption.
     """
 
     identity: TextIdentity
     caption: str
     controls: tuple[ImageTask, ...] = ()
+    is_variant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +211,14 @@ class Plan:
 
 
 class Entries:
-    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
+    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry.
 
-    def __init__(self, store: Store, shard: Shard, report: Report | None = None):
+    Where keys are `wanted`, all others are neither.
+    """
+
+    def __init__(self, store: Store, shard: Shard, report: Report | None = None, wanted: Set[str] | None = None):
         self.store, self.plan, self.damaged = store, Plan(report=report or Report()), store.damaged()
+        self._wanted = wanted
         self._seen: set[bytes] = set()
         # The text encoders are released before the VAE needs the memory.
         self._batches: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
@@ -209,7 +229,7 @@ class Entries:
         `present` has those of the chunk's keys that the store has.
         """
         seen = bytes.fromhex(key)
-        if seen in self._seen:
+        if seen in self._seen or (self._wanted is not None and key not in self._wanted):
             return False
         self._seen.add(seen)
         if key not in present:

@@ -143,7 +143,7 @@ class TextStage(EncodingStage):
             }
             record = self._record(item, encoders, dtypes[0], note, num_tokens=item.data.num_tokens)
             context.store(Entry(record, kept, frozenset(masks)))
-            if item.data.num_tokens > self._limit:
+            if item.data.num_tokens > self._limit and not item.task.is_variant:  # a cut caption counts once
                 context.report.add_truncated(item.task.sample.sample_id)
 
 

@@ -161,7 +161,7 @@ class MissEncoder:
         sample, preparations = Sample(name, name, locator=data), self._preparations[chosen.name]
         found = []
         for shape in preparations.shapes([size], num_frames, name):
-            key, identity = shape.key(source), preparations.identity(shape.role, source, shape.geometry)
+            key, identity = shape.image_key(source), preparations.identity(shape.role, source, shape.geometry)
             task = ImageTask(key, identity, sample, self._uploads, chosen.images)
             found.append((ImageRef(key, shape.geometry), task))
         return found

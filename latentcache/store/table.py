@@ -1,4 +1,4 @@
-"""Where each entry lies, in memory: arrays of the rows of packs, and their order by key. Some 70 bytes an entry."""
+"""Where each entry lies, in memory: arrays of the rows of packs, and their order by key. 61 bytes an entry."""
 
 from __future__ import annotations
 

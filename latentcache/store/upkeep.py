@@ -40,6 +40,7 @@ MAX_DEAD_FRACTION = 0.3
 SMALL_FILE_BYTES = PACK_BYTES // 4
 SMALL_ENTRIES = PACK_ENTRIES // 4
 """A pack is rewritten when more of its payload is dead, or when it is small in both and there are others to join."""
+_REMOVED_AT_ONCE = 1 << 14  # keys of which `prune` knows at once where they lie: millions would take gigabytes
 StoreOrPath = DiskStore | str | os.PathLike[str]
 
 
@@ -240,14 +241,14 @@ def prune(
             _check_readers(disk.directory)
         sizes = disk.directory.pack_sizes()
         bytes_left, present = sum(sizes.values()), dict(sizes)
-        removed, gone, unreadable = list[int](), set[str](), dict[str, str]()
+        num_removed, removed_bytes, gone, unreadable = 0, 0, set[str](), dict[str, str]()
         while max_bytes is None or bytes_left > max_bytes:
             if max_bytes is None:
                 chosen = {pack: 0 for pack in disk.table.packs}
             else:
                 chosen = _longest_unused(disk, present, kept, bytes_left - max_bytes)
-            sizes_removed, empty = _remove_others(disk, chosen.keys(), kept, dry_run=dry_run)
-            removed += sizes_removed
+            num, num_bytes, empty = _remove_others(disk, chosen.keys(), kept, dry_run=dry_run)
+            num_removed, removed_bytes = num_removed + num, removed_bytes + num_bytes
             gone |= empty
             bytes_left -= sum(sizes.get(pack, 0) for pack in empty) if max_bytes is None else sum(chosen.values())
             if max_bytes is None or dry_run or not chosen:
@@ -260,8 +261,8 @@ def prune(
         if max_bytes is None and not dry_run:
             disk.remove([key for key in disk.table.damaged() if key not in kept])
         return PruneReport(
-            num_entries=len(removed),
-            num_bytes=sum(removed),
+            num_entries=num_removed,
+            num_bytes=removed_bytes,
             num_packs=len(gone),
             file_bytes=sum(sizes.get(pack, 0) for pack in gone),
             file_bytes_left=bytes_left,
@@ -271,22 +272,26 @@ def prune(
 
 def _remove_others(
     disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool
-) -> tuple[list[int], set[str]]:
+) -> tuple[int, int, set[str]]:
     """Remove from these packs what is not kept, and those in which nothing stays.
 
-    Returns the bytes of each entry that goes, and the packs that go.
+    Returns how many entries go, the bytes of their values, and the packs that go.
     """
-    gone: dict[str, int] = {}
-    empty = set(packs)
+    num, num_bytes, gone, empty = 0, 0, list[str](), set(packs)
     for pack, entries in disk.table.by_pack(set(packs)):
-        others = {key: location.group.mean_bytes for key, location in entries.items() if key not in kept}
-        gone |= others
+        others = [key for key in entries if key not in kept]
+        num, num_bytes = num + len(others), num_bytes + sum([entries[key].group.mean_bytes for key in others])
         if len(others) < len(entries):
             empty.remove(pack)
+        if not dry_run:
+            gone += others
+            if len(gone) >= _REMOVED_AT_ONCE:
+                disk.remove(gone)
+                gone.clear()
     if not dry_run:
         disk.remove(gone)
         empty = disk.drop_empty(packs)
-    return list(gone.values()), empty
+    return num, num_bytes, empty
 
 
 def _check_readers(directory: CacheDirectory) -> None:

@@ -16,10 +16,11 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.sample import no_texts
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress
-from latentcache.validation.loss_parts import check_controls, masked_errors
+from latentcache.validation.loss_parts import check_controls, check_masked, masked_errors
 from latentcache.validation.metrics import (
     Estimate,
     LossReport,
@@ -68,14 +69,15 @@ def validation_loss(
 
     A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
     raised. A loss that is not finite is NaN, and so is each mean that it is in. ConfigError for settings that the
-    schedule does not allow, and for control images that the denoiser is not given (`check_controls`); StoreError for
-    datasets of several model families.
+    schedule does not allow, and for control images that the denoiser is not given (`check_controls`), and for one that
+    inpaints where masked images are lacking; StoreError for datasets of several model families.
     """
     settings = settings or ValidationConfig()
     schedule = check_loss_settings(scheduler, settings, autocast)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
     device, family = device or device_of(denoiser), _family_of(views)
     check_controls(family, cache, views)
+    check_masked(denoiser, family, cache, views)
     progress = progress or Progress()
     measurement = _Measurement(denoiser, family, schedule, settings, progress, device=device, autocast=autocast)
     losses = measurement.run(views)
@@ -124,8 +126,10 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
 
 
 def _view(cache: LatentCache, name: str) -> LatentCache:
-    """The cache restricted to one manifest: a sample_id may be in several. StoreError for one without images."""
+    """The cache restricted to one manifest: a sample_id may be in several. StoreError without images, or texts."""
     view = cache.restricted(name)
+    if not view.manifest(name).has_texts:
+        raise no_texts(f"{name}: the loss is measured with cached texts")
     view.scaling(view.manifest(name))
     return view
 
@@ -142,9 +146,9 @@ def _family_of(views: Mapping[str, LatentCache]) -> Family:
 def _data_digest(view: LatentCache, name: str) -> str:
     """What the measured samples resolve to: it changes with any sample, part, first caption, VAE or text encoder."""
     rows = [row for row in view.manifest(name).rows.values() if row.refusal is None]
-    images = {row.sample_id: [ref.key for ref in row.images if not ref.geometry.flip] for row in rows}
+    images = {row.sample_id: [ref.key for ref in row.images_of(0) if not ref.geometry.flip] for row in rows}
     captions = {row.sample_id: [ref.key for ref in row.captions[:1]] for row in rows}
-    parts = {row.sample_id: [ref.key for _, ref in row.named_parts(flip=False)] for row in rows if row.parts}
+    parts = {row.sample_id: [ref.key for _, ref in row.named_parts(flip=False, crop=0)] for row in rows if row.parts}
     return digest(canonical_json([images, captions, *([parts] if parts else [])]))
 
 
@@ -253,6 +257,7 @@ class _Measurement:
         except SampleError as error:
             self._skip(name, error)
             return
+        del batch["loss_weight"]  # it is for training: the mean of a validation counts all samples alike
         sample = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         texts = [
             name for name in sample if name not in ("latents", "add_time_ids") and sample[name].is_floating_point()

@@ -9,6 +9,7 @@ import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.row_table import PartRole
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import unread_controls
 from latentcache.families.base import Family
@@ -54,7 +55,9 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
         return
     planned = {dataset.name for dataset in config.datasets if dataset.control} if config else set()
     cached = set(cache.manifests.names())
-    found = [each for each in datasets if each in planned or (each in cached and _has_controls(cache.manifest(each)))]
+    found = [
+        each for each in datasets if each in planned or (each in cached and _has_part(cache.manifest(each), "control"))
+    ]
     if found:
         raise ConfigError(
             f"{', '.join(found)}: has control images, but {reason}. Train one of those families, or remove `control` "
@@ -63,7 +66,15 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
         )
 
 
-def _has_controls(manifest: Manifest) -> bool:
+def check_masked(denoiser: Any, family: Family, cache: LatentCache, datasets: Iterable[str]) -> None:
+    """ConfigError if the denoiser inpaints, and one of these datasets is cached without masked images."""
+    cached = cache.manifests.names()
+    lacking = [each for each in datasets if each in cached and not _has_part(cache.manifest(each), "masked image")]
+    if lacking and family.inpaints(denoiser):
+        raise ConfigError(family.lacks_masked(f"{', '.join(lacking)} has none"), key="datasets.mask")
+
+
+def _has_part(manifest: Manifest, role: PartRole) -> bool:
     """Every sample has all parts of its dataset, or is refused."""
     first = next((row for row in manifest.rows.values() if row.refusal is None), None)
-    return first is not None and any(part.role == "control" for part in first.parts)
+    return first is not None and any(part.role == role for part in first.parts)

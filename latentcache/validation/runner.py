@@ -15,7 +15,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, ModelError, StoreError
-from latentcache.families.base import Family
+from latentcache.families.base import Family, check_prompts
 from latentcache.loading.cache import LatentCache
 from latentcache.models.denoiser import check_fits
 from latentcache.models.family import family_of, pipeline_settings
@@ -30,7 +30,7 @@ from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss import check_loss_settings, validation_loss
-from latentcache.validation.loss_parts import check_controls
+from latentcache.validation.loss_parts import check_controls, check_masked
 from latentcache.validation.metrics import LossReport
 from latentcache.validation.noise_schedule import WHOLE, NoiseSchedule, Share
 from latentcache.validation.results import (
@@ -164,9 +164,11 @@ class ValidationRunner:
     def _check_settings(self) -> None:
         """Checks that need no forward: the first validation, hours later, would find the same errors."""
         validation, scheduler = self.config.validation, self.parts["scheduler"]
+        self._check_texts()
         if names := validation_sets(self.cache, self.config):
             check_loss_settings(NoiseSchedule.of(scheduler, self._within), validation, self._autocast)
             check_controls(self.family, self.cache, names, self.config)
+            check_masked(self._denoiser(), self.family, self.cache, names)
         elif not validation.prompts:
             raise ConfigError(
                 "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
@@ -179,7 +181,23 @@ class ValidationRunner:
                     f"{self._within[0]} to {self._within[1]} of them; set it to []. The loss is measured without it",
                     key="validation.prompts",
                 )
+            check_prompts(self.family, validation.prompts, self._denoiser())
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
+
+    def _check_texts(self) -> None:
+        """ConfigError where the config, or a dataset that is cached and whose texts are read, has no texts."""
+        cached, config = self.cache.manifests.names(), self.config
+        # Prompts are those of the first dataset: see `_own_cache`.
+        own = [each.name for each in config.datasets if each.name in cached][:1] if self._samples_images() else []
+        names = dict.fromkeys([*validation_sets(self.cache, config), *own])
+        alone = [name for name in names if name in cached and not self.cache.manifest(name).has_texts]
+        if alone or config.encode.text == "none":
+            raise ConfigError(
+                f"{', '.join(alone) or 'encode.text: none'} gives latents alone, but validation reads cached texts: "
+                "validate in the trainer, with its live text encoders; or give validation a config with encode.text "
+                "all, datasets of other names, and frozen encoders",
+                key="encode.text",
+            )
 
     def _loss(self) -> LossReport:
         return validation_loss(

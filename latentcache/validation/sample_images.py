@@ -140,7 +140,7 @@ def denoise(
     used, ModelError for a wrapped denoiser.
     """
     family = family or family_of_denoiser(denoiser)
-    check_prompts(family, [each.prompt for each in embeddings])
+    check_prompts(family, [each.prompt for each in embeddings], denoiser)
     if not hasattr(denoiser, "config"):
         name, word = family.denoiser, family.denoiser_word
         raise ModelError(

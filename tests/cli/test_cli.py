@@ -123,7 +123,14 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "200")  # narrower, long names are broken over two lines
     help_text = "".join(run("precache", "--help")[1].split())
     lists = {"cache", "datasets", "datasets.N.buckets.sizes", "model", "encode", "validation", "validation.prompts"}
-    sections = {"datasets.N.source", "datasets.N.buckets", "datasets.N.images", "datasets.N.source.caption_columns"}
+    lists |= {"datasets.N.captions.weights"}
+    sections = {
+        "datasets.N.captions",
+        "datasets.N.source",
+        "datasets.N.buckets",
+        "datasets.N.images",
+        "datasets.N.source.caption_columns",
+    }
     for name in set(known_settings()) - lists - sections:
         flag = "--" + name.replace(".N.", ".{NAME}.").replace("_", "-")
         assert flag.split("{NAME}")[-1] in help_text, flag

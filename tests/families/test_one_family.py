@@ -16,7 +16,7 @@ from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_folder, tiny_m
 
 from latentcache import Config, LatentCache, run_precache
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families import family_named, sdxl
+from latentcache.families import FAMILIES, family_named, sdxl
 from latentcache.families.base import Family
 from latentcache.families.qwen_image import NUM_DROPPED
 from latentcache.models.model_loader import LoadedModels, ModelLoader
@@ -48,6 +48,35 @@ def test_time_ids_are_in_the_order_of_the_pipeline() -> None:
     )
     original, crop, target = Size(*sizes[0]), Crop(*sizes[1]), Size(*sizes[2])
     assert expected.tolist() == [sdxl.FAMILY.size_conditions(Geometry(original, original, crop, target))]
+
+
+def test_columns_of_an_embedding_are_the_outputs_of_its_encoders() -> None:
+    family, parts = sdxl.FAMILY, tiny_encoders("sdxl")
+    tokens = family.tokenize(parts, ["a red house", "rain"])
+    embeds = family.encode_text(parts, tokens, {"clip_skip": 0})["prompt_embeds"]
+    encoders = {name: parts[name] for name in family.names("text_encoder")}
+    widths = [encoder.config.hidden_size for encoder in encoders.values()]
+    for known in (encoders, *({name: encoder} for name, encoder in encoders.items())):
+        columns = family.text_columns("prompt_embeds", known)
+        assert [embeds[..., columns[name]].shape[-1] for name in encoders] == widths and widths[0] != widths[1]
+        for number, (name, encoder) in enumerate(encoders.items()):
+            ids = torch.cat([each.input_ids[number] for each in tokens])
+            with torch.no_grad():
+                own = encoder(ids, output_hidden_states=True).hidden_states[-2]
+            assert torch.equal(embeds[..., columns[name]], own)
+    with pytest.raises(ModelError, match="give text_encoder or text_encoder_2"):
+        family.text_columns("prompt_embeds", {})
+
+
+def test_each_field_of_a_text_has_its_encoder() -> None:
+    for family in map(family_named, FAMILIES):
+        for field in family.fields:
+            columns = family.text_columns(field, {"text_encoder": tiny_encoders("sdxl")["text_encoder"]})
+            assert columns and columns.keys() <= set(family.names("text_encoder"))
+        with pytest.raises(ModelError, match=r"has no field 'latents' of texts; it has .*prompt_embeds"):
+            family.text_columns("latents", {})
+    assert family_named("flux").text_columns("prompt_embeds", {}) == {"text_encoder_2": slice(None)}
+    assert family_named("flux").text_columns("pooled_prompt_embeds", {}) == {"text_encoder": slice(None)}
 
 
 @pytest.mark.parametrize("clip_skip", [0, 1, 2])

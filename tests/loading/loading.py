@@ -13,6 +13,7 @@ from helpers.photo_files import write_photo
 from torch.utils.data import default_collate
 
 from latentcache import LatentDataset
+from latentcache.config import Config
 from latentcache.config_file import parse_config
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.precache.run import run_precache
@@ -66,9 +67,14 @@ def make_cache(folder: Path) -> Path:
     for number, (name, lines) in enumerate(zip(("a", "b", "c", "d", "sub/e"), captions, strict=True)):
         path = write_photo(folder / "photos" / f"{name}.png", number, (144, 80) if name in "cd" else (80, 144))
         path.with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
+    run_precache(config_of(folder))
+    return folder / "cache"
+
+
+def config_of(folder: Path, *, device: str = "cpu") -> Config:
+    """The config of `make_cache`."""
     data: dict[str, Any] = {"name": "photos", "flip": True, "repeats": 2}
     data |= {"source": {"kind": "folder", "path": folder / "photos"}, "images": {"min_side": 8}}
     data |= {"buckets": {"area": 96 * 96, "step": 32}}
     settings: dict[str, Any] = {"cache": {"path": folder / "cache"}, "datasets": [data], "model": {"path": "tiny"}}
-    run_precache(parse_config(settings | {"encode": {"device": "cpu", "num_workers": 1}}))
-    return folder / "cache"
+    return parse_config(settings | {"encode": {"device": device, "num_workers": 1}})

@@ -20,8 +20,11 @@ from latentcache.dataset.row_table import Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.dataset import Order
 from latentcache.loading.sampler import BucketBatchSampler, Visit
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
-from latentcache.types import Refusal
+from latentcache.types import Refusal, Size
 
 
 @pytest.fixture
@@ -85,6 +88,21 @@ def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Co
                 found = joined[index]
                 assert found["sample_id"] == expected["sample_id"], index
                 assert torch.equal(found["moments"], expected["moments"]), index
+
+
+def test_the_resolutions_of_one_dataset_are_read_together(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"datasets.0.resolutions": [64, 96], "datasets.0.buckets": {"step": 32}})
+    report = run_precache(config)
+    assert report.num_samples == 10 and report.num_encoded == 10 + 7, "captions are encoded once"
+    names = [each.name for each in config.datasets]
+    assert names == ["photos-64", "photos-96"]
+    dataset = LatentDataset(config.cache, names)
+    assert len(dataset) == 10 and {dataset.bucket(item) for item in range(5)} == {Size(64, 64)}
+    assert {dataset.bucket(item) for item in range(5, 10)} == {Size(64, 128), Size(128, 64)}
+    with LatentCache(config.cache, manifest="photos-64") as cache:
+        assert cache.batch(["a.png"], device="cpu")["target_size"] == [(64, 64)]
+    found = explain(config, "a.png", models=LoadedModels(**tiny_parts()))
+    assert [each["dataset"] for each in found.datasets] == names
 
 
 def test_random_captions_follow_the_global_generator(config: Config) -> None:

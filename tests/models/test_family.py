@@ -102,7 +102,7 @@ def test_a_model_with_other_channels_is_encoded_and_its_denoiser_refused(folder:
     inpaint = Path(shutil.copytree(folder, tmp_path / "inpaint"))
     for name, change in (
         ("model_index.json", {"_class_name": "StableDiffusionXLInpaintPipeline"}),
-        ("unet/config.json", {"in_channels": 9}),
+        ("unet/config.json", {"in_channels": 8}),
     ):
         (inpaint / name).write_text(json.dumps(json.loads((inpaint / name).read_text()) | change))
     model = ModelConfig(path=str(inpaint))
@@ -110,7 +110,7 @@ def test_a_model_with_other_channels_is_encoded_and_its_denoiser_refused(folder:
     loader, expected = ModelLoader(str(inpaint), family=family), ModelLoader(str(folder))
     for part in ("vae", "text_encoder_2"):
         assert loader.identity(part, torch.float32) == expected.identity(part, torch.float32)
-    with pytest.raises(ModelError, match="takes 9 channels, as one for inpainting"):
+    with pytest.raises(ModelError, match="takes 8 channels, as one for inpainting or control does, not 4 or 9"):
         load_denoiser(dtype=torch.float32, model=model)
 
 

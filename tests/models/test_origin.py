@@ -144,6 +144,14 @@ SDXL_FILES = [
 ]
 
 
+def test_a_model_that_cannot_be_had_says_how_to_get_it():
+    step = r"Download it once while online \(hf download someone/none\)"
+    with pytest.raises(
+        ModelError, match=rf"someone/none is not on this machine, and the hub cannot be reached\. {step}"
+    ):
+        ModelLoader("someone/none").origin("vae")
+
+
 @pytest.mark.parametrize(("variant", "infix", "other"), [(None, "", ".fp16"), ("fp16", ".fp16", "")])
 def test_only_the_needed_files_are_downloaded(variant, infix, other, folder, monkeypatch):
     call = {}

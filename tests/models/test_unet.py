@@ -260,7 +260,7 @@ def test_a_unet_of_stable_diffusion_1_is_refused_by_name(form, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"in_channels": 9}, "inpainting"),
+        ({"in_channels": 8}, "inpainting"),
         # The refiner's numbers: 5 time ids of 256, one encoder of width 1280.
         (
             {

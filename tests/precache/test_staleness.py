@@ -286,6 +286,19 @@ CHANGES = [
     Change("tokenizer", ("text_encoding.tokenizer",), "tokenizer changed (", models=tokenizer_of("tokenizer")),
     Change("tokenizer 2", ("text_encoding.tokenizer_2",), "tokenizer 2 changed (", models=tokenizer_of("tokenizer_2")),
     Change("clip skip", ("text_encoding.clip_skip",), "clip skip changed (0 -> 1)", settings={"encode.clip_skip": 1}),
+    Change(
+        "long texts",
+        ("text_encoding.max_length",),
+        "max length changed (None -> 225)",
+        settings={"encode.max_length": 225},
+    ),
+    Change(
+        "long texts no more",
+        ("text_encoding.max_length",),
+        "max length changed (225 -> None)",
+        settings={"encode.max_length": 77},
+        base={"encode.max_length": 225},
+    ),
     Change("salt", ("image.salt", "text.salt"), "salt changed ('' -> 'x')", settings={"cache.salt": "x"}),
     Change("schema", ("image.schema", "text.schema"), "schema changed (1 -> 2)", patch=schema),
     Change("kind", ("image.kind", "text.kind"), "entry lost", patch=kind),
@@ -293,7 +306,8 @@ CHANGES = [
 
 
 def leaves(prefix: str, identity: type) -> Iterator[str]:
-    nested = {"preparation", "geometry", "encoding", "controls"}  # controls: see test_parts.py
+    # controls: see test_parts.py; masking: see test_inpainting.py
+    nested = {"preparation", "geometry", "encoding", "controls", "masking"}
     yield from (f"{prefix}.{field.name}" for field in dataclasses.fields(identity) if field.name not in nested)
 
 
@@ -307,7 +321,7 @@ def test_every_field_of_an_identity_has_a_row() -> None:
         *leaves("image_encoding", fingerprint.ImageEncoding),
         *(
             f"text_encoding.{name}"
-            for name in (*SDXL.names("text_encoder"), *SDXL.names("tokenizer"), *SDXL.text_recipe())
+            for name in (*SDXL.names("text_encoder"), *SDXL.names("tokenizer"), *SDXL.text_recipe(max_length=225))
         ),
         "text_encoding.compute_dtype",
         "text_encoding.store_dtype",
@@ -386,6 +400,7 @@ IRRELEVANT: dict[str, dict[str, Any]] = {
     "batch size": {"settings": {"encode.batch_size": 5}},
     "number of threads": {"settings": {"encode.num_workers": 1}},
     "repeats": {"settings": {"datasets.0.repeats": 7}},
+    "weight in the loss": {"settings": {"datasets.0.loss_weight": 0.5}},
     "role": {"settings": {"datasets.0.role": "validation"}},
     "device by another name": {"settings": {"encode.device": "cpu:0"}},
     "a refusal limit": {"settings": {"datasets.0.images": {"min_side": 9, "max_pixels": 10_000_000}}},

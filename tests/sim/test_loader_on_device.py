@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.loss_cases import make_cache
 
-from latentcache import LatentCache, LatentDataset
+from latentcache import LatentCache, LatentDataset, LoadedModels, run_precache
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
+from latentcache.models.tiny import tiny_parts
 
 TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 TOLERANCE = {"sim": 0.0, "cuda": 1e-6}
@@ -61,3 +64,42 @@ def test_held_batches_stay_as_they_are(path: Path, device: torch.device) -> None
         copies.append(batch["moments"].clone())
         if len(held) == 30:
             break
+
+
+@pytest.mark.parametrize("parked", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_encoding_runs_on_the_device_and_leaves_models_where_they_were(
+    tmp_path: Path, device: torch.device, parked: bool, fails: bool
+) -> None:
+    config = make_cache(tmp_path)
+    config = config.model_copy(update={"encode": config.encode.model_copy(update={"device": str(device)})})
+    parts = tiny_parts()
+    home = torch.device("cpu") if parked else device
+    modules = {name: part.to(home) for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+    run_precache(config, models=LoadedModels(**parts))
+    dataset = LatentDataset(tmp_path / "cache", "photos")
+    unet = torch.nn.Linear(1, 1).to(device)
+
+    def loader_of(**options: Any) -> LatentLoader:
+        return LatentLoader(BucketBatchSampler(dataset, 2, seed=9), device=unet, scaled=True, **options)
+
+    expected = [batch["latents"] for batch in loader_of()]
+    dataset.cache.store.remove(dataset.cache.manifest("photos").rows.entry_keys())
+    seen = []
+
+    def watch(module: torch.nn.Module, *_: Any) -> None:
+        seen.append(next(module.parameters()).device)
+        if fails and module is parts["vae"].encoder:
+            raise RuntimeError("the VAE broke")
+
+    for module in (parts["vae"].encoder, parts["text_encoder"]):
+        module.register_forward_pre_hook(watch)
+    loader = loader_of(encode=partial(run_precache, config, models=LoadedModels(**parts)))
+    if fails:
+        with pytest.raises(RuntimeError, match="the VAE broke"):
+            iter(loader)
+    else:
+        for batch, latents in zip(loader, expected, strict=True):
+            torch.testing.assert_close(batch["latents"].cpu(), latents.cpu(), rtol=1e-5, atol=1e-5)
+    assert {*seen} == {device} and len(seen) >= 2
+    assert {parameter.device for module in modules.values() for parameter in module.parameters()} == {home}

@@ -7,10 +7,11 @@ two dialects. A: `latents`, `original_size`, `crop_ltrb` and, on request, `laten
 2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
 SD 1.5's names end with `_sd.npz`. FLUX.1's, `_flux.npz`, are always in dialect B, and its latents are scaled.
 Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
-[1280]; of FLUX.1 `<image without suffix>_flux_te.npz` with `t5_out` [L, 4096], `l_pooled` [768], `txt_ids` [L, 3] of
-zeros, `t5_attn_mask` [L] and `apply_t5_attn_mask`, in float32. With that flag T5 does not attend to padding, which is
-another recipe than diffusers', whose embeddings have the same shapes. A text does not name its caption: that is the
-first line of the image's caption file, unless it was edited since.
+[1280], with `max_token_length` 150 or 225 of 152 or 227 rows; of FLUX.1 `<image without suffix>_flux_te.npz` with
+`t5_out` [L, 4096], `l_pooled` [768], `txt_ids` [L, 3] of zeros, `t5_attn_mask` [L] and `apply_t5_attn_mask`, in
+float32. With that flag T5 does not attend to padding, which is another recipe than diffusers', whose embeddings have
+the same shapes. A text does not name its caption: that is the first line of the image's caption file, unless it was
+edited since. Nor does it say whether its parts were weighted (`weighted_captions`): verification finds such texts.
 
 `crop_ltrb` is not the crop that kohya performs: it is where the whole image would lie inside the bucket. The image is
 resized to cover the bucket, and cropped in the middle; the geometry follows from that.
@@ -37,6 +38,7 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
+from latentcache.families.clip import LONG_BY_ROWS
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportCaption, ExportOptions, ExportSample
 from latentcache.interop.files import corrupt, read_npz, tensor_in
@@ -81,6 +83,8 @@ _LATENT_NAME = re.compile(
 _RESOLUTION = re.compile(r"latents_(?P<h>\d{1,5})x(?P<w>\d{1,5})")
 _LARGEST_STEP = 64  # of kohya's buckets, in pixels
 _PIXELS = SDXL.latent.downscale
+_ROWS = (SDXL.max_length, *LONG_BY_ROWS)
+"""Rows of a text of SDXL: with `max_token_length` 75, 150 and 225."""
 
 
 def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, float, float]:
@@ -215,7 +219,8 @@ class KohyaCache:
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
-        return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note)
+        length = LONG_BY_ROWS.get(len(embeds)) if self.family == "sdxl" else None
+        return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note, length)
 
 
 class _Stored(NamedTuple):
@@ -298,9 +303,9 @@ def _read_text(family: str, arrays: Tensors, path: Path) -> tuple[torch.Tensor, 
         return _read_flux(arrays, path)
     names = ("hidden_state1", "hidden_state2", "pool2")
     first, second, pooled = (tensor_in(arrays.get(each), each, path, ndim=2 - (each == "pool2")) for each in names)
-    if first.shape[0] != SDXL.max_length or second.shape[0] != SDXL.max_length:
-        detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: "
-        detail += f"{SDXL.max_length} tokens are needed (max_token_length 75)"
+    if len(first) not in _ROWS or len(second) != len(first):
+        detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: both need "
+        detail += f"{' or '.join(map(str, _ROWS))} rows (max_token_length 75, 150, 225)"
         raise ForeignFileRefused(path, "unsupported-format", detail)
     if not first.dtype == second.dtype == pooled.dtype:
         raise corrupt(path, f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
@@ -452,8 +457,9 @@ def _text_arrays(family: str, caption: ExportCaption, report: ExportReport) -> d
         return _flux_arrays(embeds, pooled.to(embeds.dtype), caption.num_tokens, report)
     # The second encoder's hidden states are as wide as its pooled output.
     width = embeds.shape[1] - pooled.shape[0]
-    if embeds.shape[0] != SDXL.max_length or width < 1:
-        return f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)} are not SDXL's"
+    if len(embeds) not in _ROWS or width < 1:
+        met = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)}"
+        return f"{met} are not SDXL's for kohya, which have {' or '.join(map(str, _ROWS))} rows"
     return {
         "hidden_state1": embeds[:, :width].contiguous().numpy(),
         "hidden_state2": embeds[:, width:].contiguous().numpy(),

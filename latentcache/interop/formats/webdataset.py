@@ -149,7 +149,7 @@ def _cast(latents: torch.Tensor, dtype: torch.dtype | None, stored: torch.dtype,
 
 def _facts(sample: ExportSample, scaling: Scaling, scaled: bool) -> dict[str, Any]:
     """The json of a sample."""
-    flipped, images = sample.flipped_geometry, {ref.geometry.flip: ref.key for ref in sample.row.images}
+    flipped, images = sample.flipped_geometry, {ref.geometry.flip: ref.key for ref in sample.row.images_of(0)}
     keys = {"latents": images[False], "captions": [ref.key for ref in sample.row.captions]}
     return {
         "sample_id": sample.sample_id,

@@ -223,10 +223,11 @@ class Pages:
 
     def reasons(self, query: Fields) -> Response:
         """Why a sample is a hit or a miss. It may read the models' files, so the sample's page asks for it later."""
-        row, _, _ = self._gallery.sample(*_named(query))
+        dataset, sample_id = _named(query)
+        row, _, _ = self._gallery.sample(dataset, sample_id)
         if self._explainer is None:
             raise ConfigError("why a sample is a hit or a miss is known with a config: start the service with --encode")
-        explanation, captions = self._explainer(row)
+        explanation, captions = self._explainer(row, self._manifests.get(dataset).variants)
         return self._page("reasons.html", explanation=explanation, captions=captions)
 
     def photo(self, query: Fields) -> Response:

@@ -40,7 +40,7 @@ _decoding = threading.Semaphore(2)
 
 @dataclass(frozen=True, slots=True)
 class EntryDetails:
-    """An entry of a sample. `problem` says why it is a miss; then there is no record."""
+    """An entry of a sample. `problem` says why it is a miss; then there is no record, nor is there of a text alone."""
 
     name: str
     ref: ImageRef | CaptionRef | PartRef
@@ -89,14 +89,22 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     if show_photo:
         has_photo, photo = _examined(row)
     [state] = gallery.states([row])
+    num_variants = gallery.manifests.get(dataset).variants
+    images = [_details(gallery.store, "image", ref) for ref in row.images]
+    texts = [_details(gallery.store, "caption", ref) for ref in row.captions]
+    parts = [_details(gallery.store, name, ref) for name, ref in row.named_parts()]
+    # Of variants only those that are lost.
+    listed = [text for number, text in enumerate(texts) if text.problem or (text.record and not number % num_variants)]
     return {
         "dataset": dataset,
         "row": row,
         "state": state,
         "is_hit": state is None and row.images and photo != _OTHER_BYTES,
-        "images": [_details(gallery.store, "image", ref) for ref in row.images],
-        "captions": [_details(gallery.store, "caption", ref) for ref in row.captions],
-        "parts": [_details(gallery.store, name, ref) for name, ref in row.named_parts()],
+        "images": images,
+        "captions": texts[::num_variants],
+        "num_variants": num_variants,
+        "parts": parts,
+        "entries": [*images, *listed, *parts],
         "has_photo": has_photo,
         "photo": photo,
         "crop": crop_box(row.images[0].geometry) if row.images else None,
@@ -106,6 +114,8 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
 
 
 def _details(store: Store, name: str, ref: ImageRef | CaptionRef | PartRef) -> EntryDetails:
+    if not ref.key:
+        return EntryDetails(name, ref, None, {}, "")
     try:
         return EntryDetails(name, ref, store.record(ref.key), store.describe(ref.key), "")
     except (EntryMissingError, EntryDamagedError) as error:
@@ -183,9 +193,10 @@ class Explainer:
         self._lock = threading.Lock()
         self._models: ModelLoader | None = None
 
-    def __call__(self, row: Row) -> tuple[Explanation, list[CutCaption]]:
+    def __call__(self, row: Row, num_variants: int) -> tuple[Explanation, list[CutCaption]]:
         """What the next precache would do with a manifest's row, and where its captions are cut.
 
+        The row has so many variants of each caption, of which the first is the caption itself.
         ConfigError, DatasetError, ModelError, SampleError of `explain`.
         """
         from latentcache.precache.encodings import load_models
@@ -200,7 +211,8 @@ class Explainer:
                 clip_skip=encode.clip_skip, max_length=encode.max_length, padding=encode.padding
             )
             tokenizers = self._models.tokenizers()
-            return explanation, [cut_caption(family, tokenizers, recipe, caption.text) for caption in row.captions]
+            captions = row.captions[::num_variants]
+            return explanation, [cut_caption(family, tokenizers, recipe, caption.text) for caption in captions]
 
 
 def cut_caption(family: Family, tokenizers: Mapping[str, Any], recipe: Mapping[str, Any], text: str) -> CutCaption:

@@ -10,7 +10,7 @@ import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import RowTable, hex_of
+from latentcache.dataset.row_table import RowTable, has_key, hex_of
 from latentcache.errors import LatentCacheError
 from latentcache.service.page.views import Gallery, Manifests
 from latentcache.store.base import StoreStats
@@ -137,7 +137,7 @@ def health(store: DiskStore, manifests: Manifests) -> CacheHealth:
             for keys in _keys_of(table, kind):
                 flags.append(~_are_present(store, keys, used))
                 used_damage.update(damaged.keys() & keys)
-            absent[kind] = np.flatnonzero(np.concatenate(flags))
+            absent[kind] = np.flatnonzero(np.concatenate(flags) & has_key(table.columns[f"{kind}/keys"]))
         lacks = np.setdiff1d(table.rows_of(absent), table.columns["refusal/rows"])
         num_lacking += len(lacks)
         num_unverified += len(np.intersect1d(table.unverified(), table.usable()))

@@ -178,7 +178,7 @@ class Gallery:
                     lacking = self._lacking([row for _, _, row in chunk])
                     chunk = [found for found, state in zip(chunk, lacking, strict=True) if state == filters.state]
                 if filters.state == CUT_CAPTION:
-                    keys = [text.key for _, _, row in chunk for text in row.captions]
+                    keys = [text.key for _, _, row in chunk for text in row.captions if text.key]
                     cut = set(compress(keys, self.cut_captions.flags(keys)))
                     chunk = [found for found in chunk if any(text.key in cut for text in found[2].captions)]
                 yield from chunk

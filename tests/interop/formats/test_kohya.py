@@ -15,17 +15,21 @@ from helpers.foreign_samples import imported
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
 
-from latentcache.config import BucketsConfig, Config
-from latentcache.errors import ConfigError
+from latentcache import LatentDataset
+from latentcache.config import BucketsConfig, CacheConfig, Config
+from latentcache.errors import ConfigError, StoreError
 from latentcache.families.scaling import latents_from_moments
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import kohya
 from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.verification import Verification
 from latentcache.loading.cache import LatentCache
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace
+from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 
@@ -121,7 +125,14 @@ NAME = latents_name("cat", 320, 160)
         (NAME, GOOD | {"latents": np.array([{}], dtype=object)}, "corrupt", "allow_pickle=False"),
         (latents_name("cat", 640, 160), dialect_a(1, 640, 160, (128, 64)), "changed", "cat.png is 160x320"),
         ("cat_0320x0160_sd3.npz", GOOD, "unsupported-format", "architecture sd3"),
-        ("cat_te_outputs.npz", text_of(0, length=152), "unsupported-format", "77 tokens are needed"),
+        ("cat_te_outputs.npz", text_of(0, length=154), "unsupported-format", r"need 77 or 152 or 227 rows \(max_token"),
+        ("cat_te_outputs.npz", text_of(0, length=231), "unsupported-format", r"need 77 or 152 or 227 rows \(max_token"),
+        (
+            "cat_te_outputs.npz",
+            text_of(0, length=152) | {"hidden_state2": np.zeros((77, 1280), np.float32)},
+            "unsupported-format",
+            r"is \[152, 768\], hidden_state2 \[77, 1280\]: both need",
+        ),
         ("cat_te_outputs.npz", text_of(0) | {"pool2": np.zeros(1280, np.float16)}, "corrupt", "its dtypes are"),
         ("cat_te_outputs.npz", {"hidden_state1": np.zeros((77, 768), np.float32)}, "corrupt", "has no hidden_state2"),
     ],
@@ -220,6 +231,54 @@ def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config,
                 for name in ours:
                     same = torch.equal(ours[name], theirs[name]) if isinstance(ours[name], torch.Tensor) else None
                     assert same is True or ours[name] == theirs[name], name
+
+
+@pytest.mark.parametrize(("max_length", "rows"), [(None, 77), (150, 152), (225, 227)])
+def test_texts_of_each_length_come_back_and_are_verified(
+    make_config: Callable[..., Config], photos: Path, tmp_path: Path, max_length: int | None, rows: int
+) -> None:
+    (photos / "b.txt").write_text("long words " * 60)
+    config = make_config(**{"encode.max_length": max_length, "encode.image_output": "mean"})
+    run_precache(config)
+    with LatentCache(config.cache.path, manifest="photos") as cache:
+        report = kohya.export(cache, "photos", photos)
+        assert (report.num_texts, report.skipped) == (5, [])
+        embeds = cache.batch(["b.png"], device="cpu")["prompt_embeds"]
+    assert embeds.shape[1] == rows
+    with np.load(photos / "b_te_outputs.npz") as arrays:
+        assert arrays["hidden_state1"].shape[0] == arrays["hidden_state2"].shape[0] == rows
+    verification = Verification(config, LoadedModels(**tiny_parts()), num_entries="all")
+    with open_workspace(config.cache.model_copy(update={"path": tmp_path / "other"})) as workspace:
+        foreign = KohyaCache(photos)
+        imported = import_cache(foreign, workspace, name="back", scale_check=False, verification=verification)
+        texts = imported.differences["text"]
+        assert texts.num_equal == texts.num_compared == 4 and imported.refused == []
+        common = workspace.manifests.read("back").common  # type: ignore[union-attr]
+        assert common["text_encoding"] == ({} if max_length is None else {"max_length": max_length})
+    with LatentCache(tmp_path / "other", unverified=True) as back:
+        assert torch.equal(back.batch(["b.png"], device="cpu")["prompt_embeds"], embeds)
+
+
+def test_imports_of_two_lengths_are_not_mixed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with open_workspace(CacheConfig(path=cache)) as workspace:
+        for length in (77, 227):
+            write_sample(folder := tmp_path / str(length), "cat")
+            write_npz(folder / "cat_te_outputs.npz", text_of(3, np.float16, length=length))
+            assert import_cache(KohyaCache(folder), workspace, name=f"of-{length}").num_samples == 1
+    with pytest.raises(StoreError, match=r"texts of of-77, of-227 .*max_length"):
+        LatentDataset(cache, ["of-77", "of-227"], unverified=True)
+    assert LatentDataset(cache, "of-227", unverified=True)[0]["prompt_embeds"].shape == (227, 2048)
+
+
+def test_texts_of_two_lengths_in_one_folder_are_no_dataset(tmp_path: Path) -> None:
+    """Two trainings left them there: the first one counts."""
+    for stem, length in (("a", 77), ("b", 227)):
+        write_sample(tmp_path, stem)
+        write_npz(tmp_path / f"{stem}_te_outputs.npz", text_of(3, np.float16, length=length))
+    _, report = imported(KohyaCache(tmp_path))
+    [refusal] = report.refused
+    assert refusal.sample_id == "b.png" and "a batch holds one form" in refusal.detail
 
 
 # Masks

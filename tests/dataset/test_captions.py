@@ -1,0 +1,81 @@
+"""Variants of captions: sd-scripts' rule, and what each of them depends on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.config import CaptionsConfig
+from latentcache.dataset.captions import variants_of, varied
+
+TAGS = st.lists(st.text(st.characters(exclude_characters=",|", exclude_categories=["Cs"]), max_size=5), max_size=8)
+SHUFFLED = CaptionsConfig(variants=4, shuffle=True)
+
+
+def rule_of(**settings: Any) -> CaptionsConfig:
+    """A rule of these settings, also where a config would refuse it: the table has rules that change nothing."""
+    return CaptionsConfig.model_construct(**{**CaptionsConfig().model_dump(), **settings})
+
+
+def test_the_rule_is_that_of_sd_scripts() -> None:
+    """`process_caption` of sd-scripts 48d368f made the table, after `random.seed(seed)`."""
+    table = json.loads((Path(__file__).parent / "data" / "kohya_captions.json").read_text(encoding="utf-8"))
+    num_changed = 0
+    for settings, by_caption in zip(table["settings"], table["texts"], strict=True):
+        for caption, by_seed in zip(table["captions"], by_caption, strict=True):
+            for seed, text in zip(table["seeds"], by_seed, strict=True):
+                assert varied(caption, rule_of(**settings), random.Random(seed)) == text, (settings, caption, seed)
+                num_changed += text != caption
+    assert num_changed > 300
+
+
+def test_texts_stay_what_they_are() -> None:
+    """Another stream would encode all variants of everybody again."""
+    rule = CaptionsConfig(variants=4, shuffle=True, keep=1, drop=0.25)
+    assert variants_of("ohwx, a, b, c, d, e", rule) == (
+        "ohwx, a, b, c, d, e",
+        "ohwx, c, b, d",
+        "ohwx, e, b, d, a",
+        "ohwx, a, e, c, b, d",
+    )
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(2, 6), st.integers(0, 3))
+def test_more_variants_begin_with_the_same(caption: str, num: int, seed: int) -> None:
+    rule = CaptionsConfig(variants=num, shuffle=True, drop=0.2, seed=seed)
+    made = variants_of(caption, rule)
+    assert made[0] == caption and len(made) == num
+    state = random.getstate()
+    assert variants_of(caption, rule.model_copy(update={"variants": num + 3}))[:num] == made
+    assert random.getstate() == state, "Python's own stream is left alone"
+
+
+@given(TAGS, st.integers(0, 3))
+def test_a_shuffle_keeps_all_tags_and_the_first_in_their_places(tags: list[str], keep: int) -> None:
+    whole = [tag.strip() for tag in ",".join(tags).strip().split(",")]
+    for text in variants_of(",".join(tags), CaptionsConfig(variants=5, shuffle=True, keep=keep))[1:]:
+        found = text.split(", ") if "," in text else [text]
+        assert found[:keep] == whole[:keep]
+        assert Counter(found) == Counter(whole)
+
+
+def test_numbers_captions_and_seeds_have_streams_of_their_own() -> None:
+    tags = ", ".join("abcdefghij")
+    texts = [*variants_of(tags, SHUFFLED)[1:], *variants_of(tags, SHUFFLED.model_copy(update={"seed": 1}))[1:]]
+    assert len(set(texts)) == 6
+    [first, *_] = variants_of(f"{tags}, k", SHUFFLED)[1:]
+    assert first.replace(", k", "") not in texts
+
+
+def test_tags_are_dropped_as_often_as_asked() -> None:
+    tags = ", ".join(f"t{number}" for number in range(10))
+    made = variants_of(tags, CaptionsConfig(variants=501, drop=0.3, keep=2))[1:]
+    kept = Counter(tag for text in made for tag in text.split(", "))
+    assert kept["t0"] == kept["t1"] == 500
+    assert all(300 < kept[f"t{number}"] < 400 for number in range(2, 10))

@@ -1,0 +1,272 @@
+"""A loader that encodes what its cache has not: the batches of a complete cache, each entry made once."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.pack_damage import damage
+from loading import config_of, make_cache, plain
+
+from latentcache import BucketBatchSampler, LatentDataset, LatentLoader, LoadedModels, Report, run_precache
+from latentcache.config import Config
+from latentcache.errors import ConfigError, SampleError, StoreError
+from latentcache.models.tiny import tiny_parts
+
+
+class Encoder:
+    """`run_precache` with a trainer's models, which counts what it is asked for and what it makes."""
+
+    def __init__(self, config: Config, **options: Any):
+        self.run = partial(run_precache, config, **options)
+        self.asked: list[frozenset[str]] = []
+        self.num_encoded = 0
+
+    def __call__(self, *, only: Set[str]) -> Report:
+        self.asked.append(frozenset(only))
+        report = self.run(only=only)
+        self.num_encoded += report.num_encoded
+        return report
+
+
+@pytest.fixture(scope="module")
+def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoding")
+    make_cache(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made_here: Path, tmp_path: Path) -> Path:
+    """Photos and their cache, of this test's own."""
+    return shutil.copytree(made_here, tmp_path / "own")
+
+
+def dataset_of(folder: Path) -> LatentDataset:
+    return LatentDataset(folder / "cache", flips=True, caption="random")
+
+
+def loader_of(dataset: LatentDataset, **options: Any) -> LatentLoader:
+    return LatentLoader(BucketBatchSampler(dataset, 3, seed=5), device="cpu", scaled=True, **options)
+
+
+def all_keys(dataset: LatentDataset) -> list[str]:
+    return sorted(set(dataset.cache.manifest("photos").rows.entry_keys()))
+
+
+def image_key(dataset: LatentDataset, sample_id: str) -> str:
+    return dataset.cache.row(sample_id)[1].images[0].key
+
+
+def damage_image(dataset: LatentDataset, key: str) -> None:
+    with dataset.cache as cache:
+        [moments] = cache.get(key).tensors.values()
+        damage(Path(str(cache.path)), moments.numpy().tobytes())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_pruned_cache_gives_the_batches_of_a_complete_one(folder: Path, prefetch: int, every: int) -> None:
+    dataset = dataset_of(folder)
+    expected = [plain(batch) for batch in loader_of(dataset)]
+    manifest = (folder / "cache" / "manifests").glob("*")
+    before = {path: path.read_bytes() for path in manifest}
+    lost = all_keys(dataset)[::every]
+    assert dataset.cache.store.remove(lost) == len(lost) > 4
+
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    with loader_of(dataset, prefetch=prefetch, encode=encode) as loader:
+        for epoch in (0, 1):
+            loader.set_epoch(epoch)
+            got = [plain(batch) for batch in loader]
+            assert (got == expected) == (epoch == 0), "the second epoch draws others"
+    assert encode.asked == [frozenset(lost)] and encode.num_encoded == len(lost)
+    assert dataset.missing() == set() and not loader.refused
+    assert {path: path.read_bytes() for path in before} == before
+    assert run_precache(config_of(folder), models=LoadedModels(**tiny_parts()), dry_run=True).num_misses == 0
+
+
+def test_entries_that_are_lost_in_the_middle_are_encoded_when_they_are_met(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    expected = [plain(batch) for batch in loader_of(dataset)]
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    with loader_of(dataset, prefetch=1, encode=encode) as loader:
+        batches = loader.forever()
+        got = [plain(next(batches)) for _ in range(2)]
+        assert encode.asked == []
+        lost = all_keys(dataset)
+        dataset.cache.store.remove(lost)
+        got += [plain(next(batches)) for _ in range(3)]
+        state = loader.state_dict()
+        got += [plain(next(batches)) for _ in range(4)]
+    assert got[:7] == expected and (state["epoch"], state["position"]) == (0, 5)
+    assert len(encode.asked) == 1 and encode.num_encoded == len(lost), "all that is missing, in one pass"
+
+
+@pytest.mark.parametrize("damaged", ["raise", "skip"])
+def test_a_damaged_entry_is_made_again_once(folder: Path, damaged: Any) -> None:
+    dataset = dataset_of(folder)
+    expected = [plain(batch) for batch in loader_of(dataset)]
+    key = image_key(dataset, "c.png")
+    damage_image(dataset, key)
+    dataset = dataset_of(folder)
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    loader = loader_of(dataset, damaged=damaged, encode=encode)
+    assert [plain(batch) for batch in loader] == expected
+    assert encode.asked == [{key}] and encode.num_encoded == 1 and not loader.skipped
+
+
+def test_an_entry_that_stays_damaged_is_todays_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage_image(dataset_of(folder), image_key(dataset_of(folder), "c.png"))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda *_: False)
+        dataset = dataset_of(folder)  # a reader that may not write the mark by which the entry is made again
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    loader = loader_of(dataset, encode=encode)
+    batches = iter(loader)
+    with pytest.raises(SampleError, match=r"'c\.png': is damaged.*latentcache verify"):
+        list(batches)
+    assert len(encode.asked) == 1 and encode.num_encoded == 0
+    with pytest.raises(SampleError, match=r"c\.png"):
+        next(batches)  # not the end of the epoch
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_models_return_to_where_they_were(folder: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tiny_parts()
+    modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+    for part in modules.values():
+        part.train()  # frozen, but as a trainer may have left it
+    parts["text_encoder"].eval()
+    dataset = dataset_of(folder)
+    dataset.cache.store.remove(all_keys(dataset))
+
+    def state() -> dict[str, Any]:
+        return {
+            name: [(id(p), p.device, p.dtype, p.requires_grad, p._version) for p in part.parameters()]
+            + [each.training for each in part.modules()]
+            for name, part in modules.items()
+        }
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("the VAE broke")
+
+    before = state()
+    if fails:
+        monkeypatch.setattr(type(parts["vae"]), "encode", fail)
+        loader = loader_of(dataset, encode=partial(run_precache, config_of(folder), models=LoadedModels(**parts)))
+        with pytest.raises(RuntimeError, match="the VAE broke"):
+            iter(loader)
+        assert dataset.missing(), "the images"
+    else:
+        loader = loader_of(dataset, encode=partial(run_precache, config_of(folder), models=LoadedModels(**parts)))
+        assert len(list(loader)) == 7
+    assert state() == before
+
+
+REFUSED = {
+    "corrupt": (r"'c\.png': has no entry.*cannot be encoded \(not-an-image\).*To fix it: replace .*c\.png", True),
+    "vanished": (r"'c\.png': has no entry.*cannot be encoded \(missing\).*To fix it: replace .*c\.png", True),
+    "new image": (r"'c\.png': has no entry.*cannot be encoded \(changed\).*To fix it: run `latentcache prec", True),
+    "new caption": (r"'sub/e\.png': has no entry.*cannot be encoded \(changed\)", False),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_encoded_is_named_at_its_batch_and_never_replaced(folder: Path, what: str) -> None:
+    dataset, photo = dataset_of(folder), folder / "photos" / "c.png"
+    expected = [plain(batch) for batch in loader_of(dataset)]
+    if what == "corrupt":
+        photo.write_bytes(b"no image")
+    elif what == "vanished":
+        photo.unlink()
+    elif what == "new image":
+        shutil.copy(folder / "photos" / "d.png", photo)
+    else:
+        (folder / "photos" / "sub" / "e.txt").write_text("another tree", encoding="utf-8")
+    message, is_image = REFUSED[what]
+    name = "c.png" if is_image else "sub/e.png"
+    row = dataset.cache.row(name)[1]
+    lost = [ref.key for ref in (row.images if is_image else row.captions)]
+    dataset.cache.store.remove(lost)
+    bad = next(i for i, batch in enumerate(expected) if name in batch["sample_id"])
+
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    loader = loader_of(dataset, encode=encode)
+    for _ in range(2):
+        batches = iter(loader)
+        assert [plain(next(batches)) for _ in range(bad)] == expected[:bad], "the batches before it are as ever"
+        with pytest.raises(SampleError, match=message):
+            next(batches)
+    assert len(encode.asked) == 1 and encode.num_encoded == 0, "not tried again in each epoch"
+    with loader_of(dataset, encode=encode, damaged="skip") as skipping:
+        seen = {name for batch in skipping for name in batch["sample_id"]}
+        assert name not in seen and len(seen) == 4 and "cannot be encoded" in skipping.skipped[name]
+
+
+def test_other_models_encode_nothing(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    dataset.cache.store.remove([image_key(dataset, "c.png")])
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts(seed=1)))
+    with pytest.raises(SampleError, match=r"c\.png.*\(changed\): its image, its caption, the models or the settings"):
+        list(loader_of(dataset, encode=encode))
+    assert encode.num_encoded == 0
+
+
+def test_a_config_of_another_dataset_is_refused(folder: Path, tmp_path: Path) -> None:
+    dataset = dataset_of(folder)
+    dataset.cache.store.remove([image_key(dataset, "c.png")])
+    config = config_of(folder)
+    other = config.model_copy(update={"cache": config.cache.model_copy(update={"path": tmp_path / "other"})})
+    with pytest.raises(ConfigError, match=r"1 of 1 entries to encode are in no manifest of photos in .*other"):
+        iter(loader_of(dataset, encode=partial(run_precache, other, models=LoadedModels(**tiny_parts()))))
+    with pytest.raises(StoreError, match=r"encode is a LoadedModels; it is called.*partial\(run_precache"):
+        loader_of(dataset, encode=LoadedModels(**tiny_parts()))
+
+
+def test_ranks_share_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # a share by ranks would leave half of it to a rank that lacks nothing
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    datasets = [dataset_of(folder) for _ in range(2)]
+    samplers = [BucketBatchSampler(datasets[rank], 2, seed=5, rank=rank, world_size=2) for rank in range(2)]
+    expected = [[plain(batch) for batch in LatentLoader(each, device="cpu", scaled=True)] for each in samplers]
+    lost = all_keys(datasets[0])
+    datasets[0].cache.store.remove(lost)
+    encoders = [Encoder(config_of(folder), models=LoadedModels(**tiny_parts())) for _ in range(2)]
+
+    def train(rank: int) -> list[dict[str, Any]]:
+        with LatentLoader(samplers[rank], device="cpu", scaled=True, encode=encoders[rank]) as loader:
+            return [plain(batch) for batch in loader]
+
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(train, range(2))) == expected
+    assert sum(encode.num_encoded for encode in encoders) == len(lost), "each entry was made by one of them"
+
+
+HITS = """
+    import sys
+    from functools import partial
+    from latentcache import BucketBatchSampler, LatentDataset, LatentLoader, load_config, run_precache
+    dataset = LatentDataset(sys.argv[1])
+    encode = partial(run_precache, load_config(sys.argv[2]))
+    loader = LatentLoader(BucketBatchSampler(dataset, 3), device="cpu", encode=encode)
+    assert len(list(loader)) == len(loader)
+    assert "diffusers" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def test_with_all_hits_no_model_library_is_imported(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(config_of(folder).model_dump_json(exclude_unset=True), encoding="utf-8")
+    command = [sys.executable, "-c", textwrap.dedent(HITS), str(folder / "cache"), str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

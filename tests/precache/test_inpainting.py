@@ -1,0 +1,319 @@
+"""Masked images for denoisers that inpaint: their latents, their keys, batches of them, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
+from diffusers.image_processor import VaeImageProcessor
+from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_denoiser, tiny_encoders, tiny_folder
+from PIL import Image
+
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache.config import Config, ImagesConfig, ModelConfig
+from latentcache.config_file import load_config
+from latentcache.dataset.images import decode, prepare
+from latentcache.dataset.row_table import Row
+from latentcache.errors import ConfigError, ModelError
+from latentcache.families import family_named
+from latentcache.models.denoiser import load_denoiser
+from latentcache.models.model_loader import LoadedModels
+from latentcache.precache.run import run_precache
+from latentcache.validation.loss import validation_loss
+from latentcache.validation.sample_images import PromptEmbeddings, denoise
+
+SIZE = (80, 144)
+SCHEDULER = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+Run = Callable[..., tuple[int, Any]]
+
+
+def write_mask(path: Path, seed: int) -> None:
+    """Greys, and a white square: half of it is masked by either rule."""
+    values = np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
+    values[10:40, 20:90] = 255
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(values).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, name in enumerate("ab"):
+        write_photo(tmp_path / f"photos/{name}.png", number, SIZE).with_suffix(".txt").write_text(f"photo {name}")
+        write_mask(tmp_path / f"masks/{name}.png", number)
+    return tmp_path
+
+
+def config_file(folder: Path, *, family: str = "sdxl", **dataset: Any) -> Path:
+    data = {"name": "photos", "source": {"path": f"{folder}/photos"}, "role": "validation", "flip": True}
+    data |= {"buckets": {"area": 96 * 96, "step": 32}, "images": {"min_side": 8}}
+    data |= {"mask": {"path": f"{folder}/masks", "inpaint": "hard"}}
+    settings = {"cache": {"path": f"{folder}/cache"}, "datasets": [data | dataset]}
+    settings |= {"model": {"path": str(tiny_folder(family)), "family": family}}
+    settings |= {"encode": {"device": "cpu", "num_workers": 1}, "validation": {"num_timesteps": 2}}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def cached(folder: Path, family: str = "sdxl", **dataset: Any) -> Config:
+    config = load_config(config_file(folder, family=family, **dataset))
+    models = LoadedModels(family=family_named(family), **tiny_encoders(family))
+    report = run_precache(config, models=models)
+    assert report.num_refused == 0
+    return config
+
+
+def row_of(config: Config, sample_id: str) -> Row:
+    with LatentCache(config.cache) as cache:
+        return cache.manifest("photos").rows[sample_id]
+
+
+def inpainting(family: str = "sdxl") -> Any:
+    """A denoiser of 9 channels."""
+    settings = {name: value for name, value in tiny_denoiser(family).config.items() if not name.startswith("_")}
+    torch.manual_seed(0)
+    return UNet2DConditionModel(**settings | {"in_channels": 9}).eval().requires_grad_(False)
+
+
+# What is encoded
+
+
+@pytest.mark.parametrize("inpaint", ["hard", "soft"])
+@pytest.mark.parametrize("kind", ["file", "alpha"])
+def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, kind: str) -> None:
+    values = np.asarray(Image.open(folder / "masks/a.png"))
+    if kind == "alpha":
+        image = Image.open(folder / "photos/a.png").convert("RGB")
+        image.putalpha(Image.fromarray(values))
+        image.save(folder / "photos/a.png")
+    where = {"alpha": True} if kind == "alpha" else {"path": f"{folder}/masks"}
+    config = cached(folder, mask={**where, "inpaint": inpaint}, variations=2)
+    row, vae = row_of(config, "a.png"), tiny_encoders("sdxl")["vae"]
+    pixels = decode((folder / "photos/a.png").read_bytes(), "a.png", ImagesConfig(min_side=8))
+    assert [name for name, _ in row.named_parts(flip=False, crop=0)] == ["mask", "masked image"]
+    for crop in range(2):
+        for image_ref in row.images_of(crop):
+            geometry = image_ref.geometry
+            part = dict(row.named_parts(flip=geometry.flip, crop=crop))["masked image"]
+            assert part.geometry == geometry
+            (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
+            mask = Image.fromarray(values).resize(geometry.resized_size[::-1], Image.Resampling.BOX)
+            mask = mask.crop((left, top, left + width, top + height))
+            if geometry.flip:
+                mask = mask.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            seen = prepare(pixels, geometry)
+            if inpaint == "hard":  # diffusers: pipeline_stable_diffusion_xl_inpaint.py
+                processor = VaeImageProcessor(do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+                binary = processor.preprocess(mask, height=height, width=width)
+                given = VaeImageProcessor().preprocess(Image.fromarray(seen)) * (binary < 0.5)
+            else:  # OneTrainer: mgds, GenerateMaskedConditioningImage.py
+                share = torch.from_numpy(np.asarray(mask, np.float32) / 255)
+                scaled = torch.from_numpy(seen.copy()).movedim(-1, 0)[None].float() / 255
+                given = (scaled * (1 - share) + 0.5 * share) * 2 - 1
+            with torch.no_grad():
+                expected = vae.encode(given).latent_dist.mode()[0]
+            with LatentCache(config.cache) as cache:
+                entry = cache.get(part.key)
+            assert list(entry.tensors) == ["latents"]
+            torch.testing.assert_close(entry.tensors["latents"], expected, rtol=0, atol=5e-5)
+            assert entry.record.identity["masking"]["rule"] == inpaint
+
+
+def test_a_family_without_denoisers_for_it_is_told_so(folder: Path) -> None:
+    config = load_config(config_file(folder, family="flux"))
+    report = run_precache(config, models=LoadedModels(family=family_named("flux"), **tiny_encoders("flux")))
+    assert report.notes == ["photos: masked images are cached for code of your own: no denoiser of flux takes them"]
+    assert report.num_refused == 0
+
+
+# Keys
+
+
+def other_mask(folder: Path) -> None:
+    write_mask(folder / "masks/a.png", 9)
+
+
+def other_image(folder: Path) -> None:
+    write_photo(folder / "photos/a.png", 9, SIZE)
+
+
+def renamed(folder: Path) -> None:
+    for file in ("photos/a.png", "photos/a.txt", "masks/a.png"):
+        path = folder / file
+        path.rename(path.with_stem("renamed"))
+
+
+def masks_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"mask": {"path": f"{folder}/masks", **settings}}
+
+
+CHANGES: list[tuple[str, Any, dict[str, int]]] = [
+    # Each image, mask and masked image is there mirrored too.
+    ("mask", other_mask, {"mask: image changed": 2, "masked image: mask changed": 2}),
+    ("image", other_image, {"image changed": 2, "masked image: image changed": 2}),
+    ("rule", lambda f: masks_of(f, inpaint="soft"), {"masked image: inpaint changed (hard -> soft)": 4}),
+    ("no masked images", lambda f: masks_of(f), {}),
+    (
+        "alpha colour",
+        lambda f: {"images": {"min_side": 8, "alpha_colour": "#000000"}},
+        {
+            # The file of a mask is composited too.
+            "alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
+            "mask: alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
+            "masked image: mask alpha policy changed (composite-#ffffff -> composite-#000000), "
+            "alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
+        },
+    ),
+    (
+        "bucket",
+        lambda f: {"buckets": {"area": 64 * 64, "step": 64}},
+        {f"{part}bucket changed (64x128 -> 64x64)": 4 for part in ("", "mask: ", "masked image: ")},
+    ),
+    (
+        "variations",
+        lambda f: {"variations": 2},
+        {f"{part}variation added": 4 for part in ("", "mask: ", "masked image: ")},
+    ),
+    ("names", renamed, {}),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), [each[1:] for each in CHANGES], ids=[name for name, *_ in CHANGES])
+def test_a_change_encodes_the_right_entries_again(
+    folder: Path, run_json: Run, change: Callable[[Path], Any], expected: dict[str, int]
+) -> None:
+    code, first = run_json("precache", config_file(folder))
+    assert code == 0 and first["num_misses"] == 3 * 4 + 3
+    dataset = change(folder) or {}
+    code, report = run_json("precache", config_file(folder, **dataset), "--dry-run")
+    assert code == 0 and report["misses_by_reason"] == expected
+    code, report = run_json("precache", config_file(folder, **dataset))
+    assert report["num_encoded"] == sum(expected.values())
+    code, report = run_json("precache", config_file(folder, **dataset))
+    assert code == 0 and report["num_misses"] == 0
+    code, found = run_json("verify", config_file(folder, **dataset))
+    assert code == 0 and not found["damaged"]
+
+
+def test_a_first_inpaint_setting_adds_the_masked_images_alone(folder: Path, run_json: Run) -> None:
+    run_json("precache", config_file(folder, **masks_of(folder)))
+    code, report = run_json("precache", config_file(folder), "--dry-run")
+    assert code == 0 and report["misses_by_reason"] == {"masked image: new": 4}
+
+
+def test_a_mask_that_changes_during_the_run_refuses_its_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(config_file(folder))
+    from latentcache.precache import run as precache_run
+
+    genuine = precache_run.make_plan
+
+    def plan_then_edit(*arguments: Any, **options: Any) -> Any:
+        plan = genuine(*arguments, **options)
+        other_mask(folder)
+        return plan
+
+    monkeypatch.setattr(precache_run, "make_plan", plan_then_edit)
+    report = run_precache(config, models=LoadedModels(family=family_named("sdxl"), **tiny_encoders("sdxl")))
+    assert [(each.sample_id, each.reason) for each in report.refused] == [("a.png", "changed")]
+
+
+# Reading
+
+
+def test_a_batch_has_masked_latents_that_are_scaled_as_its_latents_are(folder: Path) -> None:
+    config = cached(folder)
+    dataset = LatentDataset(config.cache, flips=True)
+    sampler = BucketBatchSampler(dataset, 2, shuffle=False)
+    with LatentCache(config.cache) as cache, LatentLoader(sampler, device="cpu", scaled=True) as loader:
+        for number, batch in enumerate(loader):
+            flip = number == 1
+            keys = [
+                dict(row_of(config, name).named_parts(flip=flip))["masked image"].key for name in batch["sample_id"]
+            ]
+            stored = torch.stack([cache.get(key).tensors["latents"] for key in keys])
+            scaling = cache.scaling(cache.manifest("photos"))
+            assert torch.equal(batch["masked_latents"], scaling.apply(stored))
+            assert batch["masked_latents"].shape == batch["latents"].shape == (2, 4, 8, 16)
+            assert batch["mask"].shape == (2, 1, 8, 16)
+            same = cache.batch(batch["sample_id"], device="cpu", scaled=True, flip=flip)
+            assert torch.equal(same["masked_latents"], batch["masked_latents"])
+            assert not torch.equal(batch["masked_latents"], batch["latents"])
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd15"])
+def test_a_denoiser_that_inpaints_is_given_latents_mask_and_masked_latents(folder: Path, name: str) -> None:
+    config, family, unet = cached(folder, name), family_named(name), inpainting(name)
+    folder_of_unet = folder / "unet-inpainting"
+    unet.save_pretrained(folder_of_unet)
+    model = ModelConfig(path=str(tiny_folder(name)), family=name)
+    loaded = load_denoiser(folder_of_unet, dtype=torch.float32, model=model)
+    assert family.inpaints(loaded) and not family.inpaints(tiny_denoiser(name))
+    with LatentCache(config.cache) as cache:
+        batch = cache.batch(["a.png", "b.png"], device="cpu", scaled=True)
+        noisy, timesteps = torch.randn(batch["latents"].shape), torch.tensor([10, 900])
+        joined = torch.cat([noisy, batch["mask"] / 255, batch["masked_latents"]], dim=1)  # the order of diffusers
+        conditions = family.conditions(loaded, noisy, batch)
+        expected = loaded(joined, timesteps, **conditions, return_dict=False)[0]
+        assert torch.equal(family.predict(loaded, noisy, timesteps, batch), expected)
+        plain = tiny_denoiser(name).eval()
+        assert family.predict(plain, noisy, timesteps, batch).shape == noisy.shape, "another one takes latents alone"
+        del batch["masked_latents"]
+        with pytest.raises(ModelError, match=r"inpaints: its 9 channels .* the batch has none\. Set `inpaint`"):
+            family.predict(loaded, noisy, timesteps, batch)
+        report = validation_loss(loaded, cache, scheduler=SCHEDULER, settings=config.validation)
+        assert set(report.by_sample["photos"]) == {"a.png", "b.png"}
+
+
+def test_the_validation_loss_depends_on_the_masked_images(folder: Path) -> None:
+    unet, losses = inpainting(), []
+    for inpaint in ("hard", "soft"):
+        config = cached(folder, **masks_of(folder, inpaint=inpaint))
+        with LatentCache(config.cache) as cache:
+            losses.append(validation_loss(unet, cache, scheduler=SCHEDULER, settings=config.validation))
+    hard, soft = losses
+    assert hard.loss != soft.loss
+    datasets = [each.measurement_settings.datasets for each in losses]
+    assert datasets[0] != datasets[1], "two losses of other masked images are not comparable"
+
+
+def test_what_a_denoiser_that_inpaints_lacks_is_named(folder: Path) -> None:
+    config = cached(folder, **masks_of(folder))
+    unet = inpainting()
+    with LatentCache(config.cache) as cache:
+        with pytest.raises(ConfigError, match=r"its 9 channels .* photos has none\. Set `inpaint` of the dataset's"):
+            validation_loss(unet, cache, scheduler=SCHEDULER, settings=config.validation)
+        embeds = cache.prompt("", device="cpu")
+    with pytest.raises(ConfigError, match="generates with a mask and a masked image, and prompts have none"):
+        denoise(unet, SCHEDULER, [PromptEmbeddings("a cat", "", embeds, embeds)], config.validation)
+
+
+def test_the_script_trains_and_validates_a_denoiser_that_inpaints(folder: Path, script: Any) -> None:
+    file = config_file(folder, role="train")
+    settings = yaml.safe_load(file.read_text())
+    settings["datasets"].append({**settings["datasets"][0], "name": "held-out", "role": "validation"})
+    settings["validation"] = {"num_timesteps": 1, "path": f"{folder}/validation"}
+    file.write_text(yaml.safe_dump(settings))
+    config = load_config(file)
+    run_precache(config, models=LoadedModels(family=family_named("sdxl"), **tiny_encoders("sdxl")))
+    inpainting().save_pretrained(folder / "unet-inpainting")
+    options = script.Options(
+        steps=2, rank=2, batch_size=2, out=folder / "lora", denoiser=f"{folder}/unet-inpainting", device="cpu"
+    )
+    result = script.train(config, options)
+    [validation] = result["validations"]
+    assert np.isfinite(result["losses"]).all() and np.isfinite(validation["loss"])
+
+    with_prompts = config.validation.model_copy(update={"prompts": ("a room",), "height": 64, "width": 64})
+    training = script.Training(
+        config.model_copy(update={"validation": with_prompts}), replace(options, out=folder / "other")
+    )
+    with pytest.raises(ConfigError, match="set them to \\[\\]"):
+        training.validation_runner()

@@ -1,0 +1,176 @@
+"""Variants of captions in a run: what is encoded, why, what it costs, and how they are shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+from helpers.page_server import page_of
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.dataset.captions import variants_of
+from latentcache.loading.status import show, status
+from latentcache.precache.explanation import explain
+from latentcache.precache.run import run_precache
+from latentcache.precache.text_stage import TextStage
+from latentcache.precache.workspace import Workspace
+from latentcache.service.page.text import url
+from latentcache.utils.wording import size
+
+TAGS = "red, house, garden, dog, tree, sky"
+NUM = 4
+
+
+@pytest.fixture
+def make(make_config: Callable[..., Config], photos: Path) -> Callable[..., Config]:
+    """A config with variants of the captions of `photos`, of which two samples share one."""
+    for name, text in {"a": f"{TAGS}\na street at night, rain", "b": f"blue, {TAGS}", "c": f"blue, {TAGS}"}.items():
+        (photos / f"{name}.txt").write_text(text)
+
+    def made(captions: dict[str, Any] | None = None, **changes: Any) -> Config:
+        chosen = {"variants": NUM, "shuffle": True, "keep": 1} if captions is None else captions
+        return make_config(**{"datasets.0.captions": chosen, "validation.prompts": [], **changes})
+
+    return made
+
+
+def fetched(address: str) -> str:
+    with urlopen(address) as answer:
+        return str(answer.read().decode())
+
+
+def texts_of(config: Config, name: str) -> list[str]:
+    with LatentCache(config.cache.path) as cache:
+        return [ref.text for ref in cache.row(name)[1].captions]
+
+
+def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callable[..., Config]) -> None:
+    config = make()
+    first = run_precache(config)
+    rule = config.datasets[0].captions
+    expected = [*variants_of(TAGS, rule), *variants_of("a street at night, rain", rule)]
+    assert texts_of(config, "a.png") == expected and len(set(expected)) < len(expected), "two tags have one order here"
+    assert texts_of(config, "d.png") == [""] * NUM and texts_of(config, "b.png") == texts_of(config, "c.png")
+    distinct = {*expected, *variants_of(f"blue, {TAGS}", rule), "a tree", ""}
+    assert first.num_encoded == 5 + len(distinct) + 1, "images, texts, and the negative prompt"
+    with LatentCache(config.cache.path) as cache:
+        assert cache.manifest("photos").variants == NUM
+        batch = cache.batch(["b.png"], device="cpu", caption=2)
+        assert batch["caption"] == [variants_of(f"blue, {TAGS}", rule)[2]]
+        key = cache.row("b.png")[1].captions[2].key
+        assert torch.equal(batch["prompt_embeds"][0], cache.get(key).tensors["prompt_embeds"])
+    again = run_precache(config)
+    assert (again.num_misses, again.num_hits) == (0, first.num_encoded)
+
+
+def test_the_cost_is_said_before_anything_is_encoded(
+    make: Callable[..., Config], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, said = make(), list[str]()
+    run = TextStage.run
+
+    def run_and_look(stage: TextStage, batches: Any) -> None:
+        said.extend(caplog.messages)
+        run(stage, batches)
+
+    monkeypatch.setattr(TextStage, "run", run_and_look)
+    with caplog.at_level(logging.INFO, "latentcache"):
+        dry = run_precache(config, dry_run=True)
+        assert not said
+        run_precache(config)
+    rule = config.datasets[0].captions
+    captions = [TAGS, "a street at night, rain", f"blue, {TAGS}", "a tree", ""]
+    num_texts = len({text for caption in captions for text in variants_of(caption, rule)})
+    with LatentCache(config.cache.path) as cache:
+        entry = cache.get(cache.row("a.png")[1].captions[1].key)
+    num_bytes = sum(tensor.nbytes for tensor in entry.tensors.values())
+    note = f"photos: {NUM} variants of 5 captions: {num_texts} texts, {size(num_texts * num_bytes)}"
+    assert note in said and note in dry.notes and note in dry.to_text()
+    assert run_precache(make({})).notes == [], "the captions alone need no word"
+
+
+def test_an_edited_caption_costs_its_own_variants(make: Callable[..., Config], photos: Path) -> None:
+    config = make()
+    run_precache(config)
+    (photos / "a.txt").write_text(f"green, {TAGS}\na street at night, rain")
+    report = run_precache(config)
+    num_texts = len(set(variants_of(f"green, {TAGS}", config.datasets[0].captions)))
+    assert report.misses_by_reason == {"caption changed": num_texts}
+
+
+@pytest.mark.parametrize(
+    "change", [{"variants": 7}, {"seed": 1}, {"keep": 2}, {"drop": 0.3}], ids=["more", "seed", "keep", "drop"]
+)
+def test_other_variants_say_so(make: Callable[..., Config], change: dict[str, Any]) -> None:
+    config = make()
+    run_precache(config)
+    other = make({**config.datasets[0].captions.model_dump(), **change})
+    report = run_precache(other)
+    assert [*report.misses_by_reason] == ["new variant of the caption"]
+    if "variants" in change:
+        assert texts_of(other, "b.png")[:NUM] == [*variants_of(f"blue, {TAGS}", config.datasets[0].captions)]
+        assert run_precache(config).num_misses == 0
+
+
+def test_other_reasons_are_as_without_variants(make: Callable[..., Config]) -> None:
+    config = make()
+    run_precache(config)
+    assert {*run_precache(make(**{"encode.clip_skip": 1})).misses_by_reason} == {"clip skip changed (0 -> 1)"}
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        cache.store.remove([cache.row("b.png")[1].captions[3].key])
+    assert run_precache(config).misses_by_reason == {"entry lost": 1}
+    run_precache(make({}))
+    assert run_precache(config, dry_run=True).num_misses == 0, "the caption alone is part of it"
+
+
+@pytest.mark.parametrize("tier", ["disk", "cpu"])
+def test_a_cut_caption_counts_once(make: Callable[..., Config], photos: Path, tier: str) -> None:
+    (photos / "a.txt").write_text(", ".join(f"word {number}" for number in range(90)))
+    config = make()
+    if tier == "cpu":
+        report = run_precache(config, workspace=Workspace())
+    else:
+        report = run_precache(config)
+        assert [each.num_cut for each in status(config.cache.path).manifests if each.role != "prompts"] == [1]
+    assert (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
+
+
+def test_the_caption_is_shown_once(make: Callable[..., Config]) -> None:
+    config = make()
+    before = explain(config, "b.png")
+    run_precache(config)
+    rule = config.datasets[0].captions
+    num_texts = len(set(variants_of(f"blue, {TAGS}", rule)))
+    text = before.to_text()
+    assert f"3 variants  miss: new  ({size(3 * before.datasets[0]['text_bytes'])})" in text, text
+    assert num_texts == NUM and text.count("text ") == 2
+    assert "3 variants  hit" in explain(config, "b.png").to_text()
+    assert [each["variant"] for each in before.datasets[0]["entries"]] == [0, 0, 1, 2, 3]
+    [shown] = show(config.cache.path, "a.png")["datasets"]
+    assert [each["text"] for each in shown["captions"]] == [TAGS, "a street at night, rain"]
+    assert shown["variants"] == NUM and len(shown["entries"]) == 3
+
+
+def test_the_page_shows_a_caption_once(make: Callable[..., Config]) -> None:
+    config = make()
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        lost = cache.row("b.png")[1].captions[2].key
+        cache.store.remove([lost])
+    other = variants_of(TAGS, config.datasets[0].captions)[1]
+    with page_of(config.cache.path, config=config) as base:
+        page = fetched(base + url("/sample", dataset="photos", id="a.png"))
+        assert page.count("<blockquote") == 2 and "4 variants: it and 3 texts" in page and other not in page
+        page = fetched(base + url("/sample", dataset="photos", id="b.png"))
+        assert page.count("<blockquote") == 1 and lost[:12] in page, "of variants what is lost is named"
+        reasons = fetched(base + url("/sample/reasons", dataset="photos", id="b.png"))
+        assert reasons.count("<dt>") == 3 and reasons.count("entry lost") == 1
+        gallery = fetched(base + url("/gallery", dataset="photos"))
+        assert TAGS in gallery and other not in gallery

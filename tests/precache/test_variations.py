@@ -1,0 +1,262 @@
+"""Further crops of each image: where they lie, what they cost, what they share, and what their keys depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.photo_files import write_photo
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from latentcache import LatentCache, LatentDataset
+from latentcache.config import Config, ImagesConfig
+from latentcache.config_file import parse_config
+from latentcache.dataset.images import decode, prepare
+from latentcache.dataset.masks import prepare_mask
+from latentcache.dataset.row_table import Row
+from latentcache.errors import ImageRefused
+from latentcache.loading.status import status
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
+from latentcache.models.vae import encode_images
+from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.explanation import explain
+from latentcache.precache.preparation import Preparations
+from latentcache.precache.report import Report
+from latentcache.precache.run import run_precache
+from latentcache.types import Crop, Size
+from latentcache.validation.loss import validation_loss
+
+SQUARE = {"rule": "diffusers", "resolution": 64}
+SIZES = {"wide.png": (80, 144), "high.png": (150, 70), "square.png": (96, 96)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A wide image, a high one, and a square one that a square bucket takes whole.
+
+    Each has its mask, a control image that lies on it, and one of other proportions.
+    """
+    for number, (name, size) in enumerate(SIZES.items()):
+        write_photo(tmp_path / "photos" / name, number, size).with_suffix(".txt").write_text(f"photo {number}")
+        write_photo(tmp_path / "before" / name, 10 + number, size)
+        write_photo(tmp_path / "style" / name, 20 + number, (100, 90))
+        mask = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(tmp_path / "masks" / name)
+    return tmp_path
+
+
+def config_of(folder: Path, *, buckets: Mapping[str, Any] = SQUARE, parts: bool = False, **dataset: Any) -> Config:
+    data: dict[str, Any] = {"name": "photos", "source": {"path": folder / "photos"}, "buckets": dict(buckets)}
+    data |= {"images": {"min_side": 8}, "role": "validation"}
+    if parts:
+        control = [{"path": folder / "before"}, {"path": folder / "style"}]
+        data |= {"control": control, "mask": {"path": folder / "masks"}}
+    settings = {"cache": {"path": folder / "cache"}, "datasets": [data | dataset], "model": {"path": "tiny"}}
+    return parse_config(settings | {"encode": {"device": "cpu", "num_workers": 1}})
+
+
+def run(config: Config, **options: Any) -> Report:
+    return run_precache(config, models=LoadedModels(**tiny_parts()), **options)
+
+
+def rows_of(config: Config) -> dict[str, Row]:
+    with LatentCache(config.cache) as cache:
+        return dict(cache.manifest("photos").rows)
+
+
+def test_further_crops_are_entries_of_their_own_and_the_first_one_stays(folder: Path) -> None:
+    plain = config_of(folder, flip=True, parts=True)
+    run(plain)
+    before = rows_of(plain)
+    config = config_of(folder, flip=True, parts=True, variations=4, variations_seed=5)
+    report = run(config)
+    # Of two images 3 further crops, mirrored too: the image, its control image and its mask.
+    added = {"variation added": 12, "control 1: variation added": 12, "mask: variation added": 12}
+    assert report.misses_by_reason == added
+    assert run(config).num_misses == 0
+    for name, row in rows_of(config).items():
+        assert (len(row.images), row.num_crops, len(row.parts)) == (8, 4, 24)
+        assert row.images_of(0) == before[name].images, "the first crop is today's, with today's keys"
+        assert list(row.named_parts(crop=0)) == list(before[name].named_parts())
+        assert [ref.geometry.flip for ref in row.images] == [False, True] * 4
+        assert {ref.geometry.target_size for ref in row.images} == {Size(64, 64)}, "all lie in one bucket"
+        keys = {ref.key for ref in row.images}
+        assert len(keys) == (2 if name == "square.png" else 8), "without a margin there is one crop"
+        for crop in range(4):
+            plain_ref, mirrored = row.images_of(crop)
+            for flip, ref in ((False, plain_ref), (True, mirrored)):
+                parts = dict(row.named_parts(flip=flip, crop=crop))
+                assert list(parts) == ["control 1", "control 2", "mask"]
+                assert parts["control 1"].geometry == parts["mask"].geometry == ref.geometry, "they lie on the image"
+        assert len({ref.key for name, ref in row.named_parts() if name == "control 2"}) == 2, "it moves with no crop"
+    found = status(config.cache).store["num_entries"]
+    assert found["mask"] == 2 * 8 + 2 and found["image"] == 2 * found["mask"] + 3 * 2
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        {"area": 64 * 64, "step": 64},
+        {"rule": "kohya", "resolution": 64, "square": True},
+        {"rule": "simpletuner", "resolution": 64, "square": True, "resolution_type": "pixel"},
+        {"rule": "onetrainer", "resolution": 64, "square": True},
+        SQUARE,
+    ],
+    ids=lambda buckets: buckets.get("rule", "latentcache"),
+)
+def test_what_is_encoded_is_the_crop_and_its_mirror_image(folder: Path, buckets: dict[str, Any]) -> None:
+    """Of every rule the time ids of a mirrored crop are those of what is seen."""
+    config = config_of(folder, buckets=buckets, flip=True, variations=3, mask={"path": folder / "masks"})
+    run(config)
+    vae, row = tiny_parts()["vae"], rows_of(config)["wide.png"]
+    path = folder / "photos/wide.png"
+    pixels = decode(path.read_bytes(), "wide.png", ImagesConfig(min_side=8))
+    values = np.asarray(Image.open(folder / "masks/wide.png"))
+    with LatentCache(config.cache) as cache:
+        for crop in (1, 2):
+            upright, mirrored = (ref.geometry for ref in row.images_of(crop))
+            spare = upright.resized_size.width - 64
+            assert 0 <= upright.crop_top_left.left <= spare and spare > 20
+            assert mirrored.seen_crop == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
+            for flip, ref in enumerate(row.images_of(crop)):
+                entry = cache.get(ref.key)
+                seen = prepare(pixels, upright, entry.record.identity["preparation"]["resample"])
+                seen = seen[:, ::-1] if flip else seen
+                moments = encode_images(vae, np.ascontiguousarray(seen)[None])[0]
+                torch.testing.assert_close(entry.tensors["moments"], moments, rtol=0, atol=1e-5)
+                [(_, part)] = row.named_parts(flip=bool(flip), crop=crop)
+                mask = cache.get(part.key).tensors["mask"].numpy()
+                expected = prepare_mask(values, upright, 8)
+                assert np.array_equal(mask, expected[..., ::-1] if flip else expected)
+
+
+def test_a_crop_depends_on_the_seed_the_image_and_its_number_alone(folder: Path) -> None:
+    config = config_of(folder, variations=2)
+    run(config)
+    first = rows_of(config)
+    more = config_of(folder, variations=3)
+    assert run(more, dry_run=True).misses_by_reason == {"variation added": 2}
+    run(more)
+    for name, row in rows_of(more).items():
+        assert row.images[:2] == first[name].images, "more variations keep those that there are"
+    mirrored = run(config_of(folder, variations=3, flip=True), dry_run=True)
+    assert mirrored.misses_by_reason == {"flip added": 2 * 3 + 1}
+    other = run(config_of(folder, variations=3, variations_seed=1), dry_run=True)
+    assert sum(other.misses_by_reason.values()) >= 3, "by chance one may lie where another one did"
+    assert all(reason.startswith("crop changed (") for reason in other.misses_by_reason)
+    (folder / "photos/wide.png").rename(folder / "photos/renamed.png")
+    (folder / "photos/wide.txt").rename(folder / "photos/renamed.txt")
+    assert run(more, dry_run=True).num_misses == 0
+    write_photo(folder / "photos/high.png", 77, SIZES["high.png"])
+    assert run(more, dry_run=True).misses_by_reason == {"image changed": 3}
+
+
+def test_the_plan_says_what_crops_cost(folder: Path) -> None:
+    run(config_of(folder))
+    config = config_of(folder, variations=3)
+    report = run(config, dry_run=True)
+    [note] = report.notes
+    assert note.startswith("photos: 3 crops of each image add 4 entries (") and note.endswith(
+        "to 3; 1 sample without any room for other crops"
+    )
+    assert report.num_misses == 4 and run(config).num_encoded == 4
+    assert not run(config_of(folder)).notes
+
+
+def test_explain_and_the_validation_loss_know_which_crop_is_meant(folder: Path) -> None:
+    run(config_of(folder))
+
+    def loss() -> Any:
+        with LatentCache(config_of(folder).cache) as cache:
+            torch.manual_seed(0)
+            parts = tiny_denoiser(), tiny_part("scheduler")
+            return validation_loss(parts[0].eval(), cache, scheduler=parts[1])
+
+    before = loss()
+    config = config_of(folder, variations=3)
+    run(config)
+    after = loss()
+    assert before.loss == after.loss and before.measurement_settings == after.measurement_settings
+    crops = [ref.geometry.crop_top_left for ref in rows_of(config)["wide.png"].images]
+    text = explain(config, "wide.png", models=LoadedModels(**tiny_parts())).to_text()
+    assert all(f"at {crop.top},{crop.left})" in text for crop in crops) and len(set(crops)) == 3
+
+
+def test_crops_change_neither_the_items_nor_which_of_them_share_a_batch(folder: Path) -> None:
+    plain = config_of(folder, flip=True, parts=True)
+    run(plain)
+    before = LatentDataset(plain.cache, flips=True)
+    data = plain.datasets[0].model_dump() | {"name": "more", "variations": 3}
+    both = plain.model_copy(update={"datasets": (*plain.datasets, type(plain.datasets[0])(**data))})
+    run(both)
+    after, joined = LatentDataset(both.cache, "more", flips=True), LatentDataset(both.cache, ["photos", "more"])
+    assert (len(before), before.identity()) == (len(after), after.identity())
+    groups = joined.groups().tolist()
+    assert groups[:3] == groups[3:], "samples of both share a batch"
+
+
+RULES = [
+    {"area": 96 * 96, "step": 32},
+    {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32},
+    {"rule": "kohya", "resolution": 64, "square": True},
+    {"rule": "simpletuner", "resolution": 96, "step": 32},
+    {"rule": "onetrainer", "resolution": 96, "step": 32},
+    {"rule": "diffusers", "resolution": 64},
+    {"rule": "diffusers", "sizes": [[64, 96], [96, 64]]},
+]
+
+
+@pytest.fixture(scope="module")
+def preparations() -> Callable[[dict[str, Any], int], Preparations]:
+    settings: dict[str, Any] = {"datasets": [{"name": "a", "source": {"path": "a"}}], "model": {"path": "tiny"}}
+    encodings = choose_encodings(
+        parse_config(settings | {"encode": {"device": "cpu"}}), LoadedModels(**tiny_parts()), {}
+    )
+
+    def made(buckets: dict[str, Any], variations: int) -> Preparations:
+        data = {**settings["datasets"][0], "buckets": buckets, "flip": True, "variations": variations}
+        return Preparations(parse_config({"datasets": [data]}).datasets[0], encodings, "")
+
+    return made
+
+
+@given(
+    size=st.builds(Size, st.integers(20, 4000), st.integers(20, 4000)),
+    buckets=st.sampled_from(RULES),
+    variations=st.integers(2, 5),
+    seed=st.binary(min_size=32, max_size=32),
+)
+def test_every_crop_lies_in_its_resized_image(
+    preparations: Callable[[dict[str, Any], int], Preparations],
+    size: Size,
+    buckets: dict[str, Any],
+    variations: int,
+    seed: bytes,
+) -> None:
+    source = seed.hex()
+    try:
+        plain = preparations(buckets, 1).shapes([size], None, "a.png", source)
+    except ImageRefused:
+        return
+    shapes = preparations(buckets, variations).shapes([size], None, "a.png", source)
+    assert [each.image_key(source) for each in shapes[:2]] == [each.image_key(source) for each in plain]
+    assert len(shapes) == 2 * variations
+    for upright, mirrored in zip(shapes[::2], shapes[1::2], strict=True):
+        geometry, other = upright.geometry, mirrored.geometry
+        for at, resized, target in zip(
+            geometry.crop_top_left, geometry.resized_size, geometry.target_size, strict=True
+        ):
+            assert 0 <= at <= resized - target
+        assert (geometry.flip, other.flip) == (False, True)
+        if upright is not shapes[0]:  # of the first one each trainer has a rule of its own for the odd pixel
+            assert other.crop_top_left == geometry.crop_top_left
+    same = plain[0].geometry.resized_size == plain[0].geometry.target_size
+    assert not same or len({each.image_key(source) for each in shapes}) == 2
