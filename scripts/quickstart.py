@@ -111,7 +111,7 @@ def run(config: Config) -> dict[str, Any]:
     reports.append(run_precache(training_only))
     batches = read_back(cache, photos.name)
     shutil.rmtree(folder, ignore_errors=True)  # an earlier quickstart's
-    training = train(config, Options(steps=40, validate_every=20, learning_rate=4e-3, out=folder))
+    training = train(config, Options(steps=40, validate_every=20, learning_rate=2e-3, out=folder))
     validations = training.pop("validations")
     last = validations[-1]
     return {

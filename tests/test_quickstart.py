@@ -44,7 +44,7 @@ def test_the_document(quickstart: Any, tmp_path: Path) -> None:
     assert (cold["num_filled"] > 0, warm["num_filled"]) == (True, 0)
     before, after = document["untrained"]["loss_by_sample"]["held-out"], warm["loss_by_sample"]["held-out"]
     assert all(after[name] < before[name] for name in quickstart.HELD_OUT)
-    assert warm["loss"] < 0.95 * document["untrained"]["loss"]
+    assert warm["loss"] < 0.99 * document["untrained"]["loss"]
     assert set(warm["loss_by_sample"]["held-out"]) == set(quickstart.HELD_OUT)
     for name in ("grid", "plot"):
         with Image.open(document["files"][name]) as picture:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, MissingArgumentError
 from pydantic import ValidationError
 
 import latentcache
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         error, cause = raised, raised.__cause__
         if isinstance(raised, CycloptsError) and isinstance(cause, ValidationError):  # a flag names a section
             error = said(cause, "flags")
-        print(f"latentcache: {error}", file=sys.stderr)
+        print(f"latentcache: {error}{_how_to(raised)}", file=sys.stderr)
         return fail(error, as_json)
     except KeyboardInterrupt:
         print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
@@ -74,3 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A fault of latentcache: logged. A script must not take Python's exit code 1 for "done, with damage".
         logger.exception("this should not happen; please report it")
         return fail(error, as_json)
+
+
+def _how_to(raised: BaseException) -> str:
+    """The next step after a command that lacks an argument: the parser's message names only the argument."""
+    if not isinstance(raised, MissingArgumentError) or not raised.command_chain:
+        return ""
+    return f" `latentcache {' '.join(raised.command_chain)} --help` says what it takes."

@@ -202,6 +202,10 @@ class LatentLoader(Closing):
         damaged: Literal["raise", "skip"] = "raise",
         encode: Encode | None = None,
     ):
+        if isinstance(sampler, LatentDataset):
+            raise StoreError(
+                "a loader takes a sampler, which says what a batch is: LatentLoader(BucketBatchSampler(dataset, 4))"
+            )
         if prefetch < 0:
             raise StoreError(f"prefetch is {prefetch}; it must be at least 0 (0: no thread)")
         check_output(output, scaled=scaled)

@@ -159,6 +159,12 @@ def test_what_cannot_run_exits_with_2_and_says_why(
     assert code == 2 and message in document["error"]
 
 
+def test_a_missing_argument_says_where_to_look(run: Any) -> None:
+    for command in ("precache", "export kohya"):
+        code, _, err = run(*command.split())
+        assert code == 2 and f"`latentcache {command} --help` says what it takes." in err
+
+
 def test_unknown_keys_in_a_config(config_file: Path, run: Any) -> None:
     config_file.write_text(config_file.read_text() + "encod: {}\n")
     code, _, err = run("precache", config_file)
