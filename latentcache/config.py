@@ -498,12 +498,17 @@ class ModelConfig(Section):
         return self
 
 
+def _word_none(value: Any) -> Any:
+    """A flag's `none` arrives as null, as that of a setting that may be left out."""
+    return "none" if value is None else value
+
+
 class EncodeConfig(Section):
     """How images and captions are encoded."""
 
-    text: Literal["all", "none"] = "all"
-    """`none`: latents alone. Captions are in the manifest and in batches as text, for text encoders that are trained;
-    none is encoded, nor are validation prompts."""
+    text: Annotated[Literal["all", "none"], BeforeValidator(_word_none)] = "all"
+    """`none`, or null: latents alone, for text encoders that are trained. Captions are in the manifest and in batches
+    as text; none is encoded, nor are validation prompts."""
     device: str = "auto"
     """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     vae_dtype: DtypeName = "auto"

@@ -18,8 +18,12 @@ def variants_of(caption: str, rule: CaptionsConfig) -> tuple[str, ...]:
 
     Each depends on the caption, its own number, and the rule without its `variants`: more of them begin with the same.
     """
-    streams = (_stream(rule.seed, caption, number) for number in range(1, rule.variants))
-    return (caption, *(varied(caption, rule, stream) for stream in streams))
+    if rule.variants == 1:
+        return (caption,)
+    # Python promises that a whole number seeds the same stream in each of its versions.
+    first = int(digest(canonical_json([rule.seed, caption]))[:_SEED_DIGITS], 16)
+    tags = _split(caption, rule)
+    return (caption, *(_varied(caption, tags, rule, Random(first + number)) for number in range(1, rule.variants)))
 
 
 def varied(caption: str, rule: CaptionsConfig, stream: Random) -> str:
@@ -28,36 +32,36 @@ def varied(caption: str, rule: CaptionsConfig, stream: Random) -> str:
     A rule that neither shuffles nor drops leaves the text as it is, but for the secondary separator. Any other joins
     the tags again, by a comma and a space whatever the separator is.
     """
+    return _varied(caption, _split(caption, rule), rule, stream)
+
+
+_Tags = tuple[list[str], list[str], list[str]]
+"""The tags that stay first, those that move, and those that stay last."""
+
+
+def _varied(caption: str, tags: _Tags, rule: CaptionsConfig, stream: Random) -> str:
     if rule.shuffle or rule.drop:
-        first, tags, last = _split(caption, rule)
+        first, moved, last = tags[0], [*tags[1]], tags[2]
         if rule.shuffle:
-            stream.shuffle(tags)
+            stream.shuffle(moved)
         if rule.drop:  # after the shuffle, from the same stream
-            tags = [tag for tag in tags if stream.random() >= rule.drop]
-        caption = ", ".join([*first, *tags, *last])
+            moved = [tag for tag in moved if stream.random() >= rule.drop]
+        caption = ", ".join([*first, *moved, *last])
     if rule.secondary_separator:
         caption = caption.replace(rule.secondary_separator, rule.separator)
     return caption
 
 
-def _split(caption: str, rule: CaptionsConfig) -> tuple[list[str], list[str], list[str]]:
-    """The tags that stay first, those that move, and those that stay last.
-
-    An empty tag is a tag, unless the caption is divided by `keep_separator`: so sd-scripts has it.
-    """
+def _split(caption: str, rule: CaptionsConfig) -> _Tags:
+    """The tags of a caption. An empty one is a tag, unless `keep_separator` is in the caption: as in sd-scripts."""
     if rule.keep_separator and rule.keep_separator in caption:
         # What follows a third separator is part of the last tags, with the separator.
         parts = [*caption.split(rule.keep_separator, 2), ""][:3]
-        first, tags, last = ([tag for tag in _tags(part, rule.separator) if tag] for part in parts)
-        return first, tags, last
-    tags = _tags(caption, rule.separator)
+        first, moved, last = ([tag for tag in _stripped(part, rule) if tag] for part in parts)
+        return first, moved, last
+    tags = _stripped(caption, rule)
     return tags[: rule.keep], tags[rule.keep :], []
 
 
-def _tags(text: str, separator: str) -> list[str]:
-    return [tag.strip() for tag in text.strip().split(separator)]
-
-
-def _stream(seed: int, caption: str, number: int) -> Random:
-    """The stream of one variant. Python promises that a whole number seeds the same one in each of its versions."""
-    return Random(int(digest(canonical_json([seed, caption, number]))[:_SEED_DIGITS], 16))
+def _stripped(text: str, rule: CaptionsConfig) -> list[str]:
+    return [tag.strip() for tag in text.strip().split(rule.separator)]

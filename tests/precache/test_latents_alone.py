@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -136,6 +137,15 @@ def test_manifests_with_and_without_texts_are_not_joined(alone: Config, make_con
         assert cache.restricted("whole").prompt("", device="cpu")["prompt_embeds"].shape[0] == 1
         with pytest.raises(StoreError, match="not encoded"):
             cache.restricted("photos").prompt("", device="cpu")
+
+
+def test_a_flag_may_say_so(alone: Config, tmp_path: Path, run: Any) -> None:
+    file = tmp_path / "run.json"
+    settings = alone.model_dump(mode="json", exclude_defaults=True) | {"encode": {"image_output": "mean"}}
+    file.write_text(json.dumps(settings))
+    code, out, _ = run("precache", file, "--encode.text", "none", "--encode.device", "cpu")
+    assert code == 0 and "misses    0\n" in out and "validation.prompts are not cached" in out
+    assert "misses    7\n" in run("precache", file, "--dry-run", "--encode.device", "cpu")[1]
 
 
 def test_texts_may_come_later_and_go_again(alone: Config, make_config: Callable[..., Config]) -> None:

@@ -61,9 +61,9 @@ def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callab
     assert first.num_encoded == 5 + len(distinct) + 1, "images, texts, and the negative prompt"
     with LatentCache(config.cache.path) as cache:
         assert cache.manifest("photos").variants == NUM
-        batch = cache.batch(["b.png"], device="cpu", caption=2)
-        assert batch["caption"] == [variants_of(f"blue, {TAGS}", rule)[2]]
-        key = cache.row("b.png")[1].captions[2].key
+        batch = cache.batch(["a.png"], device="cpu", caption=1)
+        assert batch["caption"] == ["a street at night, rain"], "a line's number is that of the caption itself"
+        key = cache.row("a.png")[1].captions[NUM].key
         assert torch.equal(batch["prompt_embeds"][0], cache.get(key).tensors["prompt_embeds"])
     again = run_precache(config)
     assert (again.num_misses, again.num_hits) == (0, first.num_encoded)
