@@ -275,9 +275,9 @@ class LatentCache(Closing):
             source = found["source"] if family.template_needs_tokenizer else caption_digest(family.rendered({}, text))
             if found != {"source": source, **prompt_identity(manifest.common, negative=negative)}:
                 raise StoreError(
-                    f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype "
-                    f"or salt, than {manifest.name} was cached with. Start it with the config of that dataset: serve "
-                    "--encode CONFIG"
+                    f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, "
+                    f"max_length, dtype or salt, than {manifest.name} was cached with. Start it with the config of "
+                    "that dataset: serve --encode CONFIG"
                 ) from missing
         return SampleRef(missing.sample_id, (keys[0],), SampleFacts.of([*manifests, *datasets][0]))
 

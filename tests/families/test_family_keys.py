@@ -81,7 +81,7 @@ def changes_of(family: Family) -> dict[str, dict[str, Any]]:
         "dtype": {"text_dtype": "bfloat16"},
         "stored": {"text_store_dtype": "float16"},
     }
-    for setting, value in (("max_length", 40), ("padding", "keep"), ("clip_skip", 1)):
+    for setting, value in (("max_length", 150), ("padding", "keep"), ("clip_skip", 1)):
         try:
             changed = family.text_recipe(**{setting: value})
         except ConfigError:

@@ -5,7 +5,7 @@ The reference here was compared bit by bit with the strategies of sd-scripts 48d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from latentcache import (
 )
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import family_named
+from latentcache.loading.sample import prompt_identity
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import clip_tokenizer, seeded
@@ -391,19 +392,17 @@ def test_encoders_without_memory_read_fewer_captions_at_once(
                 torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
 
 
-@pytest.fixture
-def encoder(filled: Callable[..., Config]) -> Iterator[MissEncoder]:
-    """What encodes prompts for a service, over an empty cache in memory."""
-    config = filled()
-    with MissEncoder(config, Workspace(), models=LoadedModels(**tiny_encoders("sdxl"))) as encoder:
-        yield encoder
-
-
-def test_a_service_encodes_prompts_of_that_length(encoder: MissEncoder) -> None:
-    prompts = [encoder.prompt(words(100)), encoder.prompt(words(100), negative=True)]
-    for future in encoder.submit(prompts).values():
-        future.result(60)
+def test_a_service_encodes_prompts_of_that_length(filled: Callable[..., Config]) -> None:
+    config, workspace = filled(), Workspace()
     expected = encoded(tiny_encoders("sdxl"), [words(100)], max_length=225)
-    for prompt in prompts:
-        found = encoder._workspace.store.get(prompt.key).tensors
-        assert all(torch.equal(found[name], tensor[0]) for name, tensor in expected.items())
+    with LatentCache(config.cache.path) as cache:
+        common = cache.manifest("photos").common
+    with MissEncoder(config, workspace, models=LoadedModels(**tiny_encoders("sdxl"))) as encoder:
+        for negative in (False, True):
+            prompt = encoder.prompt(words(100), negative=negative)
+            for future in encoder.submit([prompt]).values():
+                future.result(60)
+            found = workspace.store.get(prompt.key)
+            assert all(torch.equal(found.tensors[name], tensor[0]) for name, tensor in expected.items())
+            wanted = {"source": prompt.identity.source, **prompt_identity(common, negative=negative)}
+            assert found.record.identity == wanted, "what a client of the service compares"
