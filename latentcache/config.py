@@ -32,6 +32,8 @@ PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 MAX_REPEATS = 1_000_000
 """Upper bound for `repeats`: larger values are typos, and an epoch's order would not fit into memory."""
+MAX_VARIANTS = 1000
+"""Upper bound for the texts that are made of one caption: each is an entry."""
 RETRY_S = 30.0
 """For so long a request is tried again that is not answered."""
 
@@ -346,6 +348,9 @@ class DatasetConfig(Section):
     """What the dataset is for; stored in its manifest."""
     repeats: int = Field(1, ge=1, le=MAX_REPEATS)
     """How often an epoch visits each sample. Costs no space."""
+    loss_weight: Share = 1.0
+    """How much a sample counts in the loss; stored in the manifest. A batch lists it for each of its rows. Less than 1
+    is usual for class images (kohya's prior_loss_weight)."""
     source: SourceConfig
     """Where the samples are."""
     buckets: BucketsConfig = BucketsConfig()

@@ -57,6 +57,7 @@ from benchmarking import (
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.families import family_named
+from latentcache.loading.choices import Choices
 from latentcache.loading.pack_order import WINDOW, Places
 from latentcache.store.entry import as_array
 from latentcache.types import Bucket
@@ -505,6 +506,8 @@ def ragged(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 class Numbers:
     """A dataset of one bucket, `num_per_pack` items in a pack."""
+
+    choices = Choices()
 
     def __init__(self, num_items: int, num_per_pack: int, *, in_packs: bool):
         self.num_items, self.num_per_pack, self.in_packs = num_items, num_per_pack, in_packs

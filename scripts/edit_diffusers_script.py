@@ -50,7 +50,7 @@ EDITS = {
             DATA,
             STEPS,
             f"""{IMPORTS}    precomputed_dataset = PrecomputedDataset(
-        LatentDataset(CACHE, MANIFEST), proportion_empty_prompts=args.proportion_empty_prompts
+        LatentDataset(CACHE, MANIFEST, caption_dropout=args.proportion_empty_prompts)
     )
     train_dataloader = data_loader(precomputed_dataset, args.train_batch_size, seed=args.seed or 0)
 

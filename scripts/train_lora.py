@@ -61,6 +61,14 @@ FUSED = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+CHOICES = {
+    "mixed_precision": (("auto", *DTYPES), "auto: bf16 or fp16 on an accelerator, no on the CPU"),
+    "dropout_to": (("empty", "zeros"), "what a share of --caption_dropout visits has in place of its caption"),
+    "flips": (
+        ("each", "random", "none"),
+        "of datasets with `flip: true`: both sides in an epoch, one at random, or none",
+    ),
+}
 SWITCHES = {
     "resume": "go on from the checkpoint in --out",
     "gradient_checkpointing": "compute activations twice and keep few: less memory, slower; for cards below 24 GB",
@@ -71,7 +79,8 @@ SWITCHES = {
 class Options:
     """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end.
 
-    `denoiser` is a file, folder or hub id in place of the model's own.
+    `denoiser` is a file, folder or hub id in place of the model's own. The last four say what is chosen at each visit,
+    as LatentDataset does.
     """
 
     steps: int = 1000
@@ -87,6 +96,10 @@ class Options:
     gradient_checkpointing: bool = False
     seed: int = 0
     device: str = "auto"
+    caption: str = "random"
+    caption_dropout: float = 0.0
+    dropout_to: str = "empty"
+    flips: str = "each"
 
 
 def train(config: Config, options: Options, *, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -151,8 +164,8 @@ class Training:
             )
         check_writable(options.out)
         self.cache = LatentCache(config.cache)
-        self.dataset = training_set(config, self.cache)
-        # At each visit the sampler's seed determines the draw of the latents and the caption.
+        self.dataset = training_set(config, self.cache, options)
+        # At each visit the sampler's seed determines the draw of the latents, the caption and the flip.
         sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
         self.loader = LatentLoader(sampler, device=options.device, dtype=torch.float32, scaled=True)
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -262,14 +275,24 @@ class Training:
         return state.step
 
 
-def training_set(config: Config, cache: LatentCache) -> LatentDataset:
+def training_set(config: Config, cache: LatentCache, options: Options) -> LatentDataset:
     """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
+    if options.caption != "random" and not options.caption.isdecimal():
+        raise errors.ConfigError(f"caption is {options.caption!r}; it must be random or a number from 0 on")
     sets = [dataset for dataset in config.datasets if dataset.role == "train"]
     missing = sorted({dataset.name for dataset in sets} - set(cache.dataset_names()))
     if missing:
         raise errors.StoreError(f"{cache.path}: {', '.join(missing)} is not cached: run `latentcache precache CONFIG`")
-    names, flips = [each.name for each in sets], [each.name for each in sets if each.flip]
-    found = LatentDataset(config.cache, names, flips=flips, caption="random")
+    flipped = [each.name for each in sets if each.flip]
+    found = LatentDataset(
+        config.cache,
+        [each.name for each in sets],
+        flips="random" if options.flips == "random" else flipped if options.flips == "each" else False,
+        caption="random" if options.caption == "random" else int(options.caption),
+        caption_dropout=options.caption_dropout,
+        dropout_to="zeros" if options.dropout_to == "zeros" else "empty",
+        crops="random" if any(each.variations > 1 for each in sets) else "first",
+    )
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found
@@ -326,9 +349,12 @@ def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
         kind: dict[str, Any] = {"type": type(field.default), "help": f"default: {field.default}"}
         if isinstance(field.default, bool):
             kind = {"action": "store_true", "help": SWITCHES[field.name]}
-        elif field.name == "mixed_precision":
-            kind = {"choices": ("auto", *DTYPES), "help": "auto: bf16 or fp16 on an accelerator, no on the CPU"}
-        parser.add_argument(f"--{field.name}", default=field.default, **kind)
+        elif field.name in CHOICES:
+            kind = dict(zip(("choices", "help"), CHOICES[field.name], strict=True))
+        elif field.name == "caption":
+            kind["help"] = "random: one of a sample's captions and variants at each visit; a number: always that one"
+        names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        parser.add_argument(*names, dest=field.name, default=field.default, **kind)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = vars(parser.parse_args(arguments))
     config, as_json = given.pop("config"), given.pop("json")

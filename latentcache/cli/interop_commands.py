@@ -238,7 +238,8 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
     config = None if options.config is None else load_config(options.config)
     datasets = [] if config is None else [each for each in config.datasets if options.name in (None, each.name)]
     dataset = datasets[0] if len(datasets) == 1 else None
-    use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats)
+    use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats, dataset.loss_weight)
+    repeats = use.repeats if options.repeats is None else options.repeats
     verification = _verification(options, config)
     foreign = read()
     with open_workspace(_cache_config(options.cache, config)) as workspace:
@@ -246,7 +247,7 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
             foreign,
             workspace,
             name=options.name or (dataset.name if dataset is not None else foreign.format),
-            use=DatasetUse(options.role or use.role, use.repeats if options.repeats is None else options.repeats),
+            use=DatasetUse(options.role or use.role, repeats, use.loss_weight),
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=verification,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from mmap import mmap
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from latentcache.config import MAX_REPEATS, PROMPTS_PREFIX
+from latentcache.config import MAX_REPEATS, MAX_VARIANTS, PROMPTS_PREFIX, Share
 from latentcache.dataset.row_table import Row, RowTable
 from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, family_named
@@ -42,6 +42,8 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 Role = Literal["train", "validation", "prompts"]
+_OPTIONAL: Mapping[str, Any] = {"variants": 1, "weights": (), "loss_weight": 1.0}
+"""What a header has only where it differs from this."""
 
 
 @dataclass(init=False, slots=True)
@@ -50,6 +52,10 @@ class Manifest:
 
     `common` is the part of the identities that all samples share (salt, schema, policy, image and text encoding), as
     JSON: a later plan finds there why a key changed.
+
+    Each caption (line) of a sample has `variants` texts, of which number 0 is the line itself: caption entry
+    `line * variants + variant` is variant `variant` of line `line`. `weights` say how often a line is drawn, in the
+    order of lines; without any all are equal. `loss_weight` is how much a sample counts in the loss.
     """
 
     name: str
@@ -57,16 +63,29 @@ class Manifest:
     repeats: int
     common: Mapping[str, Any]
     rows: RowTable
+    variants: int
+    weights: tuple[float, ...]
+    loss_weight: float
 
     def __init__(
-        self, name: str, role: Role, repeats: int, common: Mapping[str, Any], rows: Mapping[str, Row] | None = None
+        self,
+        name: str,
+        role: Role,
+        repeats: int,
+        common: Mapping[str, Any],
+        rows: Mapping[str, Row] | None = None,
+        *,
+        variants: int = 1,
+        weights: Sequence[float] = (),
+        loss_weight: float = 1.0,
     ):
         self.name, self.role, self.repeats, self.common = name, role, repeats, common
         self.rows = RowTable.of(rows or {})
+        self.variants, self.weights, self.loss_weight = variants, tuple(weights), loss_weight
 
     def with_rows(self, rows: Mapping[str, Row]) -> Manifest:
         """This manifest with other samples."""
-        return Manifest(self.name, self.role, self.repeats, self.common, rows)
+        return replace(self, rows=RowTable.of(rows))
 
     def keys(self) -> set[str]:
         """The keys of all its samples."""
@@ -156,6 +175,9 @@ class _Header(_HeaderPart):
     repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS)]
     num_samples: int
     common: _Common
+    variants: Annotated[int, Field(ge=1, le=MAX_VARIANTS)] = 1
+    weights: list[Share] = []
+    loss_weight: Share = 1.0
 
 
 def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:
@@ -167,6 +189,7 @@ def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:
         "num_samples": len(manifest.rows),
         "common": manifest.common,
     }
+    header |= {name: value for name in _OPTIONAL if (value := getattr(manifest, name)) != _OPTIONAL[name]}
     document: dict[str, Any] = {"__metadata__": {MARK: FORMAT, "header": json.dumps(header)}}
     data, end = [], 0
     # Numbers of eight bytes come first, so that each column is aligned.
@@ -246,6 +269,10 @@ def read_manifest(
             rows.check()
             if head.num_samples != len(rows):
                 raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
+            variants = head.header.get("variants", 1)
+            if len(odd := np.flatnonzero(np.diff(rows.columns["caption/offsets"]) % variants)):
+                sample_id = rows.sample_ids[int(odd[0])]
+                raise ValueError(f"the captions of sample {sample_id!r:.80} are no multiple of its {variants} variants")
             lacking = np.flatnonzero(rows.first_sizes("target_size")[:, 0] == 0)
             if head.role != "prompts" and len(lacking := np.setdiff1d(lacking, rows.columns["refusal/rows"])):
                 sample_id = rows.sample_ids[int(lacking[0])]
@@ -253,7 +280,8 @@ def read_manifest(
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _no_manifest(source, error) from error
     header = head.header
-    return Manifest(name, header["role"], header["repeats"], header["common"], rows)
+    optional = {name: header[name] for name in _OPTIONAL if name in header}
+    return Manifest(name, header["role"], header["repeats"], header["common"], rows, **optional)
 
 
 def _columns(document: Mapping[str, Any], data: memoryview) -> dict[str, np.ndarray]:

@@ -87,24 +87,11 @@ class PrecomputedDataset(Dataset[Batch]):
 
     Each visit is a new draw from stored moments. With `data_loader`, whose sampler is that of `dataset`, the draws
     follow from the seed, the epoch and the position; a plain item number draws with torch's global generator.
-    `proportion_empty_prompts` is the script's argument of that name, but drawn at each visit too.
+    The script's `proportion_empty_prompts` is `LatentDataset(..., caption_dropout=...)`, drawn at each visit too.
     """
 
-    def __init__(
-        self,
-        dataset: LatentDataset,
-        *,
-        dtype: torch.dtype = torch.float32,
-        proportion_empty_prompts: float = 0.0,
-    ):
-        if not 0.0 <= proportion_empty_prompts <= 1.0:
-            raise StoreError(f"proportion_empty_prompts is {proportion_empty_prompts}; it must be from 0 to 1")
-        self.dataset, self.dtype, self.proportion_empty_prompts = dataset, dtype, proportion_empty_prompts
-        self._empty: Mapping[str, torch.Tensor] = {}
-        if proportion_empty_prompts:
-            cache = dataset.cache.restricted(dataset.names[0])
-            empty = cache.prompt("", device="cpu", dtype=dtype)
-            self._empty = {name: tensor[0] for name, tensor in empty.items()}
+    def __init__(self, dataset: LatentDataset, *, dtype: torch.dtype = torch.float32):
+        self.dataset, self.dtype = dataset, dtype
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -125,10 +112,7 @@ class PrecomputedDataset(Dataset[Batch]):
         scaling, draw = self.dataset.scaling, generator if "moments" in fields else None
         placed = to_device(fields, "cpu", dtype=self.dtype, scaling=scaling, generator=draw)
         made: Batch = {"model_input": placed["latents"][0]}
-        texts: Mapping[str, torch.Tensor] = item
-        if self._empty and torch.rand((), generator=generator) < self.proportion_empty_prompts:
-            texts = self._empty
-        made |= {name: texts[name].to(self.dtype) for name in TEXT_FIELDS}
+        made |= {name: item[name].to(self.dtype) for name in TEXT_FIELDS}
         return made | {name: tuple(item[ours].tolist()) for name, ours in SIZES.items()}
 
 

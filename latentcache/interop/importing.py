@@ -46,10 +46,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
-    """What an imported dataset is for, and how often an epoch visits each sample. ConfigError if that is below 1."""
+    """An imported dataset's role, `repeats` (ConfigError below 1) and `loss_weight`: see `DatasetConfig`."""
 
     role: Literal["train", "validation"] = "train"
     repeats: int = 1
+    loss_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -113,7 +114,9 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common_of(foreign, rows), rows))
+            common = _common_of(foreign, rows)
+            manifest = Manifest(name, use.role, use.repeats, common, rows, loss_weight=use.loss_weight)
+            workspace.manifests.write(manifest)
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
             raise StoreError(f"nothing was imported: {detail}")

@@ -14,6 +14,8 @@ from latentcache.types import Batch
 
 IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
 TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
+FLOAT32_FIELDS: Final[tuple[str, ...]] = ("add_time_ids", "loss_weight")
+"""What stays float32 on every device: bfloat16 cannot hold every integer above 256."""
 CONTROL: Final = "control_latents_"
 """What the names of control images begin with in a batch; their number follows."""
 MASKED: Final = "masked_latents"
@@ -59,11 +61,11 @@ def moved(
 ) -> dict[str, torch.Tensor]:
     """The tensors on the requesting device. Those of floating point are in `dtype`, by default the device's own.
 
-    Masks and integers keep their dtype, and so do time ids: bfloat16 cannot hold every integer above 256.
+    Masks and integers keep their dtype, and so do time ids and the weights of the loss (FLOAT32_FIELDS).
     """
     target, dtype = device_of(device), dtype or dtype_of(device)
     return {
-        name: tensor.to(target, dtype if tensor.is_floating_point() and name != "add_time_ids" else None)
+        name: tensor.to(target, dtype if tensor.is_floating_point() and name not in FLOAT32_FIELDS else None)
         for name, tensor in tensors.items()
     }
 

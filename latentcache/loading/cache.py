@@ -167,7 +167,7 @@ class LatentCache(Closing):
         def find(asked: list[tuple[str | None, int, bool, str]]) -> list[SampleRef]:
             found: dict[int, SampleRef] = {}
             for samples, places, numbers in self._find([sample_id for *_, sample_id in asked]):
-                chosen = np.full(len(numbers), flip), np.full(len(numbers), caption)
+                chosen = np.full(len(numbers), flip), np.full(len(numbers), caption * samples.manifest.variants)
                 found.update(zip(places.tolist(), samples.refs(numbers, *chosen), strict=True))
             return [found[place] for place in range(len(asked))]
 
@@ -228,12 +228,13 @@ class LatentCache(Closing):
         is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders.
         """
         try:
-            batch = self.gather([self._cached_prompt(text, negative)])
+            batch = self.gather([self.cached_prompt(text, negative=negative)])
         except SampleError as missing:
             batch = self.gather([self._encoded_prompt(text, negative, missing)])
         return moved({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}, device, dtype)
 
-    def _cached_prompt(self, text: str, negative: bool) -> SampleRef:
+    def cached_prompt(self, text: str, *, negative: bool = False) -> SampleRef:
+        """A validation prompt, not read yet. SampleError where it is not cached; StoreError: see `prompt`."""
         datasets = self.datasets()
         names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
         if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
@@ -291,12 +292,13 @@ class LatentCache(Closing):
 
         Returns `latents` [B, C, h, w] (or `moments` [B, 2C, h, w]), with frames before h for a family of video;
         `prompt_embeds` [B, L, D]; what else the family has: `pooled_prompt_embeds` [B, P], `add_time_ids` [B, 6] in
-        float32; and lists: `sample_id`, `caption`, `original_size`, `resized_size`, `crop_top_left`, `target_size`
-        (pairs of integers, height or top first). Texts that the family stores without padding are padded as it demands,
-        and `prompt_embeds_mask` (bool [B, L]) says which rows are theirs. `dtype` follows the requesting module, masks
-        and integers keep theirs. Stored moments give a draw with `generator`, or their mean without one. `scaled`
-        applies the VAE's scaling, which changes the shape where its rule is `batch_norm`; without it latents are as the
-        VAE gave them. `caption` is the number of the caption.
+        float32; `loss_weight` [B] in float32, that of each one's dataset; and lists: `sample_id`, `dataset`, `caption`,
+        `original_size`, `resized_size`, `crop_top_left`, `target_size` (pairs of integers, height or top first). Texts
+        that the family stores without padding are padded as it demands, and `prompt_embeds_mask` (bool [B, L]) says
+        which rows are theirs. `dtype` follows the requesting module, masks and integers keep theirs. Stored moments
+        give a draw with `generator`, or their mean without one. `scaled` applies the VAE's scaling, which changes the
+        shape where its rule is `batch_norm`; without it latents are as the VAE gave them. `caption` is the number of
+        the caption.
 
         Samples of several parts give `control_latents_1`, `control_latents_2` ... [B, C, h, w] too, the means of their
         control images, which `scaled` scales; and `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly.
@@ -318,8 +320,8 @@ class LatentCache(Closing):
 
         Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
         without `pad` such a field is a list of B tensors [L, *rest], and has no mask. `memory` makes the arrays of the
-        tensors. `scaled`: the latents are scaled afterwards, all alike. SampleError for a
-        sample whose entry is missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
+        tensors. `scaled`: the latents are scaled afterwards, all alike. SampleError for a sample whose entry is missing
+        or damaged; StoreError for mixed buckets or families, and unequal shapes.
         """
         check_alike(refs, scaled=scaled)
         sample_ids, first = [ref.sample_id for ref in refs], refs[0]
@@ -338,6 +340,9 @@ class LatentCache(Closing):
         ragged = {name: rule for name, rule in rules.items() if name in columns}
         apart = {} if pad else {name: concatenated(columns.pop(name)) for name in ragged}
         batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory)
+        if zeros := [place for place, ref in enumerate(refs) if ref.dropped == "zeros"]:
+            for name in first.facts.family.fields:
+                batch[name][zeros] = 0
         return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Iterable[SampleRef]) -> None:
@@ -346,7 +351,9 @@ class LatentCache(Closing):
 
     def _sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Sequence[SampleRef]) -> SampleError:
         """The error about the first of these samples that needs the entry, with its remedy."""
-        sample_id = next((ref.sample_id for ref in refs if error.key in ref.keys), error.key)
+        ref = next(ref for ref in refs if error.key in ref.keys)
+        # The empty text is no sample's own: none is to be left out for it.
+        sample_id = prompt_id("") if ref.dropped == "empty" and error.key == ref.keys[1] else ref.sample_id
         if isinstance(error, EntryMissingError):
             return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
         mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""

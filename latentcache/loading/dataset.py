@@ -24,9 +24,9 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, Visits
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, ManifestSamples, SampleRef, common_facts, remembered
-from latentcache.loading.sampler import Visit
+from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, remembered
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
@@ -39,18 +39,46 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 class _Samples:
     """The items of one manifest: its samples without the refused ones, once, then mirrored if asked for, and again."""
 
-    def __init__(self, samples: ManifestSamples, *, flips: bool):
-        self.samples, self.rows = samples, samples.rows
+    def __init__(self, samples: ManifestSamples, choices: Choices, *, flips: bool):
+        self.samples, self.rows, self.chooser = samples, samples.rows, Chooser(samples.manifest, choices)
+        self.empty_key = ""
+        """The key of the entry of the empty text, where captions are dropped to it."""
         self.usable = self.rows.usable()
         self.buckets = self.rows.first_sizes("extent")
         self.num_once = len(self.usable) * (1 + flips)
         self.num_items = self.num_once * samples.manifest.repeats
         samples.image_places(*self.items(np.arange(self.num_once)))  # SampleError for one that cannot be read
+        if choices.flips:
+            samples.image_places(self.usable, np.ones(len(self.usable), np.bool_))
+        self.chooser.check(self.num_captions(self.usable))
 
     def items(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of these items' rows, and which of them are mirrored: uint32 [n], bool [n]."""
         flips, places = np.divmod(numbers % max(1, self.num_once), max(1, len(self.usable)))
         return self.usable[places], flips > 0
+
+    def num_captions(self, numbers: np.ndarray) -> np.ndarray:
+        """The number of caption entries of these rows: int64 [n]."""
+        counts: np.ndarray = np.diff(self.rows.ranges("caption", numbers), axis=0)[0]
+        return counts
+
+    def codes(self, items: np.ndarray, visits: Visits) -> np.ndarray:
+        """What these visits of items choose, as one number each: see `Chooser.codes`."""
+        repeats, once = np.divmod(items, max(1, self.num_once))
+        numbers = self.items(once)[0]
+        num_crops = self.rows.num_crops(numbers) if self.chooser.choices.crops == "random" else 1
+        return self.chooser.codes(visits, self.num_captions(numbers), once, repeats, num_crops)
+
+    def refs(self, items: np.ndarray, codes: np.ndarray) -> list[SampleRef]:
+        """The samples of these items, of which these were chosen. SampleError for one without the caption or image."""
+        numbers, flips = self.items(items)
+        captions, mirrored, dropped = self.chooser.decoded(codes)
+        refs = self.samples.refs(numbers, flips | mirrored, captions, self.chooser.crops_of(codes))
+        for place in np.flatnonzero(dropped).tolist():
+            ref, to = refs[place], self.chooser.choices.dropout_to
+            keys = (ref.keys[0], self.empty_key, *ref.keys[2:]) if to == "empty" else ref.keys
+            refs[place] = ref._replace(keys=keys, caption="", dropped=to)
+        return refs
 
     def shapes(self) -> np.ndarray:
         """What each usable sample shares with others of its batch: the bucket, and the sizes of control images.
@@ -83,44 +111,53 @@ class LatentDataset(Dataset[Batch]):
 
     An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], with frames
     before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
-    [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], and the strings `sample_id` and `caption`.
+    [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], `loss_weight` (float32), and the strings
+    `sample_id`, `dataset` and `caption`.
     Samples of several parts have `control_latents_1` [C, h, w] and so on, and `mask` uint8 [1, h, w].
     L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
     which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
     latents from moments if it is given a generator. Batches must not mix buckets, which is a StoreError: use
     `BucketBatchSampler`.
 
-    `flips` adds the mirrored entries as items of their own, of all manifests or of those that are named; a sample
-    without one is a SampleError at once. `caption` is the number of the caption, or "random": one drawn at each visit.
-    With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain item number draws with
-    torch's global generator, which a DataLoader seeds for each worker. Samples that were imported and not verified are
-    a SampleError at once, unless `unverified` takes them as they are. Each process opens the cache for itself, so fork
-    and spawn both work. `path` and `options` are those of `LatentCache`.
+    `flips` adds the mirrored entries as items of their own, of all manifests or of those that are named; or "random":
+    each visit draws which of the two it is, so that an epoch is not longer. A sample without a mirrored entry is a
+    SampleError at once. `caption` is the number of the caption, or "random": one drawn at each visit, by the weights of
+    the dataset if it has them, and one of its variants, of which an item's visits see all before one comes again. A
+    share `caption_dropout` of visits goes without its caption, which is then "": `dropout_to` says whether the entry of
+    the empty text takes its place or zeros, which suit families whose texts are of one length. StoreError where there
+    is no such entry or length. `crops` is "first", or "random": each visit draws one of the crops that are cached of
+    its image (`variations` of the dataset), with the mask and the control images of that crop; StoreError where no
+    image has several. None of these draws changes which items there are.
+
+    With `BucketBatchSampler` the choices follow from its seed, the epoch and the position; a plain item number draws
+    with torch's global generator, which a DataLoader seeds for each worker. Samples that were imported and not verified
+    are a SampleError at once, unless `unverified` takes them as they are. Each process opens the cache for itself, so
+    fork and spawn both work. `path` and `options` are those of `LatentCache`.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
     away: the packs that hold the images come in random order, and their rows are mixed. Through the page cache they are
     read whole, a pack ahead.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice of the caller's
         self,
         path: str | Path | CacheConfig,
         manifest: str | Sequence[str] | None = None,
         *,
-        flips: bool | Collection[str] = False,
+        flips: bool | Literal["random"] | Collection[str] = False,
         caption: int | Literal["random"] = 0,
+        caption_dropout: float = 0.0,
+        dropout_to: DropoutTo = "empty",
+        crops: Crops = "first",
         unverified: bool = False,
         order: Order = "random",
         **options: Unpack[RemoteOptions],
     ):
-        if caption != "random" and not (isinstance(caption, int) and caption >= 0):
-            raise StoreError(f"caption is {caption!r}; it must be a number from 0 on, or 'random'")
+        self.choices = Choices(caption, caption_dropout, dropout_to, flips == "random", crops)
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
-        self.order, self.draws = order, caption == "random"
-        self.caption = caption if isinstance(caption, int) else 0
-        """The number of the caption, where it is not drawn at each visit (`draws`)."""
+        self.order, self.draws = order, self.choices.draws
         self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
         self._opened: tuple[int, LatentCache] | None = None
         if kind_of(self.path) == "hub":  # workers read this snapshot too: there may be a newer one
@@ -130,16 +167,22 @@ class LatentDataset(Dataset[Batch]):
         """The names of the manifests."""
         if not self.names or (manifest is None and len(known) != 1):
             raise StoreError(f"{self.path}: name the manifest; there are: {', '.join(known) or 'none'}")
-        named = [flips] if isinstance(flips, str) else flips
+        named = False if flips == "random" else [flips] if isinstance(flips, str) else flips
         mirrored = (set(self.names) if named else set()) if isinstance(named, bool) else {*named}
         if unknown := sorted(mirrored - set(self.names)):
             raise StoreError(f"flips names {', '.join(unknown)}; the manifests are {', '.join(self.names)}")
         read = [self.cache.samples(name) for name in self.names]
         self.facts = common_facts([samples.facts for samples in read], ", ".join(self.names), scaled=True)
         self.scaling: Scaling = self.cache.scaling(read[0].manifest)
-        self._parts = [_Samples(samples, flips=samples.manifest.name in mirrored) for samples in read]
+        self._parts = [_Samples(each, self.choices, flips=each.manifest.name in mirrored) for each in read]
+        if caption_dropout:
+            self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
+        most = max(int(part.rows.num_crops(part.usable).max(initial=1)) for part in self._parts)
+        if crops == "random" and len(self) and most == 1:
+            reason = f"crops is 'random', but each image of {', '.join(self.names)} has one crop"
+            raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None, "_refs": {}}
@@ -154,10 +197,28 @@ class LatentDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _items(
-        self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[_Samples, np.ndarray, np.ndarray, np.ndarray]]:
-        """By manifest the places of its items among these, the numbers of their rows, and which are mirrored."""
+    def _prepare_dropout(self) -> None:
+        """Find the entries of the empty text; StoreError where nothing can take the place of a caption."""
+        family = self.facts.family
+        for name, part in zip(self.names, self._parts, strict=True):
+            view = self.cache.restricted(name)
+            if self.choices.dropout_to == "zeros":
+                lengths = [field for field, _ in self.facts.padding]
+                if lengths or (view.text_shapes() or {}).keys() - family.fields.keys():
+                    raise StoreError(
+                        f"dropout_to is 'zeros', but each text of {family.name} has a length of its own, by its rows "
+                        "or by its mask, and zeros have none: use 'empty'"
+                    )
+            elif family.text_reads_control:
+                raise StoreError(
+                    f"caption_dropout is {self.choices.caption_dropout}, but {family.name} reads each text with "
+                    "control images, so that no empty text is cached: set it to 0"
+                )
+            else:
+                part.empty_key = view.cached_prompt("").keys[0]
+
+    def _items(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[_Samples, np.ndarray, np.ndarray]]:
+        """By manifest the places of its items among these, and their numbers in it: both int64 [n]."""
         items, num = np.array(indices, np.int64), len(self)
         for item in items[(items < -num) | (items >= num)][:1].tolist():
             raise IndexError(f"item {item} of {num}")
@@ -165,12 +226,12 @@ class LatentDataset(Dataset[Batch]):
         parts = self._ends.searchsorted(items, side="right")
         for number, part in enumerate(self._parts):
             if len(places := np.flatnonzero(parts == number)):
-                yield part, places, *part.items(items[places] - (self._ends[number] - part.num_items))
+                yield part, places, items[places] - (self._ends[number] - part.num_items)
 
     def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it; of a clip with its number of frames."""
-        [(part, _, numbers, _)] = self._items([index])
-        height, width, num_frames = part.buckets[numbers[0]].tolist()
+        [(part, _, items)] = self._items([index])
+        height, width, num_frames = part.buckets[part.items(items)[0][0]].tolist()
         return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def groups(self) -> np.ndarray:
@@ -201,27 +262,21 @@ class LatentDataset(Dataset[Batch]):
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        captions = self._drawn(indices) if self.draws else [self.caption] * len(indices)
+        codes = [0] * len(indices)
+        if self.draws:
+            chosen = np.zeros(len(indices), np.int64)
+            for part, places, items in self._items(indices):
+                chosen[places] = part.codes(items, Visits.of([indices[place] for place in places.tolist()]))
+            codes = chosen.tolist()
 
         def find(asked: list[tuple[int, int]]) -> list[SampleRef]:
-            items, chosen = np.array(asked, np.int64).T
+            numbers, chosen = np.array(asked, np.int64).T
             found: dict[int, SampleRef] = {}
-            for part, places, numbers, flips in self._items(items):
-                found.update(zip(places.tolist(), part.samples.refs(numbers, flips, chosen[places]), strict=True))
+            for part, places, items in self._items(numbers):
+                found.update(zip(places.tolist(), part.refs(items, chosen[places]), strict=True))
             return [found[place] for place in range(len(asked))]
 
-        return remembered(self._refs, [*zip(map(int, indices), captions, strict=True)], find)
-
-    def _drawn(self, indices: Sequence[int]) -> list[int]:
-        """The numbers of the captions that are drawn for these visits; 0 for a sample without one, which is refused."""
-        most = np.ones(len(indices), np.int64)
-        for part, places, numbers, _ in self._items(indices):
-            starts, ends = part.rows.ranges("caption", numbers)
-            most[places] = np.maximum(ends - starts, 1)
-        return [
-            index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
-            for index, num in zip(indices, most.tolist(), strict=True)
-        ]
+        return remembered(self._refs, [*zip(map(int, indices), codes, strict=True)], find)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """These items are read soon, by any process. What is wrong with one is raised when it is read."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,16 +35,19 @@ _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have ma
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """What the samples of a manifest have in common: those of equal facts may be in one batch.
+    """What the samples of a manifest have in common: `common_facts` says which may be in one batch.
 
-    `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
-    `texts` is a digest of the text encoders and of how they read a text: embeddings of two are not to be mixed.
+    `dataset` is its name, `loss_weight` how much each of them counts in the loss. `scaling` is None for a manifest of
+    prompts. `padding` names the fields that its texts store without padding. `texts` is a digest of the text encoders
+    and of how they read a text: embeddings of two are not to be mixed.
     """
 
     family: Family = field(default_factory=lambda: family_named(DEFAULT))
     scaling: Scaling | None = None
     padding: tuple[tuple[str, Padding], ...] = ()
     texts: str = ""
+    dataset: str = ""
+    loss_weight: float = 1.0
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleFacts:
@@ -60,7 +63,8 @@ class SampleFacts:
             raise StoreError(f"manifest {manifest.name}: {message}") from error
         rules = tuple([(name, rule) for name, rule in padding.items() if rule is not None])
         recipe = {name: value for name, value in common["text_encoding"].items() if name not in _DTYPES}
-        return cls(family, _scaling_of(common), rules, digest(canonical_json(recipe)))
+        texts = digest(canonical_json(recipe))
+        return cls(family, _scaling_of(common), rules, texts, manifest.name, manifest.loss_weight)
 
 
 def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
@@ -121,7 +125,8 @@ class SampleRef(NamedTuple):
     """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
     `parts` are its control images and its mask: the name of each in a batch, and its target size; their keys come last.
-    `facts` are those of its manifest.
+    `facts` are those of its manifest. `dropped` is what takes the place of its caption: the entry of the empty text,
+    which `keys` has instead of its own, or zeros in the shapes of its own.
     """
 
     sample_id: str
@@ -130,6 +135,7 @@ class SampleRef(NamedTuple):
     caption: str = ""
     layout: Layout = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
     parts: tuple[tuple[str, Size], ...] = ()
+    dropped: Literal["empty", "zeros"] | None = None
 
 
 class ManifestSamples:
@@ -162,22 +168,25 @@ class ManifestSamples:
             reason = f"was refused ({refusal.reason}): {refusal.detail}"
             raise SampleError(sample_id, reason, f"replace {refusal.path}, then {PRECACHE}")
 
-    def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
+    def image_places(self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0) -> np.ndarray:
         """As `RowTable.image_places`. SampleError for a sample that may not be read, or has no such image."""
         self.check(numbers)
-        places = self.rows.image_places(numbers, flips)
+        places = self.rows.image_places(numbers, flips, crops)
         for at in np.flatnonzero(places < 0)[:1].tolist():
             what, remedy = "flipped" if flips[at] else "image", f"set `flip: true` for the dataset and {PRECACHE}"
             raise SampleError(self.rows.sample_ids[int(numbers[at])], f"has no {what} entry", remedy)
         return places
 
-    def refs(self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray) -> list[SampleRef]:
+    def refs(
+        self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | int = 0
+    ) -> list[SampleRef]:
         """The samples of these rows, mirrored or not, with these captions.
 
         Args:
             numbers: Those of the rows: integers [n].
             flips: Whether the mirrored image is meant: bool [n].
-            captions: The number of each one's caption: integers [n].
+            captions: The number of each one's caption entry, that of a line's variant: integers [n].
+            crops: The number of each one's crop, below its `RowTable.num_crops`: integers [n].
 
         Returns:
             A reference for each.
@@ -186,17 +195,18 @@ class ManifestSamples:
             SampleError: One may not be read, or has no such image or caption.
         """
         rows, columns = self.rows, self.rows.columns
-        images, (starts, ends) = self.image_places(numbers, flips), rows.ranges("caption", numbers)
+        images, (starts, ends) = self.image_places(numbers, flips, crops), rows.ranges("caption", numbers)
         texts = starts + captions
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
-            reason = f"has {ends[at] - starts[at]} captions, but number {captions[at]} was requested"
+            lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
+            reason = f"has {lines} captions, but number {line} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
         keys = zip(hex_of(columns["image/keys"][images]), hex_of(columns["caption/keys"][texts]), strict=True)
         geometries = columns["image/geometry"][images]
         layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
         found = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
         refs = [SampleRef(name, pair, self.facts, text, layout) for name, pair, text, layout in found]
-        parts, counts = rows.part_places(numbers, flips)
+        parts, counts = rows.part_places(numbers, flips, crops)
         return self._with_parts(refs, parts, counts) if len(parts) else refs
 
     def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:
@@ -288,11 +298,15 @@ def check_alike(refs: Sequence[SampleRef], *, scaled: bool) -> None:
 def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
     """What the manifest says of at least one sample: ids, captions, sizes, and time ids where its family has them.
 
-    The lists are new ones. All samples are of one family.
+    Of images it also says the dataset, and how much each counts in the loss. The lists are new ones. All samples are of
+    one family.
     """
     sizes, time_ids, _ = zip(*[ref.layout for ref in refs], strict=True)
     metadata: dict[str, Any] = {"sample_id": [ref.sample_id for ref in refs], "caption": [ref.caption for ref in refs]}
     metadata |= dict(zip(SIZES, map(list, zip(*sizes, strict=True)), strict=True))
+    if refs[0].layout.extent:  # prompts are of no dataset
+        metadata["dataset"] = [ref.facts.dataset for ref in refs]
+        metadata["loss_weight"] = torch.from_numpy(np.array([ref.facts.loss_weight for ref in refs], _FLOAT32))
     if num_bytes := len(time_ids[0]):
         # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
         ids = np.ndarray((len(time_ids), num_bytes // _FLOAT32.itemsize), _FLOAT32, bytearray().join(time_ids))

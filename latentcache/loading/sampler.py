@@ -22,22 +22,26 @@ if TYPE_CHECKING:  # it needs this module
     from latentcache.loading.dataset import LatentDataset
 
 STATE_VERSION = 1
+_CHOICES_BEFORE = {"flips": "fixed", "crops": "first", "caption_dropout": 0.0, "dropout_to": None}
+"""What a state of an earlier version does not say: it had no other choices, and did not name its caption."""
 _MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
 
 
 class Visit(int):
-    """The number of an item, and `draw` (63 random bits) for the choices that are made at each visit.
+    """The number of an item, and what the choices at this visit follow from: `draw` (63 random bits), epoch and seed.
 
     It is the plain number to everything else, also on its way to a DataLoader's workers.
     """
 
     draw: int = 0
+    epoch: int = 0
+    seed: int = 0
 
     @classmethod
-    def of(cls, index: int, draw: int) -> Visit:
-        """The visit of an item with this draw."""
+    def of(cls, index: int, draw: int, epoch: int = 0, seed: int = 0) -> Visit:
+        """The visit of an item with this draw, in this epoch of a sampler with this seed."""
         visit = cls(index)
-        visit.draw = draw
+        visit.draw, visit.epoch, visit.seed = draw, epoch, seed
         return visit
 
 
@@ -86,11 +90,12 @@ class PlannedBatch(NamedTuple):
     def items(self) -> list[Visit]:
         """The items, each with a draw of its own. Making these takes as long as copying a small sample."""
         draws = _draws(self.seed, self.epoch, self.position, len(self.numbers))
-        return [Visit.of(item, draw) for item, draw in zip(self.numbers, draws, strict=True)]
+        return [Visit.of(item, draw, self.epoch, self.seed) for item, draw in zip(self.numbers, draws, strict=True)]
 
     def visit(self, place: int) -> Visit:
         """One of the items."""
-        return Visit.of(self.numbers[place], _draws(self.seed, self.epoch, self.position, len(self.numbers))[place])
+        draws = _draws(self.seed, self.epoch, self.position, len(self.numbers))
+        return Visit.of(self.numbers[place], draws[place], self.epoch, self.seed)
 
 
 @dataclass(slots=True)
@@ -107,7 +112,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     `shuffle` mixes the items of each bucket and the batches. `drop_last` leaves out batches smaller than `batch_size`.
     Call `set_epoch` before each epoch, as with torch's DistributedSampler. The numbers are `Visit`s: what a dataset
-    chooses at each visit (a caption) follows from seed, epoch and position too.
+    chooses at each visit (a caption, a flip) follows from seed, epoch and position too.
 
     With `world_size` ranks every rank gets the same number of batches, and the order does not depend on how many ranks
     there are. Batches that cannot be shared equally at the end of an epoch are left out: others in the next epoch.
@@ -203,7 +208,7 @@ class BucketBatchSampler(Sampler[list[int]]):
             yield [*batch.items]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, how many of its batches are done, and what the order depends on: integers and strings.
+        """The epoch, how many of its batches are done, and what order and choices depend on: numbers and strings.
 
         The state of any rank is that of all.
         """
@@ -213,9 +218,9 @@ class BucketBatchSampler(Sampler[list[int]]):
         """Let the next iteration begin where this state was taken.
 
         Raises StoreError, naming each thing that differs, for a state of another dataset, batch size, seed, shuffle,
-        drop_last or world size. Captions that were edited and values that were re-encoded do not matter; samples that
-        came, went or changed their bucket do. In pack order an image that lies in another pack now, as after `compact`,
-        or was found damaged, matters too.
+        drop_last or world size, or of other choices at each visit. Captions that were edited and values that were
+        re-encoded do not matter; samples that came, went or changed their bucket do. In pack order an image that lies
+        in another pack now, as after `compact`, or was found damaged, matters too.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -224,8 +229,9 @@ class BucketBatchSampler(Sampler[list[int]]):
                 "give what state_dict() returned"
             )
         here = self._settings()
+        there = {"caption": here["caption"], **_CHOICES_BEFORE, **state}
         differing = [
-            f"{name} ({state.get(name)!r} there, {here[name]!r} here)" for name in here if state.get(name) != here[name]
+            f"{name} ({there.get(name)!r} there, {here[name]!r} here)" for name in here if there.get(name) != here[name]
         ]
         if differing:
             raise StoreError(
@@ -241,6 +247,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
         if self._places is not None:
             fixed |= {"packs": self._places.identity, "window": self.window}
+        fixed |= self.dataset.choices.state()
         return fixed | {name: getattr(self, name) for name in names}
 
     def _num_left(self, position: int) -> int:

@@ -193,11 +193,9 @@ class _DatasetPlanner:
                 self._dataset.source.path,
             )
         if self._dataset.variations > 1:
-            first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
-            added, whole = f"{more:,} entries ({size(num_bytes)})", counted(self._crops["whole"], "sample")
-            note = f"{self._dataset.variations} crops of each image add {added} to {first:,}"
-            self._plan.report.notes.append(f"{name}: {note}; {whole} without any room for other crops")
-        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)
+            self._plan.report.notes.append(f"{name}: {self._cost_of_crops()}")
+        use = self._dataset
+        manifest = Manifest(name, use.role, use.repeats, self._common, table, loss_weight=use.loss_weight)
         self._plan.manifests.append(manifest)
 
     def _with_facts(
@@ -300,6 +298,12 @@ class _DatasetPlanner:
         first = {key for at, (key, *_) in enumerate(entries) if at % self._num_each < twins}
         more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}
         self._crops.update(first=len(first), more=len(more), num_bytes=sum(more.values()), whole=not more)
+
+    def _cost_of_crops(self) -> str:
+        first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
+        whole = counted(self._crops["whole"], "sample")
+        cost = f"{self._dataset.variations} crops of each image add {more:,} entries ({size(num_bytes)}) to {first:,}"
+        return f"{cost}; {whole} without any room for other crops"
 
     def _read_with_texts(self, entries: Sequence[_Entry]) -> list[_Entry]:
         """The control images that the family's text encoder reads with each caption: the first entry of each."""

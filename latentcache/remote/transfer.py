@@ -362,7 +362,8 @@ def merged(theirs: Manifest, ours: Manifest) -> Manifest:
 
     DatasetError where the two were made in different ways: one list cannot say both.
     """
-    parts = {"role": "role", "repeats": "repeats", "common": "encoding"}
+    parts = {"role": "role", "repeats": "repeats", "common": "encoding", "variants": "number of variants"}
+    parts |= {"weights": "weights of captions", "loss_weight": "loss_weight"}
     differ = [label for name, label in parts.items() if getattr(theirs, name) != getattr(ours, name)]
     if differ:
         raise DatasetError(
@@ -370,7 +371,7 @@ def merged(theirs: Manifest, ours: Manifest) -> Manifest:
             f"the one that is there has another {' and another '.join(differ)}, and one list cannot say both. Give "
             "--replace to put this one in its place",
         )
-    return Manifest(theirs.name, theirs.role, theirs.repeats, theirs.common, merged_rows(theirs.rows, ours.rows))
+    return theirs.with_rows(merged_rows(theirs.rows, ours.rows))
 
 
 def transfer(

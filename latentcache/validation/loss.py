@@ -254,6 +254,7 @@ class _Measurement:
         except SampleError as error:
             self._skip(name, error)
             return
+        del batch["loss_weight"]  # it is for training: the mean of a validation counts all samples alike
         sample = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         texts = [
             name for name in sample if name not in ("latents", "add_time_ids") and sample[name].is_floating_point()

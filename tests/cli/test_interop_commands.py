@@ -83,17 +83,17 @@ def test_import_tells_what_it_did(
 def test_import_takes_name_role_and_repeats_from_the_config(
     foreign: Path, tmp_path: Path, make_config: Callable[..., Config], run_json: Callable[..., Any]
 ) -> None:
-    config = make_config(**{"datasets.0.role": "validation", "datasets.0.repeats": 3})
+    config = make_config(**{"datasets.0.role": "validation", "datasets.0.repeats": 3, "datasets.0.loss_weight": 0.5})
     file = config_file(config, tmp_path / "config.json")
     for flags, expected in [
-        ((), ("photos", "validation", 3)),
-        (("--name", "other"), ("other", "train", 1)),
-        (("--name", "mine", "--role", "validation", "--repeats", "2"), ("mine", "validation", 2)),
+        ((), ("photos", "validation", 3, 0.5)),
+        (("--name", "other"), ("other", "train", 1, 1.0)),
+        (("--name", "mine", "--role", "validation", "--repeats", "2"), ("mine", "validation", 2, 1.0)),
     ]:
         code, _ = run_json("import", "kohya", foreign, "--config", file, *flags)
         assert code == 0
         found = ManifestFolder(tmp_path / "imported" / "manifests").read(expected[0])
-        assert found is not None and (found.name, found.role, found.repeats) == expected
+        assert found is not None and (found.name, found.role, found.repeats, found.loss_weight) == expected
 
 
 @pytest.mark.parametrize(

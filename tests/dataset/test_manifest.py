@@ -51,6 +51,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert "parts" not in manifest("one").rows["one"].to_json(), "old manifests and new ones are equal without parts"
 
 
+def test_what_a_manifest_says_of_drawing_and_of_the_loss_is_kept_and_absent_by_default(tmp_path: Path) -> None:
+    plain = b"".join(manifest_parts(manifest("one")))
+    assert not any(name in plain for name in (b"variants", b"weights", b"loss_weight")), "files are as they were"
+    folder = ManifestFolder(tmp_path)
+    made = replace(manifest("one", "two"), variants=3, weights=(2, 0.5), loss_weight=0.25)
+    folder.write(made)
+    found = folder.read("photos")
+    assert found == made and found != manifest("one", "two")
+    assert found.with_rows({"one": found.rows["one"]}) == replace(made, rows={"one": found.rows["one"]})
+    data = b"".join(manifest_parts(made))
+    with pytest.raises(DatasetError, match=r"captions of sample 'one' are no multiple of its 3 variants"):
+        read_manifest(data, "photos", "upload", whole_check=True)
+
+
 def test_no_update_undoes_another(tmp_path: Path) -> None:
     """Two processes, and threads with folders of their own, add a sample each time."""
     num_updates = 15
@@ -137,6 +151,9 @@ def common(**changes: Any) -> dict[str, Any]:
 
 HEADERS: dict[str, dict[str, Any]] = {
     **{f"repeats that are {value!r}": {"repeats": value} for value in ("2", -1, 10**9, True, None)},
+    **{f"variants that are {value!r}": {"variants": value} for value in (0, 1001, "2", None)},
+    **{f"weights that are {value!r}": {"weights": value} for value in ((1.0, -1.0), (float("inf"),), ("1",))},
+    **{f"a loss_weight that is {value!r}": {"loss_weight": value} for value in (-0.1, float("nan"), "1")},
     **{f"a role that is {value!r}": {"role": value} for value in ("test", 7)},
     **{f"no {name} in common": {"common": {k: v for k, v in common().items() if k != name}} for name in COMMON},
     **{f"imported that is {value!r}": {"common": common(imported=value)} for value in ("kohya", {"format": 7})},

@@ -146,7 +146,7 @@ def test_every_part_of_a_row_is_of_one_sample_in_every_epoch(make_cache: Callabl
 
 @forks
 def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path]) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache(), caption="random"), proportion_empty_prompts=0.5)
+    dataset = PrecomputedDataset(LatentDataset(make_cache(), caption="random", caption_dropout=0.5))
 
     def drawn(num_workers: int, seed: int) -> list[bytes]:
         torch.manual_seed(num_workers)
@@ -169,7 +169,7 @@ def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path])
 
 @pytest.mark.parametrize("proportion", [0.0, 0.5, 1.0])
 def test_the_proportion_of_empty_prompts(make_cache: Callable[..., Path], proportion: float) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache()), proportion_empty_prompts=proportion)
+    dataset = PrecomputedDataset(LatentDataset(make_cache(), caption_dropout=proportion))
     with LatentCache(make_cache()) as cache:
         empty = cache.prompt("", device="cpu")
     loader, num_empty = data_loader(dataset, 1), 0

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
+from latentcache.loading.choices import Choices
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator, seed_of
 from latentcache.types import Bucket
@@ -31,6 +32,8 @@ class Items:
 
     def bucket(self, index: int) -> Bucket:
         return Bucket(64 * (1 + self.buckets[index]), 64)
+
+    choices = Choices()
 
     def groups(self) -> np.ndarray:
         return np.array(self.buckets, np.int64)

@@ -387,6 +387,7 @@ IRRELEVANT: dict[str, dict[str, Any]] = {
     "batch size": {"settings": {"encode.batch_size": 5}},
     "number of threads": {"settings": {"encode.num_workers": 1}},
     "repeats": {"settings": {"datasets.0.repeats": 7}},
+    "weight in the loss": {"settings": {"datasets.0.loss_weight": 0.5}},
     "role": {"settings": {"datasets.0.role": "validation"}},
     "device by another name": {"settings": {"encode.device": "cpu:0"}},
     "a refusal limit": {"settings": {"datasets.0.images": {"min_side": 9, "max_pixels": 10_000_000}}},

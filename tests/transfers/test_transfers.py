@@ -164,6 +164,8 @@ def test_a_sample_in_both_manifests(tmp_path: Path) -> None:
     assert merged(theirs, replace(mine, rows={"2.png": other_image})).rows["2.png"] == other_image
     with pytest.raises(DatasetError, match=r"another role.*--replace"):
         merged(theirs, replace(ours, role="validation"))
+    with pytest.raises(DatasetError, match=r"another number of variants and another loss_weight.*--replace"):
+        merged(theirs, replace(ours, variants=2, loss_weight=0.5))
 
 
 def test_manifests_of_other_encodings_are_not_mixed(tmp_path: Path, run: Run) -> None:

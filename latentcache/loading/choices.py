@@ -1,0 +1,183 @@
+"""What is chosen at each visit of an item: its caption, flip and crop, and whether its caption is dropped.
+
+The 63 bits of a visit's draw are taken apart, so that no choice depends on another:
+
+    draw = ((rest * crops + crop) * 2 + flip) * lines + line       rest modulo 2**20 below p * 2**20: it is dropped
+    draw = ((rest * crops + crop) * 2 + flip) * 2**20 + point      where lines have weights: the point lies in a share
+
+The variants of a line are dealt instead: each n visits of an item see all n once, in an order of these n visits alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from latentcache.dataset.manifest import Manifest
+from latentcache.errors import StoreError
+from latentcache.loading.sampler import Visit, seed_of
+
+DropoutTo = Literal["empty", "zeros"]
+"""What takes the place of a dropped caption: the entry of the empty text, or zeros."""
+Crops = Literal["first", "random"]
+"""The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
+_POINTS = 1 << 20
+_CROP_BITS = 40  # of a code: above them is the number of the crop
+
+
+class Visits(NamedTuple):
+    """Visits as arrays: `draws` and `epochs` int64 [n], `seeds` uint64 [n]."""
+
+    draws: np.ndarray
+    epochs: np.ndarray
+    seeds: np.ndarray
+
+    @classmethod
+    def of(cls, indices: Sequence[int]) -> Visits:
+        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator."""
+        visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
+        draws, epochs = [visit.draw for visit in visits], [visit.epoch for visit in visits]
+        seeds = np.array([_variant_seed(visit.seed) for visit in visits], np.uint64)
+        return cls(np.array(draws, np.int64), np.array(epochs, np.int64), seeds)
+
+
+def _plain_visit(index: int) -> Visit:
+    draw, seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device="cpu").tolist()
+    return Visit.of(index, draw, 0, seed)
+
+
+@lru_cache(1 << 10)
+def _variant_seed(seed: int) -> int:
+    """64 bits of a seed, which may be any integer."""
+    return seed_of("variants", seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a dataset chooses, and what is fixed: see `LatentDataset`. StoreError for a value that there is not.
+
+    `flips` is whether each visit draws if it is of the mirrored image.
+    """
+
+    caption: int | Literal["random"] = 0
+    caption_dropout: float = 0.0
+    dropout_to: DropoutTo = "empty"
+    flips: bool = False
+    crops: Crops = "first"
+
+    def __post_init__(self) -> None:
+        if self.caption != "random" and not (isinstance(self.caption, int) and self.caption >= 0):
+            raise StoreError(f"caption is {self.caption!r}; it must be a number from 0 on, or 'random'")
+        if not (isinstance(self.caption_dropout, int | float) and 0 <= self.caption_dropout <= 1):
+            raise StoreError(f"caption_dropout is {self.caption_dropout!r}; it must be a number from 0 to 1")
+        if self.dropout_to not in get_args(DropoutTo):
+            raise StoreError(f"dropout_to is {self.dropout_to!r}; it must be one of {', '.join(get_args(DropoutTo))}")
+        if self.crops not in get_args(Crops):
+            raise StoreError(f"crops is {self.crops!r}; it must be one of {', '.join(get_args(Crops))}")
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn at a visit."""
+        return self.caption == "random" or self.flips or self.caption_dropout > 0 or self.crops == "random"
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must share: numbers and strings."""
+        flips, dropout_to = "random" if self.flips else "fixed", self.dropout_to if self.caption_dropout else None
+        dropout = {"caption_dropout": self.caption_dropout, "dropout_to": dropout_to}
+        return {"caption": self.caption, "flips": flips, "crops": self.crops, **dropout}
+
+
+class Chooser:
+    """What is chosen at visits of a manifest's samples: lines by their weights, variants in turn."""
+
+    def __init__(self, manifest: Manifest, choices: Choices):
+        self.choices, self.variants = choices, manifest.variants
+        self._name, self._repeats = manifest.name, manifest.repeats
+        self._shares = np.cumsum(np.array(manifest.weights, np.float64))
+        strides = [stride for stride in range(1, self.variants + 1) if gcd(stride, self.variants) == 1]
+        self._strides = np.array(strides)
+
+    def check(self, counts: np.ndarray) -> None:
+        """StoreError where lines cannot be drawn from samples with these numbers of caption entries: integers [n]."""
+        num_weights = len(self._shares) if self.choices.caption == "random" else 0
+        for num_lines in np.unique(counts // self.variants).tolist() if num_weights else ():
+            if num_lines > num_weights or (num_lines and not self._shares[num_lines - 1]):
+                raise StoreError(
+                    f"manifest {self._name} has {num_weights} weights of captions, of which the first {num_lines} must "
+                    f"be there and not all 0 for its samples with {num_lines} captions: correct `weights` of the "
+                    "dataset and run `latentcache precache CONFIG` again"
+                )
+
+    def lines(self, draws: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The lines that these draws choose among the first `counts`, and what is left of the draws: int64 [n]."""
+        if not len(self._shares):
+            rest, lines = np.divmod(draws, counts)
+            return lines, rest
+        rest, points = np.divmod(draws, _POINTS)
+        return self._shares.searchsorted(points / _POINTS * self._shares[counts - 1], side="right"), rest
+
+    def deal(self, visits: Visits, items: np.ndarray, repeats: np.ndarray) -> np.ndarray:
+        """The number of each visit's variant: int64 [n]. Each `variants` visits of an item, in turn, see all of them.
+
+        `items` are numbers of items without their repeats, `repeats` says which repeat each visit is, from 0.
+        """
+        num = self.variants
+        if num == 1:
+            return np.zeros(len(items), np.int64)
+        cycles, steps = np.divmod(visits.epochs * self._repeats + repeats, num)
+        mixed = _mixed(_mixed(visits.seeds ^ items.astype(np.uint64)) + cycles.astype(np.uint64))
+        starts, others = (mixed >> np.uint64(32)).astype(np.int64), (mixed % np.uint64(1 << 32)).astype(np.int64)
+        # Multiples of a stride that has no common factor with their number are all numbers, in another order.
+        variants: np.ndarray = (starts + steps * self._strides[others % len(self._strides)]) % num
+        return variants
+
+    def codes(
+        self,
+        visits: Visits,
+        counts: np.ndarray,
+        items: np.ndarray,
+        repeats: np.ndarray,
+        num_crops: np.ndarray | int = 1,
+    ) -> np.ndarray:
+        """What these visits choose, as one number each: see `decoded` and `crops_of`. int64 [n].
+
+        `counts` are the numbers of caption entries of the items' samples; without any, entry 0 is chosen. For `items`
+        and `repeats` see `deal`. `num_crops` are the numbers of crops to draw from.
+        """
+        rest, entries = visits.draws, np.zeros(len(items), np.int64)
+        if self.choices.caption == "random":
+            lines, rest = self.lines(rest, np.maximum(counts // self.variants, 1))
+            entries = lines * self.variants + self.deal(visits, items, repeats)
+        rest, flips = np.divmod(rest, 2)
+        rest, crops = np.divmod(rest, num_crops)
+        dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS
+        codes: np.ndarray = np.where(dropped, 0, entries) * 4 + flips * 2 * self.choices.flips + dropped
+        codes += crops << _CROP_BITS
+        return codes
+
+    def decoded(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The caption's entry of each code, whether the image is mirrored, and whether the caption is dropped."""
+        caption = self.choices.caption
+        codes = codes % (1 << _CROP_BITS)
+        entries = codes >> 2 if caption == "random" else np.full(len(codes), caption * self.variants)
+        return entries, codes & 2 > 0, codes & 1 > 0
+
+    def crops_of(self, codes: np.ndarray) -> np.ndarray:
+        """The number of each code's crop."""
+        crops: np.ndarray = codes >> _CROP_BITS
+        return crops
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Each number as one that looks random, another for each: the finish of SplitMix64. uint64 [n]."""
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers ^= numbers >> np.uint64(31)
+    return numbers

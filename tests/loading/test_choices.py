@@ -1,0 +1,389 @@
+"""What is chosen at each visit: captions and their variants, flips, dropped captions; the same however it is read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ragged_samples import on_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
+from latentcache.errors import SampleError, StoreError
+from latentcache.families import FamilyName
+from latentcache.identity import key_of
+from latentcache.loading.choices import Choices, Chooser, Visits
+from latentcache.loading.sampler import Visit
+from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
+
+COMMON: dict[str, Any] = {
+    "schema": 1,
+    "salt": "",
+    "text_encoding": {},
+    "image_encoding": {"scaling_factor": 0.5, "shift_factor": None},
+}
+NUM, VARIANTS = 18, 4
+EMPTY = -1.0
+WEIGHTS = (1, 0, 3)
+ALL = {"caption": "random", "flips": "random", "caption_dropout": 0.3}
+"""All choices at once."""
+
+
+def entry_of(kind: str, value: float, **fields: tuple[int, ...]) -> Entry:
+    """An entry in which every number says what it is of."""
+    identity = {"kind": kind, "value": value, "fields": sorted(fields)}
+    dtypes = {"mask": torch.uint8}
+    tensors = {name: torch.full(shape, value, dtype=dtypes.get(name, torch.float32)) for name, shape in fields.items()}
+    return Entry(Record(key_of(identity), kind, identity, {}), tensors)  # type: ignore[arg-type]
+
+
+def text_of(value: float) -> Entry:
+    return entry_of("text", value, prompt_embeds=(3, 8), pooled_prompt_embeds=(8,))
+
+
+def rows_of(first: int, variants: int, entries: list[Entry]) -> dict[str, Row]:
+    """Samples of two buckets, of one to three lines, with a control image and a mask; each is there mirrored too."""
+    rows = {}
+    for number in range(first, first + NUM):
+        size = Size(16, 16) if number % 3 else Size(16, 24)
+        cells = size.height // 8, size.width // 8
+        images, parts = [], []
+        for flip in (False, True):
+            value = float(2 * number + flip)
+            geometry = Geometry(size, Size(16, size.width + 8), Crop(0, 3), size, flip)
+            image = entry_of("image", value, latents=(4, *cells))
+            control, mask = (
+                entry_of("image", 1000 + value, latents=(4, 2, 2)),
+                entry_of("mask", value, mask=(1, *cells)),
+            )
+            images.append(ImageRef(image.record.key, geometry))
+            parts.append(PartRef("control", control.record.key, replace(geometry, target_size=Size(16, 16)), "c" * 64))
+            parts.append(PartRef("mask", mask.record.key, geometry, "d" * 64))
+            entries += [image, control, mask]
+        parts.sort(key=lambda part: part.role)
+        captions = []
+        for line in range(1 + number % 3):
+            for variant in range(variants):
+                text = text_of(1000 * number + 100 * line + variant)
+                captions.append(CaptionRef(f"{1000 * number + 100 * line + variant}", text.record.key))
+                entries.append(text)
+        rows[f"{number}"] = Row(f"{number}", f"{number}", None, tuple(images), tuple(captions), None, tuple(parts))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, entries = tmp_path_factory.mktemp("choices") / "cache", [text_of(EMPTY)]
+    manifests = [
+        Manifest("main", "train", 2, COMMON, rows_of(0, VARIANTS, entries), variants=VARIANTS),
+        Manifest("class", "train", 1, COMMON, rows_of(NUM, 1, entries), weights=WEIGHTS, loss_weight=0.25),
+    ]
+    prompt = Row(prompt_id(""), prompt_id(""), None, (), (CaptionRef("", entries[0].record.key),))
+    manifests.append(Manifest(prompts_name(COMMON), "prompts", 1, COMMON, {prompt.sample_id: prompt}))
+    with DiskStore(path) as store:
+        for at in range(0, len(entries), 40):
+            store.add(entries[at : at + 40])
+    for manifest in manifests:
+        ManifestFolder(path / "manifests").write(manifest)
+    return path
+
+
+def sampler_of(path: Path, rank: int = 0, world_size: int = 1, *, order: str = "random", **choices: Any) -> Any:
+    dataset = LatentDataset(path, ["main", "class"], order=order, **(ALL | choices))  # type: ignore[arg-type]
+    return BucketBatchSampler(dataset, 4, seed=3, rank=rank, world_size=world_size)
+
+
+def seen(batches: Iterable[dict[str, Any]]) -> list[list[tuple[str, str, int]]]:
+    """Sample, caption and flip of each row, by the strings and by all tensors, which have to agree."""
+    found = []
+    for batch in batches:
+        found.append([])
+        for at, (name, caption) in enumerate(zip(batch["sample_id"], batch["caption"], strict=True)):
+            [value] = set(batch["latents"][at].flatten().tolist())
+            assert value // 2 == int(name)
+            flip = int(value % 2)
+            assert set(batch["control_latents_1"][at].flatten().tolist()) == {1000 + value}
+            assert set(batch["mask"][at].flatten().tolist()) == {value}
+            assert batch["add_time_ids"][at].tolist()[2:4] == [0, 5 if flip else 3], "the crop as it is seen"
+            text = {*batch["prompt_embeds"][at].flatten().tolist(), *batch["pooled_prompt_embeds"][at].tolist()}
+            assert text == ({float(caption)} if caption else text & {EMPTY, 0.0}) and len(text) == 1
+            assert caption or text == {EMPTY if batch.get("to") != "zeros" else 0.0}
+            is_class = int(name) >= NUM
+            assert batch["dataset"][at] == ("class" if is_class else "main")
+            assert (
+                batch["loss_weight"][at] == (0.25 if is_class else 1.0) and batch["loss_weight"].dtype == torch.float32
+            )
+            found[-1].append((name, caption, flip))
+    return found
+
+
+def loader_of(sampler: BucketBatchSampler, **options: Any) -> LatentLoader:
+    return LatentLoader(sampler, device="cpu", **options)
+
+
+@pytest.mark.parametrize("order", ["random", "packs"])
+def test_workers_and_the_ways_of_reading_choose_alike(path: Path, order: str) -> None:
+    state = torch.get_rng_state()
+    for epoch in (0, 3):
+        sampler = sampler_of(path, order=order)
+        sampler.set_epoch(epoch)
+        expected = seen(loader_of(sampler))
+        rows = [row for batch in expected for row in batch]
+        assert Counter(name for name, *_ in rows) == {f"{n}": 2 if n < NUM else 1 for n in range(2 * NUM)}
+        assert len(rows) == 3 * NUM == len(sampler.dataset) and len({flip for *_, flip in rows}) == 2
+        assert 0 < sum(not caption for _, caption, _ in rows) < len(rows)
+        assert torch.equal(torch.get_rng_state(), state), "nothing is drawn from the global generator"
+        assert seen(loader_of(sampler, prefetch=0)) == expected
+        batches = CachedBatches(sampler)
+        assert seen(batches[number] for number in range(len(batches))) == expected
+        for num_workers in (0, 1, 2):
+            dataset = sampler.dataset
+            made = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=dataset.collate)
+            assert seen(made) == expected, num_workers
+        torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_and_resumed_runs_choose_alike(path: Path, world_size: int) -> None:
+    whole = sampler_of(path)
+    whole.set_epoch(1)
+    expected = seen(loader_of(whole))
+    shares = []
+    for rank in range(world_size):
+        loader = loader_of(sampler_of(path, rank, world_size))
+        loader.set_epoch(1)
+        shares.append(seen(loader))
+    dealt = [batch for step in zip(*shares, strict=True) for batch in step]
+    assert dealt == expected[: len(dealt)] and len(expected) - len(dealt) < world_size
+    stops = range(0, 30, max(1, 10 // world_size))
+    endless = loader_of(sampler_of(path, world_size=world_size)).forever()
+    with endless as batches:
+        straight = seen(next(batches) for _ in range(40))
+    for stop in stops:
+        first = loader_of(sampler_of(path, world_size=world_size))
+        with first.forever() as batches:
+            assert seen(next(batches) for _ in range(stop)) == straight[:stop]
+            state = first.state_dict()
+        second = loader_of(sampler_of(path, world_size=world_size), prefetch=0)
+        second.load_state_dict(state)
+        with second.forever() as batches:
+            assert seen(next(batches) for _ in range(40 - stop)) == straight[stop:]
+
+
+def test_an_item_sees_each_variant_before_one_comes_again(path: Path) -> None:
+    """With two repeats two epochs are a cycle of four variants."""
+    sampler = sampler_of(path, caption_dropout=0.0)
+    orders = set()
+    for start in range(0, 8, 2):
+        texts: dict[str, list[int]] = {}
+        for epoch in (start, start + 1):
+            sampler.set_epoch(epoch)
+            for name, caption, _ in (row for batch in seen(loader_of(sampler)) for row in batch):
+                texts.setdefault(name, []).append(int(caption))
+        main = {name: found for name, found in texts.items() if int(name) < NUM}
+        assert all(sorted(text % 100 for text in found) == [0, 1, 2, 3] for found in main.values())
+        orders |= {tuple(text % 100 for text in found) for found in main.values()}
+        lines = Counter(text % 1000 // 100 for name, found in texts.items() if int(name) >= NUM for text in found)
+        assert not lines[1], "a line without weight is not drawn"
+    assert len(orders) > 4, "another order for each item and cycle"
+
+
+def test_a_numbered_caption_is_the_line_itself(path: Path) -> None:
+    sampler = sampler_of(path, caption=0, flips=True, caption_dropout=0.0)
+    rows = [row for batch in seen(loader_of(sampler)) for row in batch]
+    assert len(rows) == 6 * NUM and {int(caption) % 1000 for _, caption, _ in rows} == {0}
+    assert Counter(flip for *_, flip in rows) == {0: 3 * NUM, 1: 3 * NUM}
+    with LatentCache(path) as cache:
+        assert cache.batch(["2"], device="cpu", caption=2)["caption"] == ["2200"]
+        with pytest.raises(SampleError, match="'1': has 2 captions, but number 2 was requested"):
+            cache.batch(["1"], device="cpu", caption=2)
+    item = LatentDataset(path, "main", caption=1)[5]
+    assert item["caption"] == "5100" and item["dataset"] == "main" and item["loss_weight"].dtype == torch.float32
+
+
+def test_flips_at_random_keep_the_items(path: Path) -> None:
+    plain, drawn = LatentDataset(path, "main"), LatentDataset(path, "main", flips="random")
+    assert drawn.identity() == plain.identity() and len(drawn) == len(plain)
+    assert LatentDataset(path, "main", flips=True).identity() != plain.identity()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        flips = [drawn[0]["latents"].max().item() for _ in range(40)]
+        torch.manual_seed(0)
+        assert [drawn[0]["latents"].max().item() for _ in range(40)] == flips and set(flips) == {0.0, 1.0}
+
+
+def test_a_caption_that_is_dropped_to_zeros_leaves_exact_zeros(path: Path) -> None:
+    for share in (0.3, 1.0):
+        sampler = sampler_of(path, dropout_to="zeros", caption_dropout=share)
+        batches = [batch | {"to": "zeros"} for batch in loader_of(sampler)]
+        dropped = [caption == "" for batch in seen(batches) for _, caption, _ in batch]
+        assert all(dropped) if share == 1 else any(dropped) and not all(dropped)
+        dataset = sampler.dataset
+        made = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
+        assert seen(batch | {"to": "zeros"} for batch in made) == seen(batches)
+    empty = seen(loader_of(sampler_of(path)))
+    assert seen(b | {"to": "zeros"} for b in loader_of(sampler_of(path, dropout_to="zeros"))) == empty
+
+
+@pytest.mark.parametrize("order", ["random", "packs"])
+@pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
+def test_what_is_read_was_announced(path: Path, order: str, dropout_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = sampler_of(path, order=order, dropout_to=dropout_to)
+    store = sampler.dataset.cache.store
+    announced, read, rows = Counter[str](), Counter[str](), store.rows
+
+    def counted(keys: list[str]) -> Any:
+        read.update(keys)
+        assert read <= announced, "each of them before it is read"
+        return rows(keys)
+
+    monkeypatch.setattr(store, "prefetch", announced.update)
+    monkeypatch.setattr(store, "rows", counted)
+    assert len([*loader_of(sampler, prefetch=0)]) == len(sampler)
+    assert read == announced and read.total() == 4 * 3 * NUM
+
+
+def test_the_state_of_other_choices_is_refused_by_name(path: Path) -> None:
+    sampler = sampler_of(path)
+    state = sampler.state_dict()
+    for choices, message in (
+        ({"caption_dropout": 0.1}, r"caption_dropout \(0\.3 there, 0\.1 here\)"),
+        ({"dropout_to": "zeros"}, r"dropout_to \('empty' there, 'zeros' here\)"),
+        ({"flips": False}, r"flips \('random' there, 'fixed' here\)"),
+        ({"caption": 0}, r"caption \('random' there, 0 here\)"),
+        ({"caption": 1, "flips": False}, r"caption .*, flips"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            sampler_of(path, **choices).load_state_dict(state)
+    plain = sampler_of(path, flips=False, caption_dropout=0.0)
+    before = {name: value for name, value in plain.state_dict().items() if name not in Choices().state()}
+    plain.load_state_dict(before)  # of a version that had no other choices
+    with pytest.raises(StoreError, match=r"flips \('fixed' there, 'random' here\), caption_dropout \(0\.0 there"):
+        sampler.load_state_dict(before)
+
+
+def test_choices_that_there_are_not_are_refused(path: Path, tmp_path: Path) -> None:
+    for share in (-0.1, 1.1, math.nan, "1", None):
+        with pytest.raises(StoreError, match=rf"caption_dropout is {share!r}; it must be a number from 0 to 1"):
+            LatentDataset(path, "main", caption_dropout=share)  # type: ignore[arg-type]  # the error is the point
+    with pytest.raises(StoreError, match="dropout_to is 'zero'; it must be one of empty, zeros"):
+        LatentDataset(path, "main", dropout_to="zero")  # type: ignore[arg-type]  # the error is the point
+    families: tuple[FamilyName, ...] = ("qwen-image", "chroma", "wan")
+    for family in families:
+        ragged = on_disk(tmp_path / family, family, [3, 5])
+        with pytest.raises(StoreError, match=rf"each text of {family} has a length of its own.*use 'empty'"):
+            LatentDataset(ragged, "ragged", caption_dropout=0.1, dropout_to="zeros")
+        with pytest.raises(SampleError, match="'prompt: ': is not cached"):
+            LatentDataset(ragged, "ragged", caption_dropout=0.1)
+        assert len(LatentDataset(ragged, "ragged", caption_dropout=0.0, dropout_to="zeros")) == 2
+    edits = on_disk(tmp_path / "edits", "qwen-image-edit", [3, 5])
+    with pytest.raises(StoreError, match=r"qwen-image-edit reads each text with control images.*set it to 0"):
+        LatentDataset(edits, "ragged", caption_dropout=0.1)
+    flat = on_disk(tmp_path / "flat", "sdxl", [4, 4])
+    with pytest.raises(SampleError, match="has no flipped entry"):
+        LatentDataset(flat, "ragged", flips="random")
+    with LatentCache(flat) as cache:
+        manifest = cache.manifest("ragged")
+        rows = {name: replace(row, captions=row.captions * 2) for name, row in manifest.rows.items()}
+        for weights in ((1.0,), (0.0, 0.0, 1.0)):
+            cache.manifests.write(replace(manifest, rows=rows, weights=weights))
+            assert len(LatentDataset(flat, "ragged")) == 2, "a numbered caption needs no weights"
+            with pytest.raises(StoreError, match=rf"ragged has {len(weights)} weights .* samples with 2 captions"):
+                LatentDataset(flat, "ragged", caption="random")
+
+
+def test_the_empty_text_is_missed_under_its_own_name(path: Path, tmp_path: Path) -> None:
+    """No sample is left out of its batches because of it."""
+    sampler = sampler_of(path)
+    cache = sampler.dataset.cache
+    real = cache.store.rows
+    key = cache.cached_prompt("").keys[0]
+    other = on_disk(tmp_path / "other", "sdxl", [4])
+    with LatentCache(other) as empty, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache.store, "rows", lambda keys: empty.store.rows([key]) if key in keys else real(keys))
+        with pytest.raises(SampleError, match="'prompt: ': has no entry"):
+            [*loader_of(sampler, prefetch=0, damaged="skip")]
+
+
+# The arithmetic alone
+
+
+def codes_of(choices: Choices, manifest: Manifest, visits: list[Visit], num_lines: int) -> Any:
+    chooser, items = Chooser(manifest, choices), np.array(visits, np.int64)
+    counts = np.full(len(visits), num_lines * manifest.variants)
+    codes = chooser.codes(Visits.of(visits), counts, items, np.zeros(len(visits), np.int64))
+    return chooser.decoded(codes)
+
+
+def many_visits(num: int) -> list[Visit]:
+    """Of 2,000 items, in as many epochs as it takes."""
+
+    class Items:
+        choices = Choices()
+
+        def groups(self) -> np.ndarray:
+            return np.zeros(2_000, np.int64)
+
+        def places(self) -> None:
+            return None
+
+    sampler = BucketBatchSampler(Items(), 16, seed=11)  # type: ignore[arg-type]
+    return [visit for epoch in range(num // 2_000) for batch in sampler.plan(epoch) for visit in batch.items]
+
+
+def test_choices_have_their_rates_and_are_independent() -> None:
+    visits, manifest = many_visits(200_000), Manifest("m", "train", 1, COMMON, {}, variants=8)
+    whole = Choices("random", 0.0, "empty", True)
+    entries, flips, _ = codes_of(whole, manifest, visits, 3)
+    _, again, dropped = codes_of(replace(whole, caption_dropout=0.1), manifest, visits, 3)
+    assert (entries // 8).tolist() == [visit.draw % 3 for visit in visits], "lines are drawn as they always were"
+    assert np.array_equal(flips, again)
+    assert abs(flips.mean() - 0.5) < 0.004 and abs(dropped.mean() - 0.1) < 0.0025, "3.7 standard deviations"
+    cells = np.bincount((entries * 2 + flips) * 2 + dropped, minlength=96)
+    expected = np.tile([0.9, 0.1], 48) * len(visits) / 48
+    assert ((cells - expected) ** 2 / expected).sum() < 150, "95 degrees of freedom: one of 3,000 is above"
+    weighted = replace(manifest, weights=(0.2, 0, 0.5, 0.3), variants=1)
+    lines, flips, _ = codes_of(whole, weighted, visits, 3)
+    assert abs((lines == 0).mean() - 2 / 7) < 0.004 and not (lines == 1).any() and lines.max() == 2
+    assert abs(flips[lines == 0].mean() - 0.5) < 0.008
+    for share in (0.0, 1.0):
+        assert (codes_of(replace(whole, caption_dropout=share), manifest, visits[:1000], 3)[2] == share).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(1, 40), st.integers(1, 5), st.integers(0, 50))
+def test_each_cycle_has_each_variant_once(seed: int, item: int, variants: int, repeats: int, cycle: int) -> None:
+    chooser = Chooser(Manifest("m", "train", repeats, COMMON, {}, variants=variants), Choices("random"))
+    epochs, numbers = np.divmod(np.arange(cycle * variants, (cycle + 1) * variants), repeats)
+    visits = Visits.of([Visit.of(item, 0, epoch, seed) for epoch in epochs.tolist()])
+    dealt = chooser.deal(visits, np.full(variants, item), numbers)
+    assert sorted(dealt.tolist()) == [*range(variants)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1), st.integers(1, 30), st.floats(0, 1), st.integers(1, 9))
+def test_no_choice_depends_on_what_else_is_chosen(draws: list[int], lines: int, share: float, variants: int) -> None:
+    visits = [Visit.of(item, draw, 3, 1) for item, draw in enumerate(draws)]
+    manifest = Manifest("m", "train", 1, COMMON, {}, variants=variants)
+    entries, flips, dropped = codes_of(Choices("random", share, "empty", True), manifest, visits, lines)
+    kept = ~dropped
+    assert (entries >= 0).all() and (entries < lines * variants).all() and not entries[dropped].any()
+    assert (entries[kept] // variants).tolist() == [d % lines for d, k in zip(draws, kept.tolist(), strict=True) if k]
+    plain, _, none = codes_of(Choices("random"), manifest, visits, lines)
+    assert np.array_equal(plain[kept], entries[kept]) and not none.any()
+    numbered, only_flips, _ = codes_of(
+        Choices(1, 0.0, "empty", True), manifest, [Visit.of(v, v.draw // lines) for v in visits], lines
+    )
+    assert np.array_equal(only_flips, flips) and (numbered == variants).all()
