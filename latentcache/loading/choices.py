@@ -138,27 +138,22 @@ class Chooser:
         return variants
 
     def codes(
-        self,
-        visits: Visits,
-        counts: np.ndarray,
-        items: np.ndarray,
-        repeats: np.ndarray,
-        num_crops: np.ndarray | int = 1,
+        self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray, crops: np.ndarray | int = 1
     ) -> np.ndarray:
         """What these visits choose, as one number each: see `decoded` and `crops_of`. int64 [n].
 
         `counts` are the numbers of caption entries of the items' samples; without any, entry 0 is chosen. For `items`
-        and `repeats` see `deal`. `num_crops` are the numbers of crops to draw from.
+        and `repeats` see `deal`. `crops` are the numbers of crops to draw from.
         """
         rest, entries = visits.draws, np.zeros(len(items), np.int64)
         if self.choices.caption == "random":
             lines, rest = self.lines(rest, np.maximum(counts // self.variants, 1))
             entries = lines * self.variants + self.deal(visits, items, repeats)
         rest, flips = np.divmod(rest, 2)
-        rest, crops = np.divmod(rest, num_crops)
+        rest, chosen = np.divmod(rest, crops)
         dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS
         codes: np.ndarray = np.where(dropped, 0, entries) * 4 + flips * 2 * self.choices.flips + dropped
-        codes += crops << _CROP_BITS
+        codes += chosen << _CROP_BITS
         return codes
 
     def decoded(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
