@@ -292,6 +292,7 @@ def training_set(config: Config, cache: LatentCache, options: Options) -> Latent
         caption="random" if options.caption == "random" else int(options.caption),
         caption_dropout=options.caption_dropout,
         dropout_to="zeros" if options.dropout_to == "zeros" else "empty",
+        crops="random" if any(each.variations > 1 for each in sets) else "first",
     )
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")

@@ -306,7 +306,8 @@ class LatentCache(Closing):
         the caption.
 
         Samples of several parts give `control_latents_1`, `control_latents_2` ... [B, C, h, w] too, the means of their
-        control images, which `scaled` scales; and `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly.
+        control images, which `scaled` scales; `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly; and
+        `masked_latents` as control images have them.
 
         On the CPU the memory of tensors that are as stored is numpy's: it cannot be resized.
 

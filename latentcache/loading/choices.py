@@ -1,9 +1,9 @@
-"""What is chosen at each visit of an item: its caption, whether it is mirrored, and whether its caption is dropped.
+"""What is chosen at each visit of an item: its caption, flip and crop, and whether its caption is dropped.
 
 The 63 bits of a visit's draw are taken apart, so that no choice depends on another:
 
-    draw = (rest * 2 + flip) * lines + line       rest modulo 2**20 below p * 2**20: the caption is dropped
-    draw = (rest * 2 + flip) * 2**20 + point      the same where lines have weights: the point lies in a line's share
+    draw = ((rest * crops + crop) * 2 + flip) * lines + line       rest modulo 2**20 below p * 2**20: it is dropped
+    draw = ((rest * crops + crop) * 2 + flip) * 2**20 + point      where lines have weights: the point lies in a share
 
 The variants of a line are dealt instead: each n visits of an item see all n once, in an order of these n visits alone.
 """
@@ -25,7 +25,10 @@ from latentcache.loading.sampler import Visit, seed_of
 
 DropoutTo = Literal["empty", "zeros"]
 """What takes the place of a dropped caption: the entry of the empty text, or zeros."""
+Crops = Literal["first", "random"]
+"""The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
 _POINTS = 1 << 20
+_CROP_BITS = 40  # of a code: above them is the number of the crop
 
 
 class Visits(NamedTuple):
@@ -66,6 +69,7 @@ class Choices:
     caption_dropout: float = 0.0
     dropout_to: DropoutTo = "empty"
     flips: bool = False
+    crops: Crops = "first"
 
     def __post_init__(self) -> None:
         if self.caption != "random" and not (isinstance(self.caption, int) and self.caption >= 0):
@@ -74,17 +78,19 @@ class Choices:
             raise StoreError(f"caption_dropout is {self.caption_dropout!r}; it must be a number from 0 to 1")
         if self.dropout_to not in get_args(DropoutTo):
             raise StoreError(f"dropout_to is {self.dropout_to!r}; it must be one of {', '.join(get_args(DropoutTo))}")
+        if self.crops not in get_args(Crops):
+            raise StoreError(f"crops is {self.crops!r}; it must be one of {', '.join(get_args(Crops))}")
 
     @property
     def draws(self) -> bool:
         """Whether anything is drawn at a visit."""
-        return self.caption == "random" or self.flips or self.caption_dropout > 0
+        return self.caption == "random" or self.flips or self.caption_dropout > 0 or self.crops == "random"
 
     def state(self) -> dict[str, Any]:
         """What a resumed run must share: numbers and strings."""
         flips, dropout_to = "random" if self.flips else "fixed", self.dropout_to if self.caption_dropout else None
         dropout = {"caption_dropout": self.caption_dropout, "dropout_to": dropout_to}
-        return {"caption": self.caption, "flips": flips, **dropout}
+        return {"caption": self.caption, "flips": flips, "crops": self.crops, **dropout}
 
 
 class Chooser:
@@ -131,26 +137,36 @@ class Chooser:
         variants: np.ndarray = (starts + steps * self._strides[others % len(self._strides)]) % num
         return variants
 
-    def codes(self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray) -> np.ndarray:
-        """What these visits choose, as one number each: see `decoded`. int64 [n].
+    def codes(
+        self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray, crops: np.ndarray | int = 1
+    ) -> np.ndarray:
+        """What these visits choose, as one number each: see `decoded` and `crops_of`. int64 [n].
 
         `counts` are the numbers of caption entries of the items' samples; without any, entry 0 is chosen. For `items`
-        and `repeats` see `deal`.
+        and `repeats` see `deal`. `crops` are the numbers of crops to draw from.
         """
         rest, entries = visits.draws, np.zeros(len(items), np.int64)
         if self.choices.caption == "random":
             lines, rest = self.lines(rest, np.maximum(counts // self.variants, 1))
             entries = lines * self.variants + self.deal(visits, items, repeats)
         rest, flips = np.divmod(rest, 2)
+        rest, chosen = np.divmod(rest, crops)
         dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS
         codes: np.ndarray = np.where(dropped, 0, entries) * 4 + flips * 2 * self.choices.flips + dropped
+        codes += chosen << _CROP_BITS
         return codes
 
     def decoded(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The caption's entry of each code, whether the image is mirrored, and whether the caption is dropped."""
         caption = self.choices.caption
+        codes = codes % (1 << _CROP_BITS)
         entries = codes >> 2 if caption == "random" else np.full(len(codes), caption * self.variants)
         return entries, codes & 2 > 0, codes & 1 > 0
+
+    def crops_of(self, codes: np.ndarray) -> np.ndarray:
+        """The number of each code's crop."""
+        crops: np.ndarray = codes >> _CROP_BITS
+        return crops
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

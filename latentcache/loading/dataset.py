@@ -24,9 +24,9 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.choices import Choices, Chooser, DropoutTo, Visits
+from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, Visits
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, ManifestSamples, SampleRef, common_facts, remembered
+from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, remembered
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
@@ -65,13 +65,15 @@ class _Samples:
     def codes(self, items: np.ndarray, visits: Visits) -> np.ndarray:
         """What these visits of items choose, as one number each: see `Chooser.codes`."""
         repeats, once = np.divmod(items, max(1, self.num_once))
-        return self.chooser.codes(visits, self.num_captions(self.items(once)[0]), once, repeats)
+        numbers = self.items(once)[0]
+        num_crops = self.rows.num_crops(numbers) if self.chooser.choices.crops == "random" else 1
+        return self.chooser.codes(visits, self.num_captions(numbers), once, repeats, num_crops)
 
     def refs(self, items: np.ndarray, codes: np.ndarray) -> list[SampleRef]:
         """The samples of these items, of which these were chosen. SampleError for one without the caption or image."""
         numbers, flips = self.items(items)
         captions, mirrored, dropped = self.chooser.decoded(codes)
-        refs = self.samples.refs(numbers, flips | mirrored, captions)
+        refs = self.samples.refs(numbers, flips | mirrored, captions, self.chooser.crops_of(codes))
         for place in np.flatnonzero(dropped).tolist():
             ref, to = refs[place], self.chooser.choices.dropout_to
             if not ref.facts.texts:  # latents alone: there is nothing but the string
@@ -115,7 +117,7 @@ class LatentDataset(Dataset[Batch]):
     before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
     [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], `loss_weight` (float32), and the strings
     `sample_id`, `dataset` and `caption`.
-    Samples of several parts have `control_latents_1` [C, h, w] and so on, and `mask` uint8 [1, h, w].
+    Samples of several parts have `control_latents_1`, `masked_latents` [C, h, w] and so on, `mask` uint8 [1, h, w].
     L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
     which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
     latents from moments if it is given a generator. Batches must not mix buckets, which is a StoreError: use
@@ -127,7 +129,9 @@ class LatentDataset(Dataset[Batch]):
     the dataset if it has them, and one of its variants, of which an item's visits see all before one comes again. A
     share `caption_dropout` of visits goes without its caption, which is then "": `dropout_to` says whether the entry of
     the empty text takes its place or zeros, which suit families whose texts are of one length. StoreError where there
-    is no such entry or length.
+    is no such entry or length. `crops` is "first", or "random": each visit draws one of the crops that are cached of
+    its image (`variations` of the dataset), with the mask and the control images of that crop; StoreError where no
+    image has several. None of these draws changes which items there are.
 
     With `BucketBatchSampler` the choices follow from its seed, the epoch and the position; a plain item number draws
     with torch's global generator, which a DataLoader seeds for each worker. Samples that were imported and not verified
@@ -151,12 +155,13 @@ class LatentDataset(Dataset[Batch]):
         caption: int | Literal["random"] = 0,
         caption_dropout: float = 0.0,
         dropout_to: DropoutTo = "empty",
+        crops: Crops = "first",
         unverified: bool = False,
         order: Order = "random",
         trained_tokens: Collection[str] = (),
         **options: Unpack[RemoteOptions],
     ):
-        self.choices = Choices(caption, caption_dropout, dropout_to, flips == "random")
+        self.choices = Choices(caption, caption_dropout, dropout_to, flips == "random", crops)
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
@@ -184,6 +189,10 @@ class LatentDataset(Dataset[Batch]):
             self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
+        most = max(int(part.rows.num_crops(part.usable).max(initial=1)) for part in self._parts)
+        if crops == "random" and len(self) and most == 1:
+            reason = f"crops is 'random', but each image of {', '.join(self.names)} has one crop"
+            raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None, "_refs": {}}

@@ -195,22 +195,25 @@ class ManifestSamples:
                 "precache with encode.text none, and encode texts live in each step"
             )
 
-    def image_places(self, numbers: np.ndarray, flips: np.ndarray) -> np.ndarray:
+    def image_places(self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0) -> np.ndarray:
         """As `RowTable.image_places`. SampleError for a sample that may not be read, or has no such image."""
         self.check(numbers)
-        places = self.rows.image_places(numbers, flips)
+        places = self.rows.image_places(numbers, flips, crops)
         for at in np.flatnonzero(places < 0)[:1].tolist():
             what, remedy = "flipped" if flips[at] else "image", f"set `flip: true` for the dataset and {PRECACHE}"
             raise SampleError(self.rows.sample_ids[int(numbers[at])], f"has no {what} entry", remedy)
         return places
 
-    def refs(self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray) -> list[SampleRef]:
+    def refs(
+        self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | int = 0
+    ) -> list[SampleRef]:
         """The samples of these rows, mirrored or not, with these captions.
 
         Args:
             numbers: Those of the rows: integers [n].
             flips: Whether the mirrored image is meant: bool [n].
             captions: The number of each one's caption entry, that of a line's variant: integers [n].
+            crops: The number of each one's crop, below its `RowTable.num_crops`: integers [n].
 
         Returns:
             A reference for each.
@@ -219,7 +222,7 @@ class ManifestSamples:
             SampleError: One may not be read, or has no such image or caption.
         """
         rows, columns = self.rows, self.rows.columns
-        images, (starts, ends) = self.image_places(numbers, flips), rows.ranges("caption", numbers)
+        images, (starts, ends) = self.image_places(numbers, flips, crops), rows.ranges("caption", numbers)
         texts = starts + captions
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
             lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
@@ -233,7 +236,7 @@ class ManifestSamples:
         layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
         each = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
         refs = [SampleRef(name, own, self.facts, text, layout) for name, own, text, layout in each]
-        parts, counts = rows.part_places(numbers, flips)
+        parts, counts = rows.part_places(numbers, flips, crops)
         return self._with_parts(refs, parts, counts) if len(parts) else refs
 
     def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it needs this module
     from latentcache.loading.dataset import LatentDataset
 
 STATE_VERSION = 1
-_CHOICES_BEFORE = {"flips": "fixed", "caption_dropout": 0.0, "dropout_to": None}
+_CHOICES_BEFORE = {"flips": "fixed", "crops": "first", "caption_dropout": 0.0, "dropout_to": None}
 """What a state of an earlier version does not say: it had no other choices, and did not name its caption."""
 _MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
 

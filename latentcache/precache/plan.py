@@ -33,7 +33,7 @@ from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
-from latentcache.precache.reasons import History, image_facts, masked_facts, text_facts
+from latentcache.precache.reasons import History, image_facts, text_facts
 from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
 from latentcache.precache.workspace import Workspace
@@ -198,10 +198,7 @@ class _DatasetPlanner:
                 self._dataset.source.path,
             )
         if self._dataset.variations > 1:
-            first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
-            added, whole = f"{more:,} entries ({size(num_bytes)})", counted(self._crops["whole"], "sample")
-            note = f"{self._dataset.variations} crops of each image add {added} to {first:,}"
-            self._plan.report.notes.append(f"{name}: {note}; {whole} without any room for other crops")
+            self._plan.report.notes.append(f"{name}: {self._cost_of_crops()}")
         use = self._dataset
         manifest = Manifest(
             name,
@@ -298,9 +295,7 @@ class _DatasetPlanner:
                 sources = [each.source for each in facts]
                 numbered = [(shape, sources[shape.role.number]) for shape in shapes]
                 key = self._preparations.key
-                entries = [
-                    (key(shape, image if shape.mask else source, source), shape, source) for shape, source in numbered
-                ]
+                entries = [(key(shape, image, source), shape, source) for shape, source in numbered]
         if refusal is not None:
             report.refused.append(refusal)
             return [(sample, Row(sample_id, path, image, (), (), refusal), ())]
@@ -331,6 +326,12 @@ class _DatasetPlanner:
         more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}
         self._crops.update(first=len(first), more=len(more), num_bytes=sum(more.values()), whole=not more)
 
+    def _cost_of_crops(self) -> str:
+        first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
+        whole = counted(self._crops["whole"], "sample")
+        cost = f"{self._dataset.variations} crops of each image add {more:,} entries ({size(num_bytes)}) to {first:,}"
+        return f"{cost}; {whole} without any room for other crops"
+
     def _read_with_texts(self, entries: Sequence[_Entry]) -> list[_Entry]:
         """The control images that the family's text encoder reads with each caption: the first entry of each."""
         if not self._encodings.family.text_reads_control:
@@ -350,9 +351,7 @@ class _DatasetPlanner:
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
                 crop = at % self._num_each // self._preparations.num_twins
-                facts = image_facts(source, shape.geometry, crop)
-                if shape.mask is not None:
-                    facts = masked_facts(row.source, facts)
+                facts = image_facts(source, shape.geometry, crop, row.source if shape.mask else None)
                 reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
                 task = self._image_task(sample, row.source, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
@@ -373,12 +372,9 @@ class _DatasetPlanner:
     def _image_task(self, sample: Sample, image: str | None, entry: _Entry) -> ImageTask:
         """The task of an entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
-        role, images = shape.role, self._dataset.images
+        identity = self._preparations.identity_of(shape, image, source)
+        role, mask = shape.role, shape.mask
         is_alpha = role.part in ("mask", "masked image") and self._preparations.takes_alpha
-        if shape.mask is not None and image is not None:
-            mask = sample if is_alpha else sample.parts[shape.mask.role.number - 1]
-            masked = self._preparations.masked_identity(shape, image, source)
-            return ImageTask(key, masked, sample, self._source, images, is_alpha, mask)
-        file = sample if role.number == 0 or is_alpha else sample.parts[role.number - 1]
-        identity = self._preparations.identity(role, source, shape.geometry)
-        return ImageTask(key, identity, file, self._source, images, is_alpha)
+        file = sample if role.number == 0 or is_alpha or mask else sample.parts[role.number - 1]
+        mask_file = None if mask is None else sample if is_alpha else sample.parts[mask.role.number - 1]
+        return ImageTask(key, identity, file, self._source, self._dataset.images, is_alpha, mask_file)

@@ -156,14 +156,13 @@ class Preparations:
         first = self._shapes((*sizes,), num_available)
         if isinstance(first, ImageRefused):
             raise ImageRefused(path, first.reason, first.detail)
-        crops = () if source is None else self._further_crops(source, first[0].geometry)
+        if source is None or self._dataset.variations == 1:
+            return first
         found = [first]
-        for crop in crops:
+        for crop in self._further_crops(source, first[0].geometry):
             shapes = self._shapes((*sizes,), num_available, crop)
             assert not isinstance(shapes, ImageRefused)  # its size is that of the first
             found.append(shapes)
-        if len(found) == 1:
-            return first
         starts = range(0, len(first), self.num_twins)
         return tuple(shape for at in starts for shapes in found for shape in shapes[at : at + self.num_twins])
 
@@ -177,22 +176,21 @@ class Preparations:
             drawn = digest(canonical_json(["crop", self._dataset.variations_seed, source, number]))
             yield Crop(int(drawn[:16], 16) % rows, int(drawn[16:32], 16) % columns)
 
-    def key(self, shape: Shape, source: str, mask: str | None) -> str:
-        """The key of the entry of an image with this digest; `mask` is the digest of what covers a masked image."""
-        if shape.mask is None or mask is None:
-            return shape.image_key(source)
-        return key_of(self.masked_identity(shape, source, mask).to_json())
+    def key(self, shape: Shape, image: str | None, source: str) -> str:
+        """The key of an entry: see `identity_of`."""
+        return key_of(self.identity_of(shape, image, source).to_json()) if shape.mask else shape.image_key(source)
 
-    def masked_identity(self, shape: Shape, source: str, mask: str) -> ImageIdentity:
-        """What the entry of a masked image is, of the digests of the image and of the mask."""
-        assert shape.mask is not None and self.inpaint is not None  # a masked image has both
-        identity = self.identity(shape.role, source, shape.geometry)
-        preparation = self.identity(shape.mask.role, mask, shape.mask.geometry).preparation
+    def identity_of(self, shape: Shape, image: str | None, source: str) -> ImageIdentity | MaskIdentity:
+        """What an entry of a file with the digest `source` is; of a masked image it is its mask's, `image` its own."""
+        if shape.mask is None or image is None or self.inpaint is None:
+            return self.identity(shape.role, source, shape.geometry)
+        identity = self.identity(shape.role, image, shape.geometry)
+        preparation = self.identity(shape.mask.role, source, shape.mask.geometry).preparation
         assert isinstance(identity, ImageIdentity)
-        return replace(identity, masking=Masking(mask, preparation, self.inpaint))
+        return replace(identity, masking=Masking(source, preparation, self.inpaint))
 
     def identity(self, role: Role, source: str, geometry: Geometry) -> ImageIdentity | MaskIdentity:
-        """What the entry of such an image is; of a masked image see `masked_identity`."""
+        """What the entry of such an image is; of a masked image see `identity_of`."""
         if role.rule is None or role.encoding is None:
             return MaskIdentity(source, Preparation.of(role.policy, geometry), self.downscale, self._salt)
         policy: dict[str, Any] = with_filter(role.policy, role.rule.resample(geometry))

@@ -49,14 +49,13 @@ Facts = Mapping[str, Any]
 """What an entry is made of, by name, in the order in which causes are named."""
 
 
-def image_facts(source: str | None, geometry: Geometry, crop: int) -> Facts:
-    """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number."""
-    return {"image": source, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
+def image_facts(source: str | None, geometry: Geometry, crop: int, masked: str | None = None) -> Facts:
+    """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number.
 
-
-def masked_facts(image: str | None, facts: Facts) -> Facts:
-    """What the entry of a masked image is made of, given `facts` with its mask as the image; `image` is the image's."""
-    return {**facts, "image": image, "mask": facts["image"]}
+    With the digest `masked` of an image it is that of the masked image, whose mask has the digest `source`.
+    """
+    sources = {"image": source} if masked is None else {"image": masked, "mask": source}
+    return {**sources, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
 
 
 def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
@@ -132,9 +131,9 @@ def _known(row: Row, name: str, variants: int) -> list[tuple[ImageRef | PartRef 
         captions = [row.captions[at - at % variants].text for at in range(len(row.captions))]
         texts = zip(row.captions, captions, strict=True)
         return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in texts if ref.key]
+    masked = row.source if name == "masked image" else None
     parts = ((ref, crop) for crop in crops for other, ref in row.named_parts(crop=crop) if other == name)
-    found = [(ref, image_facts(ref.source, ref.geometry, crop)) for ref, crop in parts]
-    return [(ref, masked_facts(row.source, was) if ref.role == "masked image" else was) for ref, was in found]
+    return [(ref, image_facts(ref.source, ref.geometry, crop, masked)) for ref, crop in parts]
 
 
 def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:

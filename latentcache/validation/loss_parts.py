@@ -55,9 +55,7 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
         return
     planned = {dataset.name for dataset in config.datasets if dataset.control} if config else set()
     cached = set(cache.manifests.names())
-    found = [
-        each for each in datasets if each in planned or (each in cached and _has_part(cache.manifest(each), "control"))
-    ]
+    found = [each for each in datasets if each in planned or (each in cached and _has("control", cache.manifest(each)))]
     if found:
         raise ConfigError(
             f"{', '.join(found)}: has control images, but {reason}. Train one of those families, or remove `control` "
@@ -69,12 +67,12 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
 def check_masked(denoiser: Any, family: Family, cache: LatentCache, datasets: Iterable[str]) -> None:
     """ConfigError if the denoiser inpaints, and one of these datasets is cached without masked images."""
     cached = cache.manifests.names()
-    lacking = [each for each in datasets if each in cached and not _has_part(cache.manifest(each), "masked image")]
+    lacking = [each for each in datasets if each in cached and not _has("masked image", cache.manifest(each))]
     if lacking and family.inpaints(denoiser):
         raise ConfigError(family.lacks_masked(f"{', '.join(lacking)} has none"), key="datasets.mask")
 
 
-def _has_part(manifest: Manifest, role: PartRole) -> bool:
+def _has(role: PartRole, manifest: Manifest) -> bool:
     """Every sample has all parts of its dataset, or is refused."""
     first = next((row for row in manifest.rows.values() if row.refusal is None), None)
     return first is not None and any(part.role == role for part in first.parts)

@@ -13,14 +13,16 @@ from helpers.photo_files import write_photo
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import DataLoader
 
-from latentcache import LatentCache, LatentDataset
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.masks import prepare_mask
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ImageRefused
+from latentcache.errors import ImageRefused, StoreError
+from latentcache.loading.sampler import Visit
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
@@ -260,3 +262,105 @@ def test_every_crop_lies_in_its_resized_image(
             assert other.crop_top_left == geometry.crop_top_left
     same = plain[0].geometry.resized_size == plain[0].geometry.target_size
     assert not same or len({each.image_key(source) for each in shapes}) == 2
+
+
+# Reading
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Five wide images in one bucket with three crops each, mirrored too; and the same images with one."""
+    folder = tmp_path_factory.mktemp("crops")
+    (folder / "masks").mkdir()
+    for number in range(5):
+        write_photo(folder / f"photos/{number}.png", number, (64, 140 + 8 * number))
+        mask = np.random.default_rng(number).integers(0, 256, (64, 140 + 8 * number), dtype=np.uint8)
+        Image.fromarray(mask).save(folder / f"masks/{number}.png")
+    masks = {"path": folder / "masks"}
+    config = config_of(folder, flip=True, variations=3, mask=masks)
+    one = type(config.datasets[0])(**config.datasets[0].model_dump() | {"name": "one", "variations": 1})
+    config = config.model_copy(update={"datasets": (*config.datasets, one)})
+    run(config)
+    return config
+
+
+def drawn(config: Config, epoch: int, *, num_workers: int = 0, **choices: Any) -> list[dict[str, Any]]:
+    """The items of an epoch by a DataLoader."""
+    sampler = BucketBatchSampler(LatentDataset(config.cache, "photos", crops="random", **choices), 2, seed=3)
+    sampler.set_epoch(epoch)
+    loader = DataLoader(sampler.dataset, batch_sampler=sampler, num_workers=num_workers)
+    return list(loader)
+
+
+def test_each_visit_draws_a_crop_with_its_mask_and_time_ids(cached: Config) -> None:
+    dataset = LatentDataset(cached.cache, "photos", crops="random", flips="random")
+    plain = LatentDataset(cached.cache, "photos")
+    assert (len(dataset), dataset.identity()) == (len(plain), plain.identity()) and len(plain) == 5
+    sampler = BucketBatchSampler(dataset, 2, seed=3)
+    rows, seen = rows_of(cached), set()
+    for epoch in range(12):
+        sampler.set_epoch(epoch)
+        for visits in sampler:
+            for visit, item in zip(visits, dataset.__getitems__(visits), strict=True):
+                rest, flip = divmod(visit.draw, 2)
+                row = rows[item["sample_id"]]
+                image = row.images_of(rest % 3)[flip]
+                seen.add((item["sample_id"], rest % 3, flip))
+                assert tuple(item["crop_top_left"].tolist()) == image.geometry.seen_crop
+                assert item["add_time_ids"][2:4].tolist() == [*image.geometry.seen_crop]
+                assert torch.equal(item["moments"], dataset.cache.get(image.key).tensors["moments"])
+                [(_, part)] = row.named_parts(flip=bool(flip), crop=rest % 3)
+                assert torch.equal(item["mask"], dataset.cache.get(part.key).tensors["mask"])
+    assert len(seen) > 24, "of 30: each crop of each image, on either side"
+    first = plain.__getitems__([*range(5)])
+    assert [tuple(item["crop_top_left"].tolist()) for item in first] == [
+        rows[item["sample_id"]].images[0].geometry.crop_top_left for item in first
+    ]
+
+
+def test_crops_are_the_same_however_an_epoch_is_read(cached: Config) -> None:
+    whole = [batch["crop_top_left"].tolist() for batch in drawn(cached, 1, caption="random", caption_dropout=0.5)]
+    in_workers = drawn(cached, 1, num_workers=1, caption="random", caption_dropout=0.5)
+    assert [batch["crop_top_left"].tolist() for batch in in_workers] == whole
+    dataset = LatentDataset(cached.cache, "photos", crops="random", caption="random", caption_dropout=0.5)
+    loader = LatentLoader(BucketBatchSampler(dataset, 2, seed=3), device="cpu")
+    loader.set_epoch(1)
+    batches = iter(loader)
+    found = [next(batches)["crop_top_left"]]
+    state = loader.state_dict()
+    loader.close()
+    again = LatentLoader(BucketBatchSampler(dataset, 2, seed=3), device="cpu")
+    again.load_state_dict(state)
+    found += [batch["crop_top_left"] for batch in again]
+    again.close()
+    assert [[[*crop] for crop in batch] for batch in found] == whole
+    other = BucketBatchSampler(LatentDataset(cached.cache, "photos", caption="random", caption_dropout=0.5), 2, seed=3)
+    with pytest.raises(StoreError, match=r"crops \('random' there, 'first' here\)"):
+        other.load_state_dict(state)
+
+
+def test_a_choice_of_today_is_not_moved_by_crops(cached: Config) -> None:
+    """The crop comes after caption and flip: these stay what they are without it."""
+    visits = [Visit.of(item % 5, draw, 0, 1) for item, draw in enumerate([0, 1, 2, 3, 5, 7, 1 << 40, (1 << 62) + 1])]
+    with_crops = LatentDataset(cached.cache, "photos", crops="random", flips="random", caption="random").refs(visits)
+    without = LatentDataset(cached.cache, "photos", flips="random", caption="random").refs(visits)
+    rows = rows_of(cached)
+    for here, there in zip(with_crops, without, strict=True):
+        assert here.caption == there.caption
+        flips = [
+            [ref.geometry.flip for ref in rows[here.sample_id].images if ref.key == each.keys[0]]
+            for each in (here, there)
+        ]
+        assert flips[0] == flips[1]
+
+
+def test_datasets_of_several_crops_and_of_one_are_read_together(cached: Config) -> None:
+    dataset = LatentDataset(cached.cache, ["photos", "one"], crops="random")
+    with LatentCache(cached.cache) as cache:
+        ones = {ref.key for row in cache.manifest("one").rows.values() for ref in row.images}
+    refs = dataset.refs([Visit.of(item, draw, 0, 1) for item in range(10) for draw in range(6)])
+    assert all(ref.keys[0] in ones for ref in refs[30:]) and not all(ref.keys[0] in ones for ref in refs[:30])
+    with pytest.raises(StoreError, match="each image of one has one crop: set `variations` of the dataset, then run"):
+        LatentDataset(cached.cache, "one", crops="random")
+    with pytest.raises(StoreError, match="crops is 'all'; it must be one of first, random"):
+        LatentDataset(cached.cache, "photos", crops="all")  # type: ignore[arg-type]
