@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +42,7 @@ from latentcache import (
     load_checkpoint,
     load_config,
     masked_errors,
+    run_precache,
     save_checkpoint,
 )
 from latentcache.integrations.diffusers import (
@@ -72,6 +74,7 @@ CHOICES = {
 }
 SWITCHES = {
     "resume": "go on from the checkpoint in --out",
+    "encode": "encode what the cache lacks before training, and what is found damaged in it; loads the models for that",
     "gradient_checkpointing": "compute activations twice and keep few: less memory, slower; for cards below 24 GB",
 }
 
@@ -80,8 +83,8 @@ SWITCHES = {
 class Options:
     """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end.
 
-    `denoiser` is a file, folder or hub id in place of the model's own. The last four say what is chosen at each visit,
-    as LatentDataset does.
+    `denoiser` is a file, folder or hub id in place of the model's own. `caption` and the three after it say what is
+    chosen at each visit, as LatentDataset does.
     """
 
     steps: int = 1000
@@ -101,6 +104,7 @@ class Options:
     caption_dropout: float = 0.0
     dropout_to: str = "empty"
     flips: str = "each"
+    encode: bool = False
 
 
 def train(config: Config, options: Options, *, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -168,7 +172,9 @@ class Training:
         self.dataset = training_set(config, self.cache, options)
         # At each visit the sampler's seed determines the draw of the latents, the caption and the flip.
         sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
-        self.loader = LatentLoader(sampler, device=options.device, dtype=torch.float32, scaled=True)
+        encode = partial(run_precache, config) if options.encode else None
+        self.loader = LatentLoader(sampler, device=options.device, dtype=torch.float32, scaled=True, encode=encode)
+        self.loader.encode_missing()  # now, while no denoiser is on the device
         self.generator = torch.Generator().manual_seed(options.seed)
         self.device = self.loader.device
         self.dtype = compute_dtype(options.mixed_precision, self.device)
@@ -218,7 +224,10 @@ class Training:
         return loss.item()
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The mean squared error of what the denoiser predicts, at a random timestep of each sample; masks count."""
+        """The mean squared error of what the denoiser predicts, at a random timestep of each sample.
+
+        Masks count, and how much the dataset of each sample counts (`loss_weight`).
+        """
         latents = batch["latents"]
         # Drawn on the CPU: the numbers are the same on every device.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
@@ -227,7 +236,9 @@ class Training:
         timesteps = self.schedule.timesteps[index].to(self.device)
         predicted = self.family.predict(self.denoiser, noisy, timesteps, batch)
         target = self.schedule.target(latents, noise, index)
-        return masked_errors(F.mse_loss(predicted.float(), target, reduction="none"), batch).mean()
+        squares = masked_errors(F.mse_loss(predicted.float(), target, reduction="none"), batch)
+        weights: torch.Tensor = batch["loss_weight"]
+        return (squares * weights.reshape(-1, *[1] * (squares.ndim - 1))).mean()
 
     def validation_runner(self) -> ValidationRunner | None:
         """None where there is nothing to validate, and `validate_every` is 0."""
@@ -294,6 +305,13 @@ def training_set(config: Config, cache: LatentCache, options: Options) -> Latent
         dropout_to="zeros" if options.dropout_to == "zeros" else "empty",
         crops="random" if any(each.variations > 1 for each in sets) else "first",
     )
+    if not found.facts.texts:
+        raise errors.ConfigError(
+            "encode.text is none, so that no caption was encoded, but this script trains on cached captions, without "
+            "text encoders: set it to all and run `latentcache precache CONFIG` again; or train the text encoders in a "
+            "loop of your own",
+            key="encode.text",
+        )
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from diffusers import DDPMScheduler
 from helpers.photo_files import write_photo
 from torch.utils._pytree import tree_leaves_with_path
 
+from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.config_file import parse_config
-from latentcache.errors import CheckpointError, ConfigError, ModelError, StoreError
+from latentcache.errors import CheckpointError, ConfigError, ModelError, SampleError, StoreError
 from latentcache.integrations.diffusers import load_unet
 from latentcache.models.lora import load_lora
 from latentcache.precache.run import run_precache
@@ -259,6 +261,98 @@ def test_the_target_follows_the_schedulers_config(
     torch.testing.assert_close(loss, expected)
 
 
+class Recipe(NamedTuple):
+    """Changes of the second dataset and of `encode`, changes of the options, and what must be true of all batches."""
+
+    dataset: dict[str, Any]
+    encode: dict[str, Any]
+    options: dict[str, Any]
+    holds: Callable[[list[dict[str, Any]]], bool]
+
+
+def captions_of(batches: list[dict[str, Any]]) -> set[str]:
+    return {caption for batch in batches for caption in batch["caption"]}
+
+
+RECIPES = {
+    "the second caption": Recipe(
+        {},
+        {},
+        {"caption": "1"},
+        lambda batches: all(each.startswith("another caption") for each in captions_of(batches)),
+    ),
+    "dropout to the empty text": Recipe(
+        {}, {}, {"caption_dropout": 0.5}, lambda batches: "" in captions_of(batches) != {""}
+    ),
+    "dropout to zeros": Recipe(
+        {},
+        {},
+        {"caption_dropout": 0.5, "dropout_to": "zeros"},
+        lambda batches: all(
+            (caption == "") == (not texts.any())
+            for batch in batches
+            for caption, texts in zip(batch["caption"], batch["prompt_embeds"], strict=True)
+        ),
+    ),
+    "random flips": Recipe(
+        {"flip": True},
+        {},
+        {"flips": "random"},
+        lambda batches: {batch["num_items"] for batch in batches} == {5},  # and not 10, of both sides
+    ),
+    "class images": Recipe(
+        {"loss_weight": 0.25},
+        {},
+        {},
+        lambda batches: all(
+            batch["loss_weight"].tolist() == [{"first": 1.0, "second": 0.25}[name] for name in batch["dataset"]]
+            for batch in batches
+        ),
+    ),
+    "what is missing": Recipe({}, {}, {"encode": True}, lambda batches: len(batches) == NUM_STEPS),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: str) -> None:
+    recipe, config = RECIPES[name], training_only(cold)
+    settings = config.model_dump(mode="json", exclude_unset=True)
+    settings["datasets"][1] |= recipe.dataset
+    settings["encode"] |= recipe.encode
+    config = parse_config(settings)
+    run_precache(config)
+    if recipe.options.get("encode"):
+        with LatentCache(config.cache) as cache:
+            assert cache.store.remove(cache.manifest("second").rows.entry_keys()) >= 4
+    batches: list[dict[str, Any]] = []
+    loss = script.Training.loss
+
+    def watched(training: Any, batch: dict[str, Any]) -> Any:
+        batches.append(batch | {"num_items": len(training.dataset)})
+        return loss(training, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.Training, "loss", watched)
+        result = script.train(config, replace(options, **recipe.options))
+    assert result["step"] == NUM_STEPS and all(map(math.isfinite, result["losses"]))
+    assert recipe.holds(batches)
+
+
+def test_rows_count_in_the_loss_as_their_datasets_say(script: ModuleType, cached: Config, options: Any) -> None:
+    training = script.Training(training_only(cached), options)
+    with training.loader as loader:
+        batch = next(batch for batch in loader if len(batch["sample_id"]) == 2)
+    state = training.generator.get_state()
+
+    def loss(*weights: float) -> float:
+        training.generator.set_state(state)
+        return float(training.loss(batch | {"loss_weight": torch.tensor(weights)}).item())
+
+    whole, first, second = loss(1.0, 1.0), loss(1.0, 0.0), loss(0.0, 1.0)
+    assert first > 0 and second > 0 and first + second == pytest.approx(whole)
+    assert loss(0.5, 0.5) == pytest.approx(whole / 2)
+
+
 def test_settings_that_do_not_fit_are_refused(
     script: ModuleType, cached: Config, options: Any, tmp_path: Path, make_config: Callable[..., Config]
 ) -> None:
@@ -274,6 +368,10 @@ def test_settings_that_do_not_fit_are_refused(
         script.train(training_only(make_config()), replace(options, validate_every=1))
     with pytest.raises(ConfigError, match="at least 1"):
         script.train(config, replace(options, steps=0))
+    with pytest.raises(SampleError, match=r"has no flipped entry.*`flip: true`"):
+        script.train(config, replace(options, flips="random"))  # one of the two sets does not flip
+    with pytest.raises(ConfigError, match="caption is 'any'; it must be random or a number"):
+        script.train(config, replace(options, caption="any"))
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="file: cannot be written"):
         script.train(config, replace(options, out=tmp_path / "file"))

@@ -271,8 +271,12 @@ class LatentDataset(Dataset[Batch]):
         return hasher.hexdigest()
 
     def missing(self) -> set[str]:
-        """The keys of the entries that the manifests list and the cache has not, or knows to be damaged."""
+        """The keys of the entries that the manifests list and the cache has not, or knows to be damaged.
+
+        Where captions are dropped to the empty text, this is among them.
+        """
         keys = {key for part in self._parts for key in part.rows.entry_keys(usable=True)}
+        keys |= {part.empty_key for part in self._parts if part.empty_key}
         return keys - self.cache.store.find(keys)
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:

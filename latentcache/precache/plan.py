@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -91,8 +91,8 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     *,
     shard: Shard | None = None,
     verify_sources: bool = False,
-    only: Set[str] | None = None,
-    wanted: Set[str] | None = None,
+    only: frozenset[str] | None = None,
+    wanted: frozenset[str] | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     report: Report | None = None,
@@ -172,7 +172,7 @@ class _DatasetPlanner:
         progress: Progress,
         stop: threading.Event,
         verify_sources: bool,
-        only: Set[str] | None,
+        only: frozenset[str] | None,
     ) -> None:
         """Plan the dataset, of which `only` these samples if they are named."""
         rows = RowTableBuilder()

@@ -102,7 +102,8 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
             _check_ranks(shard, workspace)
         report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
         progress, stop = progress or Progress(), stop or threading.Event()
-        run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders, only)
+        wanted = None if only is None else frozenset(only)
+        run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders, wanted)
         with workspace.in_use():
             try:
                 run.plan(verify_sources)
@@ -151,7 +152,7 @@ class _Run:
     stop: threading.Event
     report: Report
     remote_encoders: RemoteEncoders | None = None
-    only: Set[str] | None = None
+    only: frozenset[str] | None = None
     _plan: Plan = field(default_factory=Plan)
     _encodings: Encodings = field(init=False)
 
@@ -171,7 +172,7 @@ class _Run:
                 self.models,
                 shard=self.shard,
                 verify_sources=verify_sources,
-                only=None if only is None else {row.sample_id for _, row in rows},
+                only=None if only is None else frozenset(row.sample_id for _, row in rows),
                 wanted=only,
                 progress=self.progress,
                 stop=self.stop,

@@ -213,6 +213,17 @@ def test_what_cannot_be_encoded_is_named_at_its_batch_and_never_replaced(folder:
         assert name not in seen and len(seen) == 4 and "cannot be encoded" in skipping.skipped[name]
 
 
+def test_the_empty_text_that_dropout_reads_is_encoded_too(folder: Path) -> None:
+    dataset = LatentDataset(folder / "cache", caption_dropout=0.5)
+    expected = [plain(batch) for batch in loader_of(dataset)]
+    assert any("" in batch["caption"] for batch in expected)
+    key = dataset.cache.cached_prompt("").keys[0]
+    assert dataset.cache.store.remove([key]) == 1 and key in dataset.missing()
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    assert [plain(batch) for batch in loader_of(dataset, encode=encode)] == expected
+    assert encode.asked == [{key}] and encode.num_encoded == 1
+
+
 def test_other_models_encode_nothing(folder: Path) -> None:
     dataset = dataset_of(folder)
     dataset.cache.store.remove([image_key(dataset, "c.png")])
