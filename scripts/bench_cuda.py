@@ -53,6 +53,7 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import free_cached_memory, is_out_of_memory, vae_settings, weight_bytes
 from latentcache.models.tiny import seeded, tiny_denoiser, tiny_parts
 from latentcache.models.vae import decode_fitting, encode_images
+from latentcache.phases.phases import Phase
 from latentcache.precache.encodings import choose_encodings
 from latentcache.types import Batch
 
@@ -384,6 +385,54 @@ def check_hooks(bench: Bench) -> str:
     return "4 images"
 
 
+def check_ddp(bench: Bench) -> str:
+    """DistributedDataParallel reduces gradients after a phase that parks all that it may, by one process."""
+    distributed, rendezvous = torch.distributed, bench.folder / "ranks"
+    backend, buckets = "nccl" if bench.device.type == "cuda" else "gloo", list[int]()
+    distributed.init_process_group(backend, init_method=rendezvous.as_uri(), rank=0, world_size=1)
+    try:
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(bench.device))
+
+        def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
+            buckets.append(bucket.index())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        net.register_comm_hook(None, reduce)
+        phases = Phases({"unet": net}, device=bench.device)
+        phases.start("train")
+        with phases.enter(Phase(on_device=())):
+            pass
+        net(torch.ones(1, 8, device=bench.device)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+        rendezvous.unlink(missing_ok=True)
+    assert buckets, "its hooks are lost: training would go on without reducing"
+    return f"{len(buckets)} bucket of gradients"
+
+
+def check_leaving(bench: Bench) -> str:
+    """A phase that swaps two parts, of which the device holds one, ends with the first one back in its place."""
+    if not hasattr(bench.module, "set_per_process_memory_fraction"):
+        raise NotTriedError("the device's memory cannot be limited")
+    size = 1 << (6 if bench.tiny else 14)  # a part of 1 GiB
+    parts = {name: torch.nn.Linear(size, size, bias=False, device="cpu") for name in ("unet", "vae")}
+    parts["vae"].requires_grad_(False)
+    phases = Phases(parts, device=bench.device)
+    phases.start("train")  # with the part that is trained on the device
+    bench.free()
+    total = bench.module.mem_get_info(bench.device)[1]
+    bench.module.set_per_process_memory_fraction(1.5 * parts["vae"].weight.nbytes / total, bench.device)
+    try:
+        with phases.enter(Phase(on_device=("vae",))):
+            assert parts["vae"].weight.device == bench.device and parts["unet"].weight.device.type == "cpu"
+    finally:
+        bench.module.set_per_process_memory_fraction(1.0, bench.device)
+    assert parts["unet"].weight.device == bench.device and parts["vae"].weight.device.type == "cpu"
+    return "one part at a time"
+
+
 def check_validation(bench: Bench) -> str:
     """Training for six steps gives the same bits with validations in between, of which the first fills the cache."""
     from train_lora import Options, train
@@ -423,6 +472,8 @@ CHECKS = (
     check_numbers,
     check_halving,
     check_hooks,
+    check_ddp,
+    check_leaving,
     check_validation,
 )
 
