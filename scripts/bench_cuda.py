@@ -395,7 +395,7 @@ def check_ddp(bench: Bench) -> str:
 
         def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
             buckets.append(bucket.index())
-            done = torch.futures.Future()
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
 
