@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -196,6 +199,41 @@ def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: 
             np.concatenate([arrays["hidden_state1"], arrays["hidden_state2"]], axis=1), text["prompt_embeds"]
         )
         assert np.array_equal(arrays["pool2"], text["pooled_prompt_embeds"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own
+@pytest.mark.skipif("SD_SCRIPTS" not in os.environ, reason="SD_SCRIPTS names no checkout of kohya-ss/sd-scripts")
+def test_sd_scripts_own_code_reads_an_export(flipped: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its strategies find each file by the image's name and size, and give the values of the cache."""
+    stand_ins = {name: ModuleType(name) for name in ("library.utils", "library.train_util")}
+    vars(stand_ins["library.utils"])["setup_logging"] = lambda *given, **named: None
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(os.environ["SD_SCRIPTS"])
+    from library.strategy_sd import SdSdxlLatentsCachingStrategy
+    from library.strategy_sdxl import SdxlTextEncoderOutputsCachingStrategy
+
+    latents = SdSdxlLatentsCachingStrategy(False, True, 1, False)
+    texts = SdxlTextEncoderOutputsCachingStrategy(True, 1, False)
+    with LatentCache(flipped.cache.path, manifest="photos") as cache:
+        kohya.export(cache, "photos", tmp_path)
+        for sample_id in cache.sample_ids():
+            _, row = cache.row(sample_id)
+            geometry, image = row.images[0].geometry, str(tmp_path / sample_id)
+            size, bucket = geometry.original_size[::-1], geometry.target_size[::-1]  # (width, height), as theirs
+            path = latents.get_latents_npz_path(image, size)
+            assert latents.is_disk_cached_latents_expected(bucket, path, True, False)
+            found, original, crop, mirrored, mask = latents.load_latents_from_disk(path, bucket)
+            for values, flip in ((found, False), (mirrored, True)):
+                expected = cache.batch([sample_id], device="cpu", flip=flip)["latents"][0]
+                assert np.array_equal(values, expected.numpy())
+            assert tuple(original) == size and mask is None and len(crop) == 4
+            path = texts.get_outputs_npz_path(image)
+            assert texts.is_disk_cached_outputs_expected(path)
+            *hidden, pooled = texts.load_outputs_npz(path)
+            expected = cache.batch([sample_id], device="cpu")
+            assert np.array_equal(np.concatenate(hidden, axis=1), expected["prompt_embeds"][0].numpy())
+            assert np.array_equal(pooled, expected["pooled_prompt_embeds"][0].numpy())
 
 
 OTHER = BucketsConfig(rule="kohya", resolution=128, step=32, min_side=32)

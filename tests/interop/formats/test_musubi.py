@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from helpers.musubi_files import SHORT, latents_of, texts_of, write_cache
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from latentcache import unpadded
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.row_table import PartRef
 from latentcache.interop.formats import musubi
@@ -51,6 +55,31 @@ def test_the_files_are_as_the_specification_has_them(tmp_path: Path, family: str
         assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left), name
         made, out = (safe_open(tmp_path / folder / name, "pt").metadata() for folder in ("made", "out"))
         assert made == out
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own
+@pytest.mark.skipif("MUSUBI_TUNER" not in os.environ, reason="MUSUBI_TUNER names no checkout of kohya-ss/musubi-tuner")
+@pytest.mark.parametrize(("family", "text"), [("qwen-image", "vl_embed"), ("wan", "t5"), ("z-image", "llm_embed")])
+def test_musubi_tuner_s_own_code_reads_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str
+) -> None:
+    """Its reader of batches, over the names that it makes of an image's name and size, gives the cache's values."""
+    monkeypatch.setitem(sys.modules, "cv2", ModuleType("cv2"))  # for images, which are not read
+    monkeypatch.syspath_prepend(str(Path(os.environ["MUSUBI_TUNER"], "src")))
+    from musubi_tuner.dataset.bucket import BucketBatchManager
+
+    cache = cache_of(family)
+    musubi.export(cache, "foreign", tmp_path, dtype=torch.float32)
+    items = []
+    for stem in CAPTIONS:
+        start = f"{tmp_path}/{stem}"
+        latents, texts = f"{start}_0320x0160_{SHORT[family]}.safetensors", f"{start}_{SHORT[family]}_te.safetensors"
+        items.append(SimpleNamespace(latent_cache_path=latents, text_encoder_output_cache_path=texts))
+    [batch] = BucketBatchManager({(BUCKET.width, BUCKET.height): items}, batch_size=2)
+    for number, sample_id in enumerate(f"{stem}.png" for stem in CAPTIONS):
+        expected = cache.batch([sample_id], device="cpu", scaled=family != "z-image")
+        assert torch.equal(batch["latents"][number].reshape(-1), expected["latents"].float().reshape(-1))
+        assert torch.equal(batch[text][number], unpadded(expected, "prompt_embeds")[0])
 
 
 def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
