@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
 from latentcache.errors import ConfigError, DatasetError, StoreError
 from latentcache.integrations.diffusers import PrecomputedDataset
 from latentcache.interop.formats.kohya import export as export_kohya
+from latentcache.interop.formats.webdataset import export as export_webdataset
 from latentcache.loading.status import show, status
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
@@ -173,6 +175,12 @@ def test_upkeep_knows_of_no_texts(alone: Config, run: Any, run_json: Any, tmp_pa
         assert cache.batch(["a.png"], device="cpu")["caption"] == ["a red house"]
     report = export_kohya(LatentCache(alone.cache.path), "photos", tmp_path / "kohya")
     assert (report.num_images, report.num_texts) == (5, 0)
+    report = export_webdataset(LatentCache(alone.cache.path), "photos", tmp_path / "shards")
+    assert (report.num_images, report.num_texts) == (5, 0)
+    with tarfile.open(next((tmp_path / "shards").glob("*.tar"))) as tar:
+        facts = [json.load(tar.extractfile(each)) for each in tar if each.name.endswith(".json")]  # type: ignore[arg-type]
+    assert {each["sample_id"]: each["captions"] for each in facts}["a.png"] == ["a red house", "a house in the rain"]
+    assert all(each["keys"]["captions"] == [] for each in facts)
 
 
 def test_a_service_has_such_a_cache(alone: Config) -> None:

@@ -150,11 +150,13 @@ def _cast(latents: torch.Tensor, dtype: torch.dtype | None, stored: torch.dtype,
 def _facts(sample: ExportSample, scaling: Scaling, scaled: bool) -> dict[str, Any]:
     """The json of a sample."""
     flipped, images = sample.flipped_geometry, {ref.geometry.flip: ref.key for ref in sample.row.images_of(0)}
-    keys = {"latents": images[False], "captions": [ref.key for ref in sample.row.captions]}
+    keys = {"latents": images[False], "captions": [ref.key for ref in sample.row.captions if ref.key]}
+    # Captions that were not encoded are texts all the same.
+    texts = [caption.text for caption in sample.captions] or [ref.text for ref in sample.row.captions]
     return {
         "sample_id": sample.sample_id,
-        "caption": sample.captions[0].text if sample.captions else "",
-        "captions": [caption.text for caption in sample.captions],
+        "caption": texts[0] if texts else "",
+        "captions": texts,
         "geometry": sample.geometry.to_json(),
         **({} if flipped is None else {"geometry_flipped": flipped.to_json()}),
         "keys": keys if flipped is None else keys | {"latents_flipped": images[True]},
