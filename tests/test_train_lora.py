@@ -53,7 +53,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
     for number in range(7):
         size = (80, 144) if number % 3 else (144, 80)
         photo = write_photo(folder / ("first", "second", "held-out")[number % 3] / f"{number}.png", number, size)
-        photo.with_suffix(".txt").write_text(f"photo {number}\nanother caption of {number}\n")
+        photo.with_suffix(".txt").write_text(f"photo {number}, a tag, a last one\nanother caption of {number}\n")
     datasets = [
         {
             "name": name,
