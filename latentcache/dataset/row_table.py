@@ -393,7 +393,7 @@ class RowTable(Mapping[str, Row]):
         `flips`, bool [n], says which of them are the mirrored ones, and `crops`, integers [n], which crops they are.
         """
         starts, ends = self.ranges("image", numbers)
-        places = starts + crops * self._num_twins(starts, ends) + flips
+        places = starts + crops * self._num_twins(starts, ends) + flips * (ends - starts > 1)
         found, there = np.full(len(numbers), -1, np.int64), np.flatnonzero(places < ends)
         there = there[self.columns["image/geometry"][places[there], _FLIP] == flips[there]]
         found[there] = places[there]
