@@ -82,7 +82,8 @@ def _describe(fault: Mapping[str, Any]) -> str:
     location = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
     dotted = ".".join(str(part) for part in location) or "config"
     if fault["type"] == "extra_forbidden":
-        return f"{dotted}: unknown setting{suggest(dotted, known_settings())}"
+        advice = NOT_NEEDED.get(dotted.split(".")[-1]) or suggest(dotted, known_settings())
+        return f"{dotted}: unknown setting{advice}"
     if fault["type"] == "missing":
         return f"{dotted}: is required"
     if fault["type"] == "value_error":
@@ -118,6 +119,8 @@ def near_name(text: str) -> str:
     return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
 
 
+NOT_NEEDED = dict.fromkeys(("cache_latents", "cache_latents_to_disk"), "; latents are always cached: remove it")
+"""Settings of trainers that have no place here -> why."""
 MEANT = {"datasets.N.path": "datasets.N.source.path"}
 """Settings that are often put into the wrong section -> those that are meant."""
 

@@ -368,7 +368,7 @@ def test_settings_that_do_not_fit_are_refused(
         script.train(training_only(make_config()), replace(options, validate_every=1))
     alone = make_config(**{"cache.path": tmp_path / "alone", "encode.text": "none"})
     run_precache(alone)
-    with pytest.raises(StoreError, match=r"photos has latents alone \(encode\.text: none\), and this script encodes no"):
+    with pytest.raises(ConfigError, match=r"encode\.text is none, so that no caption was encoded"):
         script.train(training_only(alone), options)
     with pytest.raises(ConfigError, match="at least 1"):
         script.train(config, replace(options, steps=0))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -61,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         error, cause = raised, raised.__cause__
         if isinstance(raised, CycloptsError) and isinstance(cause, ValidationError):  # a flag names a section
             error = said(cause, "flags")
-        print(f"latentcache: {error}{_how_to(raised)}", file=sys.stderr)
-        return fail(error, as_json)
+        # The name of a section alone is no flag.
+        text = re.sub(r"Did you mean --(cache|model)\?$", r"Did you mean --\1.path?", str(error))
+        print(f"latentcache: {text}{_how_to(raised)}", file=sys.stderr)
+        return fail(error, as_json, text)
     except KeyboardInterrupt:
         print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
         return 128 + signal.SIGINT

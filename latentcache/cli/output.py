@@ -142,8 +142,8 @@ def _listed(title: str, problems: Mapping[str, str]) -> list[str]:
     return [f"{title}:", *(f"  {name}: {reason}" for name, reason in problems.items())] if problems else []
 
 
-def fail(error: BaseException, as_json: bool) -> int:
-    """The exit code of a command that could not run; with `--json` its error is one document."""
+def fail(error: BaseException, as_json: bool, text: str | None = None) -> int:
+    """The exit code of a command that could not run; with `--json` its error, or `text` for it, is one document."""
     if as_json:
-        print(json.dumps({"error": str(error), "type": type(error).__name__}))
+        print(json.dumps({"error": str(error) if text is None else text, "type": type(error).__name__}))
     return COULD_NOT_RUN

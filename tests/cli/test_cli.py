@@ -141,6 +141,7 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
     [
         (["--encode.batch-sise", "1"], "Did you mean --encode.batch-size?"),
         (["--dryrun"], "Did you mean --dry-run?"),
+        (["--cache-dir", "x"], "Did you mean --cache.path?"),
         (["--encode.vae_dtype", "fp8"], "'float16'"),
         (["--datasets.cats.flip", "true"], "no such dataset; there are photos, 0"),
         (["--cache", "x"], "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
