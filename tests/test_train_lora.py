@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -309,6 +310,34 @@ RECIPES = {
             for batch in batches
         ),
     ),
+    "variants of captions": Recipe(
+        {"captions": {"variants": 8, "shuffle": True, "drop": 0.5}},
+        {},
+        {},
+        lambda batches: any(
+            not re.fullmatch(r"photo \d, a tag, a last one|another caption of \d", text)
+            for text in captions_of(batches)
+        ),
+    ),
+    "several captions with weights": Recipe(
+        {"captions": {"weights": [0, 1]}},
+        {},
+        {},
+        lambda batches: all(
+            name == "first" or caption.startswith("another")
+            for batch in batches
+            for name, caption in zip(batch["dataset"], batch["caption"], strict=True)
+        ),
+    ),
+    "225 tokens": Recipe(
+        {}, {"max_length": 225}, {}, lambda batches: {batch["prompt_embeds"].shape[1] for batch in batches} == {227}
+    ),
+    "several resolutions": Recipe(
+        {"resolutions": [64, 96], "buckets": {"step": 32}},
+        {},
+        {},
+        lambda batches: {name for batch in batches for name in batch["dataset"]} == {"first", "second-64", "second-96"},
+    ),
     "what is missing": Recipe({}, {}, {"encode": True}, lambda batches: len(batches) == NUM_STEPS),
 }
 
@@ -336,6 +365,14 @@ def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: s
         result = script.train(config, replace(options, **recipe.options))
     assert result["step"] == NUM_STEPS and all(map(math.isfinite, result["losses"]))
     assert recipe.holds(batches)
+
+
+def test_latents_alone_are_refused(script: ModuleType, cold: Config, options: Any) -> None:
+    settings = training_only(cold).model_dump(mode="json", exclude_unset=True)
+    config = parse_config(settings | {"encode": {**settings["encode"], "text": "none"}})
+    run_precache(config)
+    with pytest.raises(ConfigError, match=r"encode\.text is none.*set it to all and run `latentcache precache"):
+        script.train(config, options)
 
 
 def test_rows_count_in_the_loss_as_their_datasets_say(script: ModuleType, cached: Config, options: Any) -> None:
