@@ -367,14 +367,6 @@ def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: s
     assert recipe.holds(batches)
 
 
-def test_latents_alone_are_refused(script: ModuleType, cold: Config, options: Any) -> None:
-    settings = training_only(cold).model_dump(mode="json", exclude_unset=True)
-    config = parse_config(settings | {"encode": {**settings["encode"], "text": "none"}})
-    run_precache(config)
-    with pytest.raises(ConfigError, match=r"encode\.text is none.*set it to all and run `latentcache precache"):
-        script.train(config, options)
-
-
 def test_rows_count_in_the_loss_as_their_datasets_say(script: ModuleType, cached: Config, options: Any) -> None:
     training = script.Training(training_only(cached), options)
     with training.loader as loader:
