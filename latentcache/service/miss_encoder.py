@@ -1,4 +1,4 @@
-"""Encodes what is requested and not cached: once per key, in batches, in one thread, for all who wait for it."""
+"""Encodes prompts that are requested and not cached: once per key, in batches, in one thread, for all who wait."""
 
 from __future__ import annotations
 
@@ -6,54 +6,45 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
 
-from typing_extensions import override
-
-from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.clips import probe_clip
+from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.row_table import ImageRef, Row
-from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.dataset.row_table import Row
 from latentcache.errors import (
     ConfigError,
     EncodeError,
     EncoderBusyError,
-    ImageRefused,
     LatentCacheError,
     ReadOnlyError,
     StoreError,
 )
-from latentcache.identity import digest, short
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import TextEncodings, load_models
-from latentcache.precache.preparation import Preparations
+from latentcache.precache.encodings import load_models
 from latentcache.precache.prompts import add_prompts, prompt_keys, prompt_row, prompt_task, prompts_common
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import ServingModels
-from latentcache.precache.tasks import ImageTask, Task, TextTask
+from latentcache.precache.tasks import TextTask
 from latentcache.precache.workspace import Workspace
-from latentcache.types import Kind, Refusal
+from latentcache.types import Kind
 
 IDLE_S = 300.0
 """After so many seconds without a miss the models leave the device."""
 MAX_WAITING = 1024
-"""Entries that wait to be encoded."""
-MAX_WAITING_BYTES = 256 << 20
-"""Of images that wait to be encoded."""
-ROUND_SIZES: Mapping[Kind, int] = {"text": 64, "image": 16}
-"""Entries that are encoded, stored as one pack, and returned together."""
+"""Prompts that wait to be encoded."""
+ROUND_SIZE = 64
+"""Prompts that are encoded, stored as one pack, and returned together."""
 FILL_S = 0.005
-"""How long the encoder waits for more entries before it begins with fewer than a round."""
-CLOSED_S = 5
-"""A client of a service that is shutting down may try again after so many seconds: another may take its place."""
-_WAIT_S = 2.0
-"""Prompts wait so long for others before they join their manifest, and ten times as long as the last writing took."""
-_RETRY_S = 60.0
+"""How long the encoder waits for more prompts before it begins with fewer than a round."""
+CLOSED_S, BUSY_S = 5, 2
+"""A client may try again after so many seconds: of a service that is shutting down, as another may take its place, and
+of one whose queue is full."""
+_WAIT_S, _RETRY_S = 2.0, 60.0
+"""Prompts wait so long for others before they join their manifest, which is replaced as a whole; and so long after a
+failure."""
 
 logger = logging.getLogger("latentcache")
 
@@ -68,39 +59,26 @@ COUNTED: Mapping[str, str] = {
 """What an encoder counts since its start."""
 
 
-class UploadedImages(SampleSource):
-    """Images that were sent: each sample's locator is its bytes. There is no list of them."""
-
-    @override
-    def samples(self) -> Iterator[Sample | Refusal]:
-        return iter(())
-
-    @override
-    def read(self, sample: Sample) -> bytes:
-        data: bytes = sample.locator
-        return data
-
-
 @dataclass(slots=True, eq=False)
 class _Miss:
     """An entry that is being made. The first of `tasks` is encoded; the others requested the same entry."""
 
-    tasks: list[Task]
+    tasks: list[TextTask]
     future: Future[None]
 
     @property
-    def num_bytes(self) -> int:
-        task = self.tasks[0]
-        return 0 if isinstance(task, TextTask) else len(task.sample.locator)
+    def key(self) -> str:
+        return self.tasks[0].key
 
 
 class MissEncoder:
-    """Entries of prompts and images for a cache: those that are there at once, the others when they are encoded.
+    """Entries of prompts for a cache: those that are there at once, the others when they are encoded.
 
-    Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` and `max_bytes` count, which is
-    kept where nothing came for `idle_s`; the sources of its datasets do not count. An entry is stored before it is
-    returned; prompts join the manifest of prompts some seconds later. Images are in no manifest.
-    `models` are by default those of the config. All methods may be called from any thread. `close` it.
+    Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` counts, and its datasets do
+    not. An entry is stored before it is returned; prompts join the manifest of prompts some seconds later. A process
+    that is killed loses those of the last seconds: their entries are there all the same, and a later request finds
+    them, but `prune` does not know them. `models` are by default those of the config; they leave the device where
+    nothing came for `idle_s`. All methods may be called from any thread. `close` it.
 
     Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
     """
@@ -110,24 +88,20 @@ class MissEncoder:
             raise ReadOnlyError(workspace.path or "cpu store", "encoding on a miss stores entries: open it for writing")
         if not idle_s > 0:
             raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
-        self._config, self._workspace, self._idle_s = config, workspace, idle_s
+        self._workspace, self._idle_s = workspace, idle_s
         logger.info("identifying the models of %s; this reads them where nothing is known of them", config.model.path)
         models = models or load_models(config.model, workspace.memo)
         self._models = ServingModels(config, models, workspace.memo)
-        self.encodings, self._salt = self._models.encodings, config.cache.salt
-        self._prompt_keys = prompt_keys(self.encodings, models, self._salt)
-        self._datasets = {each.name: each for each in config.datasets}
-        self._preparations = {
-            name: Preparations(dataset, self.encodings, self._salt) for name, dataset in self._datasets.items()
-        }
-        self._uploads = UploadedImages()
+        self._prompt_keys = prompt_keys(self._models.encodings, models, config.cache.salt)
+        self._common = prompts_common(self._models.encodings, config.cache.salt)
         self._changed = threading.Condition()
-        self._waiting: deque[_Miss] = deque()
+        self._waiting: list[_Miss] = []
         self._under_way: dict[str, _Miss] = {}
         self._is_closed = False
         self.counts = dict.fromkeys(COUNTED, 0)
-        self._seconds_per_entry = 0.0
-        self._new_prompts = _NewPrompts(workspace, self.encodings, self._salt)
+        self._new_rows: dict[str, Row] = {}
+        """Of prompts that are stored and not in their manifest. They join it at this time, by the monotonic clock:"""
+        self._due_at = math.inf
         self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
         self._thread.start()
 
@@ -148,69 +122,41 @@ class MissEncoder:
             raise EncodeError(detail, part="tokenizer", problem="bad-caption") from error
         return prompt_task(text, self._prompt_keys, negative=negative)
 
-    def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[ImageRef, ImageTask]]:
-        """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.
-
-        `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
-        its suffix must fit the bytes. ConfigError for an unknown dataset; ImageRefused by the header of the image.
-        """
-        chosen = self._dataset(dataset)
-        source = digest(data)
-        name = name or f"uploaded image {short(source)}"
-        size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
-        sample, preparations = Sample(name, name, locator=data), self._preparations[chosen.name]
-        found = []
-        for shape in preparations.shapes([size], num_frames, name):
-            key, identity = shape.key(source), preparations.identity(shape.role, source, shape.geometry)
-            task = ImageTask(key, identity, sample, self._uploads, chosen.images)
-            found.append((ImageRef(key, shape.geometry), task))
-        return found
-
-    def _dataset(self, name: str | None) -> DatasetConfig:
-        if name is None and len(self._datasets) == 1:
-            return next(iter(self._datasets.values()))
-        if name in self._datasets:
-            return self._datasets[name]
-        known = ", ".join(self._datasets)
-        raise ConfigError(f"dataset is {name!r}; name the one whose images this one is prepared as: {known}")
-
-    def submit(self, tasks: Iterable[Task]) -> dict[str, Future[None]]:
+    def submit(self, tasks: Iterable[TextTask]) -> dict[str, Future[None]]:
         """Key -> future of each entry that is not there: it is done when the entry can be read from the store.
 
-        It raises ImageRefused, or EncodeError for a prompt, with the reason that precache gives for an entry that
-        cannot be made; ModelError, DeviceError or StoreError where none can be made now. It cannot be cancelled.
+        It raises EncodeError with the reason that precache gives for a prompt that cannot be encoded; ModelError,
+        DeviceError or StoreError where none can be now. It cannot be cancelled.
         Raises EncoderBusyError where the queue has no room for all of them, and after `close`.
         """
-        by_key: dict[str, list[Task]] = {}
+        by_key: dict[str, list[TextTask]] = {}
         for task in tasks:
             by_key.setdefault(task.key, []).append(task)
         present = self._workspace.store.find(by_key)
         with self._changed:
             missing = {key: same for key, same in by_key.items() if key not in present}
             new = {key: _Miss(same, Future()) for key, same in missing.items() if key not in self._under_way}
-            self._check_room(new.values())
+            self._check_room(len(new))
             self.counts["hits"] += len(present)
             self.counts["misses"] += len(missing)
             for key in missing.keys() - new.keys():
                 self._under_way[key].tasks += missing[key]
-            for key, miss in new.items():
+            for miss in new.values():
                 miss.future.set_running_or_notify_cancel()  # a caller that goes away must not cancel it for others
-                self._under_way[key] = miss
-                self._waiting.append(miss)
+            self._under_way |= new
+            self._waiting += new.values()
             self._changed.notify_all()
             return {key: self._under_way[key].future for key in missing}
 
-    def _check_room(self, new: Iterable[_Miss]) -> None:
-        new = list(new)
+    def _check_room(self, num_new: int) -> None:
         if self._is_closed:
             raise EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
-        num, num_bytes = len(self._waiting) + len(new), sum(miss.num_bytes for miss in (*self._waiting, *new))
-        if new and (num > MAX_WAITING or (num_bytes > MAX_WAITING_BYTES and self._waiting)):
+        if num_new and len(self._waiting) + num_new > MAX_WAITING:
             self.counts["turned_away"] += 1
             raise EncoderBusyError(
-                f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
-                f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
-                retry_after_s=min(60, max(1, math.ceil(len(self._waiting) * self._seconds_per_entry))),
+                f"{len(self._waiting)} entries wait to be encoded, and there is no room for {num_new} more "
+                f"(at most {MAX_WAITING})",
+                retry_after_s=BUSY_S,
             )
 
     @property
@@ -236,7 +182,7 @@ class MissEncoder:
         """Encode what comes, until the encoder is closed. After `idle_s` without a miss the models leave the device."""
         idle_at = math.inf
         while not self._is_closed:
-            misses = self._take(min(idle_at, self._new_prompts.due_at))
+            misses = self._take(min(idle_at, self._due_at))
             try:
                 if misses:
                     self._finish(misses, self._encode(misses))
@@ -245,16 +191,14 @@ class MissEncoder:
                 if is_idle:
                     idle_at = math.inf
                     self._models.unload()
-                if is_idle or time.monotonic() >= self._new_prompts.due_at:
-                    self._new_prompts.write()
-                if is_idle and self._config.cache.max_bytes is not None:
-                    self._workspace.prune(self._config.cache.max_bytes)
+                if is_idle or time.monotonic() >= self._due_at:
+                    self._write_prompts()
             except Exception as error:
                 logger.exception("the thread that encodes goes on with the next request")
-                self._new_prompts.due_at = time.monotonic() + _RETRY_S
-                self._refuse([miss for miss in misses if miss.tasks[0].key in self._under_way], error)
+                self._due_at = time.monotonic() + _RETRY_S
+                self._refuse([miss for miss in misses if miss.key in self._under_way], error)
         try:
-            self._new_prompts.write()
+            self._write_prompts()
             self._models.close()
         finally:
             with self._changed:
@@ -263,42 +207,40 @@ class MissEncoder:
             self._refuse(left, EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S))
 
     def _refuse(self, misses: Sequence[_Miss], error: Exception) -> None:
-        self._finish(misses, {miss.tasks[0].key: error for miss in misses})
+        self._finish(misses, {miss.key: error for miss in misses})
 
     def _take(self, until: float) -> list[_Miss]:
-        """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""
+        """The next misses, in the order in which they came. None at `until`, and after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed and (left := until - time.monotonic()) > 0:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if not self._waiting or self._is_closed:
                 return []
-            kind = self._waiting[0].tasks[0].kind
             until = time.monotonic() + FILL_S
-            while len(self._waiting) < ROUND_SIZES[kind] and (left := until - time.monotonic()) > 0:
+            while len(self._waiting) < ROUND_SIZE and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            taken = [miss for miss in self._waiting if miss.tasks[0].kind == kind][: ROUND_SIZES[kind]]
-            self._waiting = deque(miss for miss in self._waiting if miss not in taken)
+            taken = self._waiting[:ROUND_SIZE]
+            del self._waiting[:ROUND_SIZE]
             return taken
 
     def _encode(self, misses: Sequence[_Miss]) -> dict[str, Exception]:
         """Encode and store. Returns why entries could not be made, by key."""
-        tasks = {miss.tasks[0].key: miss.tasks[0] for miss in misses}
-        started = time.monotonic()
+        tasks = {miss.key: miss.tasks[0] for miss in misses}
         errors = self._encode_together(tasks)
         if len(tasks) > 1 and any(not isinstance(error, LatentCacheError) for error in errors.values()):
             # One that breaks the encoder must not cost the others theirs.
             for key in list(errors):
                 del errors[key]
                 errors |= self._encode_together({key: tasks[key]})
-        self._seconds_per_entry = (time.monotonic() - started) / len(tasks)
         return errors
 
-    def _encode_together(self, tasks: Mapping[str, Task]) -> dict[str, Exception]:
+    def _encode_together(self, tasks: Mapping[str, TextTask]) -> dict[str, Exception]:
         store, errors = self._workspace.store, dict[str, Exception]()
         problem: Exception | None = None
 
         def fail(key: str, failure: Failure) -> None:
-            errors[key] = _refusal(tasks[key], failure)
+            detail = f"{tasks[key].sample.sample_id}: {failure.detail}"
+            errors[key] = EncodeError(detail, part="text_encoder", problem=failure.reason)
 
         try:
             missing = tasks.keys() - store.find(tasks)  # one may have been added since it was requested
@@ -320,58 +262,29 @@ class MissEncoder:
     def _finish(self, misses: Sequence[_Miss], errors: Mapping[str, Exception]) -> None:
         with self._changed:
             for miss in misses:
-                del self._under_way[miss.tasks[0].key]
+                del self._under_way[miss.key]
             self.counts["entries"] += len(misses) - len(errors)
             self.counts["failures"] += len(errors)
         for miss in misses:
-            if error := errors.get(miss.tasks[0].key):
+            if error := errors.get(miss.key):
                 miss.future.set_exception(error)
-            else:
-                self._new_prompts.add(task for task in miss.tasks if isinstance(task, TextTask))
-                miss.future.set_result(None)
+                continue
+            if not self._new_rows:
+                self._due_at = time.monotonic() + _WAIT_S
+            self._new_rows |= {task.sample.sample_id: prompt_row(task) for task in miss.tasks}
+            miss.future.set_result(None)
 
-
-def _refusal(task: Task, failure: Failure) -> LatentCacheError:
-    if isinstance(task, TextTask):
-        detail = f"{task.sample.sample_id}: {failure.detail}"
-        return EncodeError(detail, part="text_encoder", problem=failure.reason)
-    return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)
-
-
-class _NewPrompts:
-    """Collects prompts, because the manifest is replaced as a whole. One thread uses it.
-
-    A process that is killed loses those of the last seconds: their entries are there all the same, and a later request
-    finds them, but `prune` does not know them.
-    """
-
-    def __init__(self, workspace: Workspace, encodings: TextEncodings, salt: str):
-        self._workspace, self._common = workspace, prompts_common(encodings, salt)
-        self._rows: dict[str, Row] = {}
-        self._wait_s = _WAIT_S
-        self.due_at = math.inf
-        """When `write` should be called, by the monotonic clock."""
-
-    def add(self, tasks: Iterable[TextTask]) -> None:
-        """Add prompts whose entries are stored."""
-        for task in tasks:
-            if not self._rows:
-                self.due_at = time.monotonic() + self._wait_s
-            self._rows[task.sample.sample_id] = prompt_row(task)
-
-    def write(self) -> None:
-        """Add them to the manifest. Where that fails it is logged, and they wait for the next call."""
-        if not self._rows:
-            self.due_at = math.inf
+    def _write_prompts(self) -> None:
+        """Add what is stored to the manifest of prompts. Where that fails it is logged, and tried again later."""
+        self._due_at = math.inf
+        if not self._new_rows:
             return
-        manifest = Manifest(prompts_name(self._common), "prompts", 1, self._common, self._rows)
-        started = time.monotonic()
         try:
-            add_prompts(self._workspace, manifest, always=False)
+            name = prompts_name(self._common)
+            add_prompts(self._workspace, Manifest(name, "prompts", 1, self._common, self._new_rows), always=False)
         except LatentCacheError as error:
-            self.due_at = time.monotonic() + _RETRY_S
+            self._due_at = time.monotonic() + _RETRY_S
             message = "%d prompts that were encoded are not in the manifest of prompts yet: %s"
-            logger.error(message, len(self._rows), error)
+            logger.error(message, len(self._new_rows), error)
             return
-        self._rows, self.due_at = {}, math.inf
-        self._wait_s = max(_WAIT_S, 10 * (time.monotonic() - started))
+        self._new_rows = {}
