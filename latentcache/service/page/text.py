@@ -13,12 +13,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import latentcache
 from latentcache.errors import ConfigError
 from latentcache.utils.json_document import to_bytes
+from latentcache.utils.wording import counted, size
 
 STATIC = Path(__file__).parent / "static"
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_FIELDS = 20
 """Of a query."""
-_BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def url(path: str, **query: object) -> str:
@@ -40,20 +40,6 @@ def query_of(data: bytes) -> dict[str, str]:
 def count(number: int) -> str:
     """`1,234`."""
     return f"{number:,}"
-
-
-def plural(number: int, one: str, many: str | None = None) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
-
-
-def byte_size(number: float) -> str:
-    """`1.5 GiB`."""
-    for unit in _BINARY_UNITS[:-1]:
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} {_BINARY_UNITS[-1]}"
 
 
 def time(text: str) -> str:
@@ -83,8 +69,8 @@ def environment() -> Environment:
     )
     found.filters |= {
         "count": count,
-        "plural": plural,
-        "bytes": byte_size,
+        "counted": counted,
+        "bytes": size,
         "time": time,
         "json": lambda value: to_bytes(value).decode(),
     }
