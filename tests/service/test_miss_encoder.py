@@ -213,6 +213,6 @@ def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[
         [weights] = (other / "text_encoder").glob("*.safetensors")
         weights.replace(folder / "text_encoder" / weights.name)
         [future] = encoder.submit([encoder.prompt("after")]).values()
-        with pytest.raises(ModelError, match="not those that the service was started with"):
+        with pytest.raises(ModelError, match="changed since they were first read"):
             future.result(WAIT_S)
         assert len(list(workspace.store.keys())) == 1
