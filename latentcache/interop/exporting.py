@@ -5,24 +5,22 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 
 from latentcache.dataset.images import IMAGE_SUFFIXES
-from latentcache.dataset.row_table import ImageRef, PartRef, PartRole, Row
+from latentcache.dataset.row_table import PartRole, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import latents_from_moments
-from latentcache.identity import digest
 from latentcache.interop.readers import check_family
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Entry, Geometry, Refusal
-from latentcache.utils.durable_files import make_folder, sealed_file, typed_errors, write_all
+from latentcache.utils.durable_files import make_folder, typed_errors, write_sealed
 from latentcache.utils.progress import Progress
 
 NOTE_FIRST_CAPTION = "several captions: only the first was exported"
@@ -31,8 +29,6 @@ NOTE_FIRST_CAPTION = "several captions: only the first was exported"
 class ExportOptions(TypedDict, total=False):
     """How every format is written."""
 
-    seed: int | None
-    """Moments give one draw for each entry, which the seed and the entry determine. None, the default: their mean."""
     overwrite: bool
     """Replace files that exist. By default they are left alone, and listed."""
     progress: Progress | None
@@ -48,16 +44,14 @@ class ExportCaption:
     pooled_prompt_embeds: torch.Tensor | None
     num_tokens: int | None
     """Tokens of the caption, uncut; None where they were not counted."""
-    others: tuple[str, ...] = ()
-    """What else is stored of it, as Chroma's mask of texts with their padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, (F,) h, w]: unscaled, float32, on the CPU.
 
-    `geometry` is that of `latents`, `flipped_geometry` that of `flipped`. `stem` is the path of its files below the
-    folder of an export: the sample_id without an image's suffix.
+    Of moments they are the mean. `geometry` is that of `latents`. `stem` is the path of its files below the folder of
+    an export: the sample_id without an image's suffix.
     """
 
     sample_id: str
@@ -66,28 +60,15 @@ class ExportSample:
     geometry: Geometry
     latents: torch.Tensor
     flipped: torch.Tensor | None
-    flipped_geometry: Geometry | None
     captions: tuple[ExportCaption, ...]
-    dtype: torch.dtype
-    """That in which the latents are stored."""
-    output: str
-    """`mean` or `sample` (one draw): what the latents are of the posterior."""
     row: Row
-
-
-class _Latents(NamedTuple):
-    """[C, (F,) h, w] in float32; the stored dtype; and `mean` or `sample`."""
-
-    values: torch.Tensor
-    dtype: torch.dtype
-    output: str
 
 
 class Export:
     """One export of the manifest `name` to the files of a format: gives the samples, writes files, and reports.
 
-    `families` are those that the format can hold; None is all. `takes` are the roles of further parts that it has a
-    place for. Raises StoreError if there is no such manifest, or it holds prompts, and ConfigError for another family.
+    `families` are those that the format can hold, `takes` the roles of further parts that it has a place for. Raises
+    StoreError if there is no such manifest, or it holds prompts, and ConfigError for another family.
     """
 
     def __init__(
@@ -98,18 +79,18 @@ class Export:
         folder: str | Path,
         options: ExportOptions,
         *,
-        families: Collection[str] | None = None,
-        takes: Collection[PartRole] = (),
+        families: Collection[str],
+        takes: Collection[PartRole],
     ):
         self.report = ExportReport(format_name, name, path=str(folder))
         self._cache, self._takes = cache, takes
-        self._seed, self._overwrite = options.get("seed"), options.get("overwrite", False)
+        self._overwrite = options.get("overwrite", False)
         self._progress = options.get("progress") or Progress()
         self._written: set[Path] = set()
         self.manifest = cache.manifest(name)
         self.scaling = cache.scaling(self.manifest)
         family = str(self.manifest.common.get("family", DEFAULT))
-        self.family = family_named(family if families is None else check_family(family, families, format_name))
+        self.family = family_named(check_family(family, families, format_name))
 
     def skip(self, sample: ExportSample | Row, reason: str, detail: str, path: Path | None = None) -> None:
         """Report a sample that is not exported, or one file of it, by `path`."""
@@ -146,24 +127,20 @@ class Export:
             self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
             return None
         try:
-            images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
+            images = {ref.geometry.flip: (ref.geometry, self._latents(ref.key)) for ref in row.images}
             captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in row.captions]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(row, error)
             return None
         geometry, latents = images[False]
-        flipped_geometry, flipped = images.get(True, (None, None))
         return ExportSample(
             sample_id=row.sample_id,
             stem=stem.with_suffix("") if stem.suffix.lower() in IMAGE_SUFFIXES else stem,
             path=row.path,
             geometry=geometry,
-            latents=latents.values,
-            flipped=None if flipped is None else flipped.values,
-            flipped_geometry=flipped_geometry,
+            latents=latents,
+            flipped=images[True][1] if True in images else None,
             captions=tuple(captions),
-            dtype=latents.dtype,
-            output=latents.output,
             row=row,
         )
 
@@ -172,8 +149,7 @@ class Export:
         refs = [ref for _, ref in sample.row.named_parts(flip=False) if ref.role == role]
         try:
             return [
-                self._cache.get(ref.key).tensors["mask"] if role == "mask" else self._latents(ref).values
-                for ref in refs
+                self._cache.get(ref.key).tensors["mask"] if role == "mask" else self._latents(ref.key) for ref in refs
             ]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(sample, error)
@@ -183,19 +159,11 @@ class Export:
         self.report.num_unread += 1
         self.skip(sample, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
 
-    def _latents(self, ref: ImageRef | PartRef) -> _Latents:
-        entry = self._cache.get(ref.key)
-        if "latents" in entry.tensors:
-            if self._seed is not None:
-                self.report.note("latents are stored, not moments: they are exported as they are, without a draw")
-            stored, identity = entry.tensors["latents"], entry.record.identity
-            return _Latents(stored.float(), stored.dtype, identity.get("encoding", identity.get("imported"))["output"])
-        generator = None
-        if self._seed is not None:
-            generator = torch.Generator().manual_seed(int(digest(f"{self._seed} {ref.key}".encode())[:15], 16))
-        moments = entry.tensors["moments"]
-        latents = latents_from_moments(moments[None].float(), generator)[0]
-        return _Latents(latents, moments.dtype, "mean" if generator is None else "sample")
+    def _latents(self, key: str) -> torch.Tensor:
+        tensors = self._cache.get(key).tensors
+        if "latents" in tensors:
+            return tensors["latents"].float()
+        return latents_from_moments(tensors["moments"][None].float())[0]
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`, whole or not at all.
@@ -208,28 +176,18 @@ class Export:
             self.skip(sample, "duplicate", detail, path)
             return False
         try:
-            with self.sealed(path, len(data)) as fd:
-                write_all(fd, data)
+            with typed_errors(path.parent, len(data)):
+                make_folder(path.parent)
+            write_sealed(path, data)
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
                 raise
             self.skip(sample, "unreadable", f"its name is too long for a file here: {len(path.name)} characters", path)
             return False
         self._written.add(path)
-        return True
-
-    @contextmanager
-    def sealed(self, path: Path, num_bytes: int) -> Iterator[int]:
-        """Yield the descriptor of a file of the export, which is there when the block is done, or never.
-
-        `num_bytes` is its size, for messages. Raises what `write` does.
-        """
-        with typed_errors(path.parent, num_bytes):
-            make_folder(path.parent)
-        with sealed_file(path, num_bytes) as fd:
-            yield fd
-            self.report.bytes_written += os.fstat(fd).st_size
         self.report.num_files += 1
+        self.report.bytes_written += len(data)
+        return True
 
 
 def _not_text(row: Row) -> str | None:
@@ -249,6 +207,5 @@ def _caption_of(text: str, entry: Entry) -> ExportCaption:
     """A caption as formats need it."""
     # An import that did not find a caption has no source: the manifest has the empty text of it.
     known = text if entry.record.identity.get("source", "") is not None else None
-    tensors = dict(entry.tensors)
-    embeds, pooled = tensors.pop("prompt_embeds"), tensors.pop("pooled_prompt_embeds", None)
-    return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"), tuple(tensors))
+    embeds, pooled = entry.tensors["prompt_embeds"], entry.tensors.get("pooled_prompt_embeds")
+    return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"))
