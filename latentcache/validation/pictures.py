@@ -39,9 +39,12 @@ def png_bytes(image: Image.Image, info: PngInfo | None = None) -> bytes:
 
 
 def caption_of(sample: SampleImage) -> str:
-    """Seed, prompt and negative prompt in one line of text."""
-    negative = f" | negative: {sample.negative_prompt}" if sample.negative_prompt else ""
-    return f"seed {sample.seed} | {sample.prompt}{negative}"
+    """Prompt, negative prompt and seed in one line of text."""
+    return f"{_prompts(sample)} | seed {sample.seed}"
+
+
+def _prompts(sample: SampleImage) -> str:
+    return f"{sample.prompt}{f' | negative: {sample.negative_prompt}' if sample.negative_prompt else ''}"
 
 
 def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
@@ -56,7 +59,7 @@ def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
     cell_width = max(width, MIN_CELL_WIDTH)
     size = min(max(width // 36, 12), 28)
     wrap = partial(textwrap.wrap, width=2 * cell_width // size, max_lines=MAX_LINES, placeholder="…")
-    captions = [wrap(_writable(caption_of(sample))) for sample in images]
+    captions = [wrap(_writable(f"seed {sample.seed} | {_prompts(sample)}")) for sample in images]
     cell_height = height + GAP + (size + 4) * max(map(len, captions))
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
