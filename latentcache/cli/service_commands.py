@@ -45,7 +45,7 @@ def serve(  # noqa: PLR0913 - each is a flag
             Without it nobody writes.
         ssl_certfile: A certificate (PEM): the server then speaks TLS.
         ssl_keyfile: The certificate's private key (PEM).
-        encode: A config: prompts that are not cached are encoded with its models, and stored.
+        encode: A config: prompts and images that are not cached are encoded with its models, and stored.
         idle_s: After so many seconds without a miss these models leave the device.
         photos: Show the photos on the page too, where their files are on this machine.
     """

@@ -240,4 +240,6 @@ class _Exchange:
 def _max_body_bytes(limits: Limits, method: str, path: str) -> int:
     if path == LOGIN:
         return limits.max_login_bytes
-    return limits.max_upload_bytes if method == "PUT" else limits.max_body_bytes
+    if method == "PUT":
+        return limits.max_upload_bytes
+    return limits.max_images_bytes if path.endswith("images:encode") else limits.max_body_bytes

@@ -1,4 +1,4 @@
-"""Encodes prompts that are requested and not cached: once per key, in batches, in one thread, for all who wait."""
+"""Encodes what is requested and not cached: once per key, in batches, in one thread, for all who wait for it."""
 
 from __future__ import annotations
 
@@ -6,39 +6,48 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
 
-from latentcache.config import Config
+from typing_extensions import override
+
+from latentcache.config import Config, DatasetConfig
+from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.row_table import Row
+from latentcache.dataset.row_table import ImageRef, Row
+from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,
     EncodeError,
     EncoderBusyError,
+    ImageRefused,
     LatentCacheError,
     ReadOnlyError,
     StoreError,
 )
+from latentcache.identity import digest, short
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import load_models
+from latentcache.precache.preparation import Preparations
 from latentcache.precache.prompts import add_prompts, prompt_keys, prompt_row, prompt_task, prompts_common
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import ServingModels
-from latentcache.precache.tasks import TextTask
+from latentcache.precache.tasks import ImageTask, Task, TextTask
 from latentcache.precache.workspace import Workspace
-from latentcache.types import Kind
+from latentcache.types import Kind, Refusal
 
 IDLE_S = 300.0
 """After so many seconds without a miss the models leave the device."""
 MAX_WAITING = 1024
-"""Prompts that wait to be encoded."""
-ROUND_SIZE = 64
-"""Prompts that are encoded, stored as one pack, and returned together."""
+"""Entries that wait to be encoded."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of images that wait to be encoded."""
+ROUND_SIZES: Mapping[Kind, int] = {"text": 64, "image": 16}
+"""Entries that are encoded, stored as one pack, and returned together."""
 FILL_S = 0.005
-"""How long the encoder waits for more prompts before it begins with fewer than a round."""
+"""How long the encoder waits for more entries before it begins with fewer than a round."""
 CLOSED_S, BUSY_S = 5, 2
 """A client may try again after so many seconds: of a service that is shutting down, as another may take its place, and
 of one whose queue is full."""
@@ -59,26 +68,50 @@ COUNTED: Mapping[str, str] = {
 """What an encoder counts since its start."""
 
 
+class UploadedImages(SampleSource):
+    """Images that were sent: each sample's locator is its bytes. There is no list of them."""
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        return iter(())
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        data: bytes = sample.locator
+        return data
+
+
 @dataclass(slots=True, eq=False)
 class _Miss:
     """An entry that is being made. The first of `tasks` is encoded; the others requested the same entry."""
 
-    tasks: list[TextTask]
+    tasks: list[Task]
     future: Future[None]
 
     @property
     def key(self) -> str:
         return self.tasks[0].key
 
+    @property
+    def kind(self) -> Kind:
+        return self.tasks[0].kind
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the image."""
+        task = self.tasks[0]
+        return 0 if isinstance(task, TextTask) else len(task.sample.locator)
+
 
 class MissEncoder:
-    """Entries of prompts for a cache: those that are there at once, the others when they are encoded.
+    """Entries of prompts and images for a cache: those that are there at once, the others when they are encoded.
 
-    Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` counts, and its datasets do
-    not. An entry is stored before it is returned; prompts join the manifest of prompts some seconds later. A process
-    that is killed loses those of the last seconds: their entries are there all the same, and a later request finds
-    them, but `prune` does not know them. `models` are by default those of the config; they leave the device where
-    nothing came for `idle_s`. All methods may be called from any thread. `close` it.
+    Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` and `max_bytes` count, which is
+    kept where nothing came for `idle_s`; the sources of its datasets do not count. An entry is stored before it is
+    returned; prompts join the manifest of prompts some seconds later. A process that is killed loses those of the last
+    seconds: their entries are there all the same, and a later request finds them, but `prune` does not know them.
+    Images are in no manifest. `models` are by default those of the config; they leave the device where nothing came for
+    `idle_s`. All methods may be called from any thread. `close` it.
 
     Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
     """
@@ -88,12 +121,15 @@ class MissEncoder:
             raise ReadOnlyError(workspace.path or "cpu store", "encoding on a miss stores entries: open it for writing")
         if not idle_s > 0:
             raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
-        self._workspace, self._idle_s = workspace, idle_s
+        self._workspace, self._idle_s, self._max_bytes = workspace, idle_s, config.cache.max_bytes
         logger.info("identifying the models of %s; this reads them where nothing is known of them", config.model.path)
         models = models or load_models(config.model, workspace.memo)
         self._models = ServingModels(config, models, workspace.memo)
-        self._prompt_keys = prompt_keys(self._models.encodings, models, config.cache.salt)
-        self._common = prompts_common(self._models.encodings, config.cache.salt)
+        encodings, salt = self._models.encodings, config.cache.salt
+        self._prompt_keys = prompt_keys(encodings, models, salt)
+        self._common = prompts_common(encodings, salt)
+        self._datasets = {each.name: (each, Preparations(each, encodings, salt)) for each in config.datasets}
+        self._uploads = UploadedImages()
         self._changed = threading.Condition()
         self._waiting: list[_Miss] = []
         self._under_way: dict[str, _Miss] = {}
@@ -122,21 +158,46 @@ class MissEncoder:
             raise EncodeError(detail, part="tokenizer", problem="bad-caption") from error
         return prompt_task(text, self._prompt_keys, negative=negative)
 
-    def submit(self, tasks: Iterable[TextTask]) -> dict[str, Future[None]]:
+    def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[ImageRef, ImageTask]]:
+        """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.
+
+        `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
+        its suffix must fit the bytes. ConfigError for an unknown dataset; ImageRefused by the header of the image.
+        """
+        chosen, preparations = self._dataset(dataset)
+        source = digest(data)
+        name = name or f"uploaded image {short(source)}"
+        size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
+        sample, found = Sample(name, name, locator=data), []
+        for shape in preparations.shapes([size], num_frames, name):
+            key, identity = shape.key(source), preparations.identity(shape.role, source, shape.geometry)
+            task = ImageTask(key, identity, sample, self._uploads, chosen.images)
+            found.append((ImageRef(key, shape.geometry), task))
+        return found
+
+    def _dataset(self, name: str | None) -> tuple[DatasetConfig, Preparations]:
+        if name is None and len(self._datasets) == 1:
+            return next(iter(self._datasets.values()))
+        if name in self._datasets:
+            return self._datasets[name]
+        known = ", ".join(self._datasets)
+        raise ConfigError(f"dataset is {name!r}; name the one whose images this one is prepared as: {known}")
+
+    def submit(self, tasks: Iterable[Task]) -> dict[str, Future[None]]:
         """Key -> future of each entry that is not there: it is done when the entry can be read from the store.
 
-        It raises EncodeError with the reason that precache gives for a prompt that cannot be encoded; ModelError,
-        DeviceError or StoreError where none can be now. It cannot be cancelled.
+        It raises ImageRefused, or EncodeError for a prompt, with the reason that precache gives for an entry that
+        cannot be made; ModelError, DeviceError or StoreError where none can be made now. It cannot be cancelled.
         Raises EncoderBusyError where the queue has no room for all of them, and after `close`.
         """
-        by_key: dict[str, list[TextTask]] = {}
+        by_key: dict[str, list[Task]] = {}
         for task in tasks:
             by_key.setdefault(task.key, []).append(task)
         present = self._workspace.store.find(by_key)
         with self._changed:
             missing = {key: same for key, same in by_key.items() if key not in present}
             new = {key: _Miss(same, Future()) for key, same in missing.items() if key not in self._under_way}
-            self._check_room(len(new))
+            self._check_room(new.values())
             self.counts["hits"] += len(present)
             self.counts["misses"] += len(missing)
             for key in missing.keys() - new.keys():
@@ -148,14 +209,15 @@ class MissEncoder:
             self._changed.notify_all()
             return {key: self._under_way[key].future for key in missing}
 
-    def _check_room(self, num_new: int) -> None:
+    def _check_room(self, new: Collection[_Miss]) -> None:
         if self._is_closed:
             raise EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
-        if num_new and len(self._waiting) + num_new > MAX_WAITING:
+        num, num_bytes = len(self._waiting) + len(new), sum(miss.num_bytes for miss in (*self._waiting, *new))
+        if new and (num > MAX_WAITING or (num_bytes > MAX_WAITING_BYTES and self._waiting)):
             self.counts["turned_away"] += 1
             raise EncoderBusyError(
-                f"{len(self._waiting)} entries wait to be encoded, and there is no room for {num_new} more "
-                f"(at most {MAX_WAITING})",
+                f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
+                f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
                 retry_after_s=BUSY_S,
             )
 
@@ -193,6 +255,8 @@ class MissEncoder:
                     self._models.unload()
                 if is_idle or time.monotonic() >= self._due_at:
                     self._write_prompts()
+                if is_idle and self._max_bytes is not None:
+                    self._workspace.prune(self._max_bytes)
             except Exception as error:
                 logger.exception("the thread that encodes goes on with the next request")
                 self._due_at = time.monotonic() + _RETRY_S
@@ -210,17 +274,18 @@ class MissEncoder:
         self._finish(misses, {miss.key: error for miss in misses})
 
     def _take(self, until: float) -> list[_Miss]:
-        """The next misses, in the order in which they came. None at `until`, and after `close`."""
+        """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed and (left := until - time.monotonic()) > 0:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if not self._waiting or self._is_closed:
                 return []
+            kind = self._waiting[0].kind
             until = time.monotonic() + FILL_S
-            while len(self._waiting) < ROUND_SIZE and (left := until - time.monotonic()) > 0:
+            while len(self._waiting) < ROUND_SIZES[kind] and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            taken = self._waiting[:ROUND_SIZE]
-            del self._waiting[:ROUND_SIZE]
+            taken = [miss for miss in self._waiting if miss.kind == kind][: ROUND_SIZES[kind]]
+            self._waiting = [miss for miss in self._waiting if miss not in taken]
             return taken
 
     def _encode(self, misses: Sequence[_Miss]) -> dict[str, Exception]:
@@ -234,13 +299,12 @@ class MissEncoder:
                 errors |= self._encode_together({key: tasks[key]})
         return errors
 
-    def _encode_together(self, tasks: Mapping[str, TextTask]) -> dict[str, Exception]:
+    def _encode_together(self, tasks: Mapping[str, Task]) -> dict[str, Exception]:
         store, errors = self._workspace.store, dict[str, Exception]()
         problem: Exception | None = None
 
         def fail(key: str, failure: Failure) -> None:
-            detail = f"{tasks[key].sample.sample_id}: {failure.detail}"
-            errors[key] = EncodeError(detail, part="text_encoder", problem=failure.reason)
+            errors[key] = _refusal(tasks[key], failure)
 
         try:
             missing = tasks.keys() - store.find(tasks)  # one may have been added since it was requested
@@ -269,9 +333,10 @@ class MissEncoder:
             if error := errors.get(miss.key):
                 miss.future.set_exception(error)
                 continue
-            if not self._new_rows:
+            rows = {task.sample.sample_id: prompt_row(task) for task in miss.tasks if isinstance(task, TextTask)}
+            if rows and not self._new_rows:
                 self._due_at = time.monotonic() + _WAIT_S
-            self._new_rows |= {task.sample.sample_id: prompt_row(task) for task in miss.tasks}
+            self._new_rows |= rows
             miss.future.set_result(None)
 
     def _write_prompts(self) -> None:
@@ -288,3 +353,10 @@ class MissEncoder:
             logger.error(message, len(self._new_rows), error)
             return
         self._new_rows = {}
+
+
+def _refusal(task: Task, failure: Failure) -> LatentCacheError:
+    if isinstance(task, TextTask):
+        detail = f"{task.sample.sample_id}: {failure.detail}"
+        return EncodeError(detail, part="text_encoder", problem=failure.reason)
+    return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)

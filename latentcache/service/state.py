@@ -34,6 +34,8 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     """Max size of a JSON body."""
+    max_images_bytes: int = 128 << 20
+    """Max size of an image to encode."""
     max_upload_bytes: int = 2 << 30
     """Max size of a pack or a manifest."""
     max_login_bytes: int = 8 << 10
@@ -65,7 +67,7 @@ class ServiceSettings:
     writes: bool = False
     """Whether the cache is opened for writing: it is needed for uploads, and for encoding."""
     encode: Config | None = None
-    """With whose models prompts are encoded that are not cached. None: they are not."""
+    """With whose models prompts and images are encoded that are not cached. None: they are not."""
     idle_s: float = 300.0
     """After so many seconds without such a miss the models leave the device."""
     config: Config | None = None

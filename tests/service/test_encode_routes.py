@@ -135,7 +135,36 @@ def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspa
     assert_precached(encoded(server.post("/v1/prompts:encode", prompts(*NEW))), precached)
 
 
-def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServer) -> None:
+@pytest.mark.parametrize("dataset", ["photos", "mirrored"])
+def test_images_are_those_of_precache(
+    server: RunningServer, precached: Workspace, config_file: Path, dataset: str
+) -> None:
+    manifest = precached.manifests.read(dataset)
+    assert manifest is not None
+    for row in manifest.rows.values():
+        data, path = Path(row.path).read_bytes(), f"/v1/images:encode?dataset={dataset}&name={row.sample_id}"
+        answer = server.post(path, data, headers={"Content-Type": "image/png"})
+        found = encoded(answer)
+        assert_precached(found, precached)
+        images = json.loads(answer.headers["latentcache-images"])
+        assert images == [{"key": ref.key, **ref.geometry.to_json()} for ref in row.images]
+        assert found.keys() == {image["key"] for image in images} and len(images) == 1 + (dataset == "mirrored")
+        answer = server.post(f"{path}&return=keys", data)
+        assert answer.json() == {"entries": [{**image, "cached": True} for image in images]}
+
+
+def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServer, config_file: Path) -> None:
+    photo = (config_file.parent / "photos" / "0.png").read_bytes()
+    image = "/v1/images:encode?dataset=photos"
+    assert problem(server.post(image, b""), 422, "ImageRefused")["reason"] == "empty"
+    assert problem(server.post(image, b"no image"), 422, "ImageRefused")["reason"] == "not-an-image"
+    assert problem(server.post(image, photo[:-100]), 422, "ImageRefused")["reason"] == "truncated"
+    document = problem(server.post(f"{image}&name=holiday.jpg", photo), 422, "ImageRefused")
+    assert (document["reason"], document["path"]) == ("wrong-suffix", "holiday.jpg")
+    broken = bytearray(photo)
+    broken[len(photo) // 2] ^= 0xFF
+    assert problem(server.post(image, bytes(broken)), 422, "ImageRefused")["reason"] == "corrupt"
+    assert problem(server.post("/v1/images:encode?dataset=%00", photo), 422, "ConfigError")
     for body in (
         {"prompts": []},
         prompts(*map(str, range(33))),
@@ -157,17 +186,19 @@ def test_what_is_not_cached_needs_the_writing_token(config: Config, config_file:
     """It is stored for good: a client that may only read could fill the disk."""
     run_precache(config.model_copy(update={"cache": config.cache.model_copy(update={"path": tmp_path / "cache"})}))
     with serving(tmp_path / "cache", "--encode", config_file) as server:
-        path = "/v1/prompts:encode"
+        path, image = "/v1/prompts:encode", write_photo(tmp_path / "new.png", 9, (80, 144)).read_bytes()
         assert server.post(path, prompts("a validation prompt")).status == 200
-        document = problem(server.post(path, prompts("new")), 403, "RequestRefused")
-        assert "not cached" in document["detail"] and "writing token" in document["next_step"]
+        for answer in (server.post(path, prompts("new")), server.post("/v1/images:encode?dataset=photos", image)):
+            document = problem(answer, 403, "RequestRefused")
+            assert "not cached" in document["detail"] and "writing token" in document["next_step"]
         assert server.post(path, prompts("new"), token=server.write_token).status == 200
         assert server.post(path, prompts("new")).status == 200
 
 
 def test_a_reading_token_is_enough_for_what_is_cached(server: RunningServer) -> None:
-    assert server.post("/v1/prompts:encode", prompts("x"), token=None).status == 401
-    assert server.post("/v1/prompts:encode", prompts("x"), token="wrong" * 5).status == 401
+    for path in ("/v1/prompts:encode", "/v1/images:encode"):
+        assert server.post(path, prompts("x"), token=None).status == 401
+        assert server.post(path, prompts("x"), token="wrong" * 5).status == 401
 
 
 def test_many_clients_cause_one_encode(server: RunningServer) -> None:
@@ -181,7 +212,7 @@ def test_many_clients_cause_one_encode(server: RunningServer) -> None:
         found = list(threads.map(request, range(16)))
     assert len(set.intersection(*found)) == 1 and len(set.union(*found)) == 5
     assert metric(server, "entries_total") - before == 5
-    assert metric(server, "queue") == 0 and metric(server, "loaded") == 1
+    assert metric(server, "queue") == 0 and metric(server, 'loaded{kind="text"}') == 1
 
 
 def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:

@@ -20,6 +20,8 @@ from helpers.serving import RunningServer, serving_here
 
 from latentcache import LatentCache
 from latentcache.config import Config
+from latentcache.dataset.samples import Sample
+from latentcache.dataset.sources import open_source
 from latentcache.service.page.text import url
 
 
@@ -77,6 +79,23 @@ def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cache
         assert set(texts.values()) <= set(answer.headers["latentcache-keys"].split(","))
         for key, entry in entries_in(answer.body).items():
             assert_same_entry(entry, cached.get(key))
+        for row in cached.manifest("walk").rows.values():
+            answer = running.post("/v1/images:encode", data_of(config, row.sample_id), token=running.write_token)
+            assert answer.status == 200, answer.body
+            found = entries_in(answer.body)
+            assert list(found) == [ref.key for ref in row.images]
+            for key, entry in found.items():
+                assert_same_entry(entry, cached.get(key))
+            answer = running.post("/v1/images:encode?return=keys", data_of(config, row.sample_id))
+            wanted = [{"key": ref.key, "cached": True, **ref.geometry.to_json()} for ref in row.images]
+            assert answer.json()["entries"] == wanted
+
+
+def data_of(config: Config, sample_id: str) -> bytes:
+    dataset = config.datasets[0]
+    source = open_source(dataset.source, dataset.part_files)
+    [sample] = [each for each in source.samples() if isinstance(each, Sample) and each.sample_id == sample_id]
+    return source.read(sample)
 
 
 def test_a_client_gets_the_same_batches(server: RunningServer, cached: LatentCache, tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny_models import save_diffusers_folder
+from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -23,11 +26,13 @@ from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
+from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
 from latentcache.service.miss_encoder import MissEncoder
 from latentcache.store.base import Store
 from latentcache.store.entry import as_array
+from latentcache.utils.locks import ReadersLock
 
 WAIT_S = 60
 
@@ -81,27 +86,45 @@ def entries(store: Store) -> dict[str, tuple[Any, dict[str, bytes]]]:
     }
 
 
+def png(size: tuple[int, int] = (80, 144), seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+    data = BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return data.getvalue()
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"encode.clip_skip": 1}, {"encode.text_store_dtype": "float16", "cache.salt": "s"}],
-    ids=["clip skip", "half precision and a salt"],
+    [
+        {"encode.clip_skip": 1, "datasets.0.flip": True},
+        {"encode.image_output": "sample", "encode.seed": 7, "encode.store_dtype": "float16", "cache.salt": "s"},
+        {"datasets.0.buckets": {"rule": "simpletuner", "resolution": 96, "step": 32}, "encode.vae_dtype": "bfloat16"},
+    ],
+    ids=["clip skip and flip", "a seeded draw", "the buckets of a trainer"],
 )
 def test_entries_are_those_of_precache(
-    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], changes: dict[str, Any]
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], photos: Path, changes: dict[str, Any]
 ) -> None:
     config, precached = make_config(**changes), Workspace()
     run_precache(config, workspace=precached)
     encoder = make_encoder(config, ours := Workspace())
-    tasks = [encoder.prompt("", negative=True), encoder.prompt("ugly", negative=True)]
+    tasks: list[Task] = [encoder.prompt("", negative=True), encoder.prompt("ugly", negative=True)]
     tasks += [encoder.prompt(text) for text in ("a validation prompt", "", "a red house", "a house in the rain")]
     tasks += [encoder.prompt(text) for text in ("a blue car", "a tree")]
+    geometries = {}
+    for path in sorted(photos.rglob("*.png")):
+        for ref, task in encoder.image(path.read_bytes(), name=path.name):
+            geometries[ref.key] = ref.geometry
+            tasks.append(task)
     for future in encoder.submit(tasks).values():
         future.result(WAIT_S)
-    texts = {key: entry for key, entry in entries(precached.store).items() if entry[0]["kind"] == "text"}
-    assert entries(ours.store) == texts and len(texts) >= 5
+    assert entries(ours.store) == entries(precached.store) and len(geometries) >= 5
+    manifest = precached.manifests.read("photos")
+    assert manifest is not None
+    assert geometries == {ref.key: ref.geometry for row in manifest.rows.values() for ref in row.images}
 
 
-def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path: Path) -> None:
+def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path: Path, photos: Path) -> None:
     folder = save_diffusers_folder(tiny_parts(), tmp_path / "model")
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     with open_workspace(config.cache) as workspace:
@@ -109,8 +132,10 @@ def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path:
         models = ModelLoader(str(folder), memo=workspace.memo)
         models._module = None  # type: ignore[assignment,method-assign]  # to load a module is an error
         with MissEncoder(config, workspace, models=models) as encoder:
-            assert encoder.submit([encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]) == {}
-            assert (encoder.counts["hits"], encoder.counts["misses"]) == (2, 0)
+            tasks: list[Task] = [encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]
+            tasks += [task for _, task in encoder.image((photos / "a.png").read_bytes())]
+            assert encoder.submit(tasks) == {}
+            assert (encoder.counts["hits"], encoder.counts["misses"]) == (3, 0)
             assert encoder.loaded == frozenset()
 
 
@@ -153,6 +178,62 @@ def test_an_output_that_cannot_be_used_is_refused(
     with pytest.raises(EncodeError, match=r"prompt: not a number: the text encoders gave nan") as caught:
         future.result(WAIT_S)
     assert caught.value.problem == "bad-output"
+
+
+def settle(encoder: MissEncoder) -> None:
+    """Wait until the models have left the device, because nothing came."""
+    until = time.monotonic() + WAIT_S
+    while encoder.loaded and time.monotonic() < until:
+        time.sleep(0.02)
+    assert encoder.loaded == frozenset()
+
+
+def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder]
+) -> None:
+    """As after a precache: of what no manifest refers to. What may be needed by a reader stays."""
+    config = make_config(**{"cache.max_bytes": 0})
+    run_precache(config)
+    with open_workspace(config.cache) as workspace:
+        needed = set(workspace.store.keys())
+        encoder = make_encoder(config, workspace, idle_s=0.2)
+        [(_, task)] = encoder.image(png())
+        reader = ReadersLock(config.cache.path / "readers.lock")
+        (config.cache.path / "manifests" / "new").touch()
+        encoder.submit([task])[task.key].result(WAIT_S)
+        settle(encoder)
+        time.sleep(0.3)
+        assert set(workspace.store.keys()) == {*needed, task.key}, "a reader began before the manifests changed"
+        reader.close()
+        [(_, other)] = encoder.image(png(seed=7))
+        encoder.submit([other])[other.key].result(WAIT_S)
+        until = time.monotonic() + WAIT_S
+        while set(workspace.store.keys()) != needed and time.monotonic() < until:
+            time.sleep(0.02)
+        assert set(workspace.store.keys()) == needed
+        encoder.submit([task])[task.key].result(WAIT_S)
+        assert workspace.store.find([task.key]), "it can be requested again"
+
+
+def test_the_encoders_that_are_there_make_room(
+    make_encoder: Callable[..., MissEncoder], parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make_encoder()
+    [future] = encoder.submit([encoder.prompt("text first")]).values()
+    future.result(WAIT_S)
+    to, loaded = parts["vae"].to, []
+
+    def refuse(*arguments: Any) -> Any:
+        loaded.append(encoder.loaded)
+        if len(loaded) == 1:
+            raise torch.OutOfMemoryError("injected")
+        return to(*arguments)
+
+    monkeypatch.setattr(parts["vae"], "to", refuse)
+    [(_, task)] = encoder.image(png())
+    [future] = encoder.submit([task]).values()
+    future.result(WAIT_S)
+    assert loaded[0] == {"text"} and loaded[2] == frozenset() and encoder.loaded == {"image"}
 
 
 def test_the_queue_has_an_end(
@@ -210,9 +291,12 @@ def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[
         while encoder.loaded:
             time.sleep(0.02)
         other = save_diffusers_folder(tiny_parts(seed=1), tmp_path / "other")
-        [weights] = (other / "text_encoder").glob("*.safetensors")
-        weights.replace(folder / "text_encoder" / weights.name)
-        [future] = encoder.submit([encoder.prompt("after")]).values()
-        with pytest.raises(ModelError, match="changed since they were first read"):
-            future.result(WAIT_S)
+        for part in ("text_encoder", "vae"):
+            [weights] = (other / part).glob("*.safetensors")
+            weights.replace(folder / part / weights.name)
+        [(_, image)] = encoder.image(png())
+        for task in (encoder.prompt("after"), image):
+            [future] = encoder.submit([task]).values()
+            with pytest.raises(ModelError, match="changed since they were first read"):
+                future.result(WAIT_S)
         assert len(list(workspace.store.keys())) == 1

@@ -24,6 +24,7 @@ from latentcache.models.tiny import tiny_parts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
+from latentcache.service.miss_encoder import MissEncoder
 
 IMAGE_BYTES = 1024 * 1024 * 5 * 128 * 4
 """What an image of 1024x1024 is taken to need in float32."""
@@ -119,6 +120,12 @@ def test_no_batch_of_the_vae_has_a_tensor_of_two_billion_elements(
     assert report.num_refused == 0 and sum(sizes) == 4
     assert max(sizes) == 3 and max(sizes) * 128 * 2048 * 2048 < 2**31
     assert batch_size(report) == 3
+    sizes.clear()
+    with MissEncoder(config, Workspace(), models=LoadedModels(**parts)) as encoder:
+        tasks = [encoder.image(path.read_bytes())[0][1] for path in sorted((tmp_path / "large").iterdir())]
+        for future in encoder.submit(tasks).values():
+            future.result(120)
+    assert sum(sizes) == 4 and max(sizes) <= 3
 
 
 def test_a_text_is_refused_where_float32_does_not_fit(
@@ -187,3 +194,24 @@ def test_layer_by_layer_gives_the_same_bits(name: str, device: torch.device, set
         own = {each: t for each, t in before[part].items() if part == largest or isinstance(t, torch.nn.Parameter)}
         assert all(after[each] is tensor for each, tensor in own.items()), part
         assert "to" not in vars(encoder) and not hasattr(encoder, "hf_device_map")
+
+
+def test_a_service_makes_room_for_text_encoders_that_fit_alone(
+    make_config: Callable[..., Config], photos: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer each prompt takes longer, and so it would stay until the models are idle."""
+    config, parts = make_config(**{"encode.device": str(device), "encode.text_dtype": "float32"}), tiny_parts()
+    beside_the_vae = int(0.9 * weight_bytes(parts["text_encoder_2"]) / WEIGHTS_SHARE)
+
+    def free(_: object = None) -> tuple[int, int]:
+        return (1 << 40 if device_of(parts["vae"]).type == "cpu" else beside_the_vae), 1 << 40
+
+    monkeypatch.setattr(torch.get_device_module(device), "mem_get_info", free)
+    with MissEncoder(config, Workspace(), models=LoadedModels(**parts)) as encoder:
+        [(_, image)] = encoder.image((photos / "a.png").read_bytes())
+        for task, kind in ((image, "image"), (encoder.prompt("a red house"), "text")):
+            [future] = encoder.submit([task]).values()
+            future.result(60)
+            assert encoder.loaded == {kind}
+        for name in ("text_encoder", "text_encoder_2"):
+            assert device_of(parts[name]).type == device.type and not hasattr(parts[name], "hf_device_map")

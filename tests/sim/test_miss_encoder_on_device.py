@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def noting(
 
 
 def test_the_encoders_stay_on_the_device_until_they_are_idle(
-    make_config: Callable[..., Config], device: torch.device
+    make_config: Callable[..., Config], photos: Path, device: torch.device
 ) -> None:
     config = make_config(**{"encode.device": str(device), "encode.text_dtype": "float32"})
     parts, precached, ours = tiny_parts(), Workspace(), Workspace()
@@ -46,11 +47,15 @@ def test_the_encoders_stay_on_the_device_until_they_are_idle(
             [future] = encoder.submit([encoder.prompt(text)]).values()
             future.result(60)
         assert moves == [("text_encoder", device.type), ("text_encoder_2", device.type)]
+        [(_, task)] = encoder.image((photos / "a.png").read_bytes())
+        [future] = encoder.submit([task]).values()
+        future.result(60)
+        assert moves[2:] == [("vae", device.type)]
         until = time.monotonic() + 60
         while encoder.loaded and time.monotonic() < until:
             time.sleep(0.05)
-        assert sorted(moves[2:]) == [("text_encoder", "cpu"), ("text_encoder_2", "cpu")]
-    assert len(list(ours.store.keys())) == 3
+        assert sorted(moves[3:]) == [("text_encoder", "cpu"), ("text_encoder_2", "cpu"), ("vae", "cpu")]
+    assert len(list(ours.store.keys())) == 4
     for key in ours.store.keys():
         mine, theirs = ours.store.get(key), precached.store.get(key)
         for name, tensor in mine.tensors.items():
