@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from latentcache.cli.options import AsJson, Strict, Switch
 from latentcache.cli.output import finish
 from latentcache.config import CacheConfig, Config, location_of
-from latentcache.config_file import load_config, parse_buckets
+from latentcache.config_file import load_config, number_of_bytes, parse_buckets
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ import_app = App(
     name="import",
     help="Import the cache of another trainer. Its entries are unverified: precache replaces them.",
 )
-export_app = App(name="export", help="Export a dataset of the cache to another trainer's format.")
+export_app = App(name="export", help="Export a dataset of the cache to another trainer's format, or to shards.")
 
 # The longer name first: cyclopts would take it for a key of the shorter one.
 _CACHE_HELP = "The cache's directory, or its URL."
@@ -178,6 +178,37 @@ def export_musubi(
     from latentcache.store.entry import DTYPES
 
     return _export(partial(musubi.export, folder=root, dtype=DTYPES[dtype], overwrite=overwrite), source)
+
+
+@export_app.command(name="webdataset")
+def export_webdataset(
+    root: Path,
+    /,
+    *,
+    scaled: Switch = False,
+    dtype: Literal["float32", "float16"] | None = None,
+    shard_bytes: str = "256MiB",
+    source: OfExport = EXPORT_DEFAULTS,
+) -> int:
+    """Export WebDataset shards: tar files of npy files, for any model family.
+
+    Args:
+        root: The folder to write to: a new one.
+        scaled: Write latents as the denoiser expects them. Default: unscaled, as they are stored.
+        dtype: Dtype of all tensors. Default: as they are stored, bfloat16 as float32.
+        shard_bytes: Size of a file.
+    """
+    from latentcache.interop.formats import webdataset
+    from latentcache.store.entry import DTYPES
+
+    export = partial(
+        webdataset.export,
+        folder=root,
+        scaled=scaled,
+        dtype=None if dtype is None else DTYPES[dtype],
+        shard_bytes=number_of_bytes(shard_bytes, "--shard-bytes"),
+    )
+    return _export(export, source)
 
 
 def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:

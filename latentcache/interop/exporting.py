@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
@@ -20,7 +21,7 @@ from latentcache.interop.readers import check_family
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Entry, Geometry, Refusal
-from latentcache.utils.durable_files import make_folder, typed_errors, write_sealed
+from latentcache.utils.durable_files import make_folder, sealed_file, typed_errors, write_all
 from latentcache.utils.progress import Progress
 
 NOTE_FIRST_CAPTION = "several captions: only the first was exported"
@@ -44,14 +45,16 @@ class ExportCaption:
     pooled_prompt_embeds: torch.Tensor | None
     num_tokens: int | None
     """Tokens of the caption, uncut; None where they were not counted."""
+    others: tuple[str, ...]
+    """What else is stored of it, as Chroma's mask of texts with their padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, (F,) h, w]: unscaled, float32, on the CPU.
 
-    Of moments they are the mean. `geometry` is that of `latents`. `stem` is the path of its files below the folder of
-    an export: the sample_id without an image's suffix.
+    Of moments they are the mean. `geometry` is that of `latents`, and `entry` the one that has them as they are stored.
+    `stem` is the path of its files below the folder of an export: the sample_id without an image's suffix.
     """
 
     sample_id: str
@@ -61,6 +64,7 @@ class ExportSample:
     latents: torch.Tensor
     flipped: torch.Tensor | None
     captions: tuple[ExportCaption, ...]
+    entry: Entry
     row: Row
 
 
@@ -127,20 +131,21 @@ class Export:
             self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
             return None
         try:
-            images = {ref.geometry.flip: (ref.geometry, self._latents(ref.key)) for ref in row.images}
+            images = {ref.geometry.flip: (ref.geometry, self._cache.get(ref.key)) for ref in row.images}
             captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in row.captions]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(row, error)
             return None
-        geometry, latents = images[False]
+        geometry, entry = images[False]
         return ExportSample(
             sample_id=row.sample_id,
             stem=stem.with_suffix("") if stem.suffix.lower() in IMAGE_SUFFIXES else stem,
             path=row.path,
             geometry=geometry,
-            latents=latents,
-            flipped=images[True][1] if True in images else None,
+            latents=_latents_of(entry),
+            flipped=_latents_of(images[True][1]) if True in images else None,
             captions=tuple(captions),
+            entry=entry,
             row=row,
         )
 
@@ -148,9 +153,8 @@ class Export:
         """The latents of a sample's control images, or its mask. None, and reported, if one of them cannot be read."""
         refs = [ref for _, ref in sample.row.named_parts(flip=False) if ref.role == role]
         try:
-            return [
-                self._cache.get(ref.key).tensors["mask"] if role == "mask" else self._latents(ref.key) for ref in refs
-            ]
+            entries = [self._cache.get(ref.key) for ref in refs]
+            return [entry.tensors["mask"] if role == "mask" else _latents_of(entry) for entry in entries]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(sample, error)
             return None
@@ -158,12 +162,6 @@ class Export:
     def _skip_unread(self, sample: ExportSample | Row, error: StoreError) -> None:
         self.report.num_unread += 1
         self.skip(sample, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
-
-    def _latents(self, key: str) -> torch.Tensor:
-        tensors = self._cache.get(key).tensors
-        if "latents" in tensors:
-            return tensors["latents"].float()
-        return latents_from_moments(tensors["moments"][None].float())[0]
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`, whole or not at all.
@@ -176,18 +174,35 @@ class Export:
             self.skip(sample, "duplicate", detail, path)
             return False
         try:
-            with typed_errors(path.parent, len(data)):
-                make_folder(path.parent)
-            write_sealed(path, data)
+            with self.sealed(path, len(data)) as fd:
+                write_all(fd, data)
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
                 raise
             self.skip(sample, "unreadable", f"its name is too long for a file here: {len(path.name)} characters", path)
             return False
         self._written.add(path)
-        self.report.num_files += 1
-        self.report.bytes_written += len(data)
         return True
+
+    @contextmanager
+    def sealed(self, path: Path, num_bytes: int) -> Iterator[int]:
+        """Yield the descriptor of a file of the export, which is there when the block is done, or never.
+
+        `num_bytes` is its size, for messages. Raises what `write` does.
+        """
+        with typed_errors(path.parent, num_bytes):
+            make_folder(path.parent)
+        with sealed_file(path, num_bytes) as fd:
+            yield fd
+            self.report.bytes_written += os.fstat(fd).st_size
+        self.report.num_files += 1
+
+
+def _latents_of(entry: Entry) -> torch.Tensor:
+    """[C, (F,) h, w] in float32; of moments the mean."""
+    if "latents" in entry.tensors:
+        return entry.tensors["latents"].float()
+    return latents_from_moments(entry.tensors["moments"][None].float())[0]
 
 
 def _not_text(row: Row) -> str | None:
@@ -207,5 +222,6 @@ def _caption_of(text: str, entry: Entry) -> ExportCaption:
     """A caption as formats need it."""
     # An import that did not find a caption has no source: the manifest has the empty text of it.
     known = text if entry.record.identity.get("source", "") is not None else None
-    embeds, pooled = entry.tensors["prompt_embeds"], entry.tensors.get("pooled_prompt_embeds")
-    return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"))
+    tensors = dict(entry.tensors)
+    embeds, pooled = tensors.pop("prompt_embeds"), tensors.pop("pooled_prompt_embeds", None)
+    return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"), tuple(tensors))

@@ -91,7 +91,7 @@ class Verifier:
 
     Images are prepared as the config's dataset does, but with the resize filter of the trainer.
 
-    Raises ConfigError if an import of this name cannot be verified, ModelError or DeviceError.
+    Raises ConfigError where it is not clear which dataset counts, ModelError or DeviceError.
     """
 
     def __init__(self, verification: Verification, name: str, workspace: Workspace, report: ImportReport):
@@ -115,12 +115,16 @@ class Verifier:
         images = list(self._image_tasks([(row, ref) for row in rows.values() for ref in row.images]))
         texts = list(self._text_tasks([(row, ref) for row in rows.values() for ref in row.captions]))
         progress.start("verify", len(images) + len(texts))
+
+        def compared(encoded: Entry) -> None:
+            self._compare(encoded)
+            progress.advance()
+
         tasks: Sequence[Task]
         for tasks in (images, texts):
             if tasks:
-                self._models.encode(tasks, self._compare, self._note_failure)
+                self._models.encode(tasks, compared, self._note_failure)
                 self._models.unload()
-                progress.advance(len(tasks))
 
     def _refuse(self, row: Row, reason: str, detail: str) -> None:
         self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))

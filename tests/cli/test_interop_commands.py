@@ -143,7 +143,7 @@ def test_one_format_is_imported_without_the_others(foreign: Path, tmp_path: Path
         "print('diffusers' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for action, name, folder in (("import", "simpletuner", foreign), ("export", "kohya", tmp_path / "out")):
+    for action, name, folder in (("import", "simpletuner", foreign), ("export", "webdataset", tmp_path / "out")):
         flags = [str(folder), "--cache", "cache", *(["--images", str(foreign)] if action == "import" else [])]
         command = [sys.executable, "-c", program, action, name, *flags]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
@@ -201,12 +201,12 @@ def test_an_export_that_lacks_entries_is_no_success(
     (photos / "broken.png").write_bytes(b"\x89PNG")
     run_precache(config)
     flags = ("--cache", config.cache.path)
-    code, report = run_json("export", "kohya", tmp_path / "refused", "--with-resolution", *flags)
+    code, report = run_json("export", "webdataset", tmp_path / "refused", *flags)
     assert code == 0 and [each["sample_id"] for each in report["skipped"]] == ["broken.png"]
-    assert run_json("export", "kohya", tmp_path / "strict", "--with-resolution", *flags, "--strict")[0] == 1
+    assert run_json("export", "webdataset", tmp_path / "strict", *flags, "--strict")[0] == 1
     with LatentCache(config.cache.path) as cache:
         cache.store.remove([cache.manifest("photos").rows["a.png"].images[0].key])
-    code, report = run_json("export", "kohya", tmp_path / "lacking", "--with-resolution", *flags)
+    code, report = run_json("export", "webdataset", tmp_path / "lacking", *flags)
     assert code == 1 and report["num_unread"] == 1 and len(report["skipped"]) == 2
 
 
@@ -325,7 +325,15 @@ def test_other_formats_take_their_own_options(
 ) -> None:
     config = make_config(**{"encode.image_output": "mean"})
     run_precache(config)
-    flags = ("--cache", config.cache.path)
+    export, flags = ("export", "webdataset", tmp_path / "shards"), ("--cache", config.cache.path)
+    code, report = run_json(*export, *flags, "--shard-bytes", "64KiB", "--dtype", "float16")
+    assert code == 0 and (report["num_images"], report["num_texts"], report["skipped"]) == (5, 6, [])
+    described = json.loads((tmp_path / "shards/latentcache.json").read_text())
+    assert len(described["common"]["image_encoding"]["vae"]["weights"]) == 64 and not described["scaled"]
+    code, _, err = run(*export, *flags)
+    assert code == 2 and "is not empty. Shards are written to a new folder" in err
+    code, _, err = run("export", "webdataset", tmp_path / "x", *flags, "--dtype", "bfloat16")
+    assert code == 2 and "bfloat16" in err and "float16" in err
     code, _, err = run("export", "musubi", tmp_path / "x", *flags)
     assert code == 2 and "how musubi lays out files of the family sdxl is not known; it is for flux, z-image" in err
     # SimpleTuner's names are hashes of the image's name and of the caption: `printf %s c | sha256sum`.

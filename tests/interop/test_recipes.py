@@ -18,7 +18,7 @@ from latentcache.precache.run import run_precache
 pytestmark = pytest.mark.remote
 
 ROOT = Path(__file__).parents[2]
-PARQUET, WEBDATASET, *_ = re.findall(
+PARQUET, *_ = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/howto/import-export.md").read_text(encoding="utf-8"), flags=re.DOTALL
 )
 
@@ -59,18 +59,3 @@ def test_datasets_loads_the_parquet_file(filled: Config, tmp_path: Path) -> None
 
     loaded = datasets.load_dataset("parquet", data_files="photos.parquet", split="train", cache_dir=str(tmp_path / "d"))
     assert_rows(filled, list(loaded))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_webdataset_reads_its_shards(filled: Config, tmp_path: Path) -> None:
-    rows = PARQUET.partition("datasets.Dataset")[0]
-    run_program(rows + WEBDATASET, tmp_path)
-    import webdataset
-
-    shards = [str(path) for path in sorted(tmp_path.glob("photos-*.tar"))]
-    found = list(webdataset.WebDataset(shards, shardshuffle=False).decode())
-    assert all(sample["json"]["scaled"] for sample in found)
-    assert_rows(
-        filled,
-        [sample["json"] | {name: sample[f"{name}.npy"] for name in ("latents", "prompt_embeds")} for sample in found],
-    )

@@ -1,0 +1,174 @@
+"""WebDataset: tar files whose members belong to one sample if their names are equal up to the first dot.
+
+An export has `shard-000000.tar` and so on with `<number>.json`, `<number>.latents.npy`, `<number>.prompt_embeds.npy`
+and `<number>.pooled_prompt_embeds.npy`; further captions have `prompt_embeds_1.npy`, flipped latents
+`latents_flipped.npy`. `latentcache.json` says what the numbers are. It comes last: what lacks it is not whole.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import Unpack
+
+import latentcache
+from latentcache.errors import ConfigError, StoreError
+from latentcache.families import FAMILIES
+from latentcache.interop.exporting import Export, ExportOptions, ExportSample
+from latentcache.interop.files import flaw_of
+from latentcache.interop.reports import ExportReport
+from latentcache.loading.cache import LatentCache
+from latentcache.store.entry import dtype_name
+from latentcache.utils.durable_files import typed_errors, write_all
+from latentcache.utils.json_document import to_bytes
+
+DESCRIPTION = "latentcache.json"
+NOTE_WIDER = "{0} was written as float32, which has all of its values: numpy has no {0}"
+NOTE_ROUNDED = "scaled latents were rounded to float16, in which they are stored: --dtype float32 keeps them"
+_DTYPES = (torch.float16, torch.float32)
+_SHARD_BYTES = (1 << 12, 1 << 31)
+
+
+def export(
+    cache: LatentCache,
+    name: str,
+    folder: str | Path,
+    *,
+    scaled: bool = False,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 256 << 20,
+    **options: Unpack[ExportOptions],
+) -> ExportReport:
+    """Write the manifest `name` as WebDataset shards of about `shard_bytes` to `folder`, which must be new or empty.
+
+    Tensors keep their stored dtype, but bfloat16 becomes float32; with `dtype` (float16 or float32) all get that.
+    Latents are unscaled, unless `scaled`; of moments they are the mean. Memory holds one sample. Raises what `Export`
+    does, ConfigError, and StoreError if the folder is not empty.
+    """
+    if dtype not in (None, *_DTYPES):
+        raise ConfigError(f"dtype is {dtype}; webdataset has float16 and float32: numpy has no others", key="dtype")
+    if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
+        allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
+        raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
+    run = Export("webdataset", cache, name, folder, options, families=FAMILIES, takes=())
+    folder = Path(folder)
+    with typed_errors(folder, 0):
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"{folder}: is no folder. Shards are written to a new one: name another")
+        if folder.exists() and any(folder.iterdir()):
+            raise StoreError(f"{folder}: is not empty. Shards are written to a new folder: name another, or empty it")
+    outputs: set[str] = set()
+    members = _members(run, scaled, dtype, outputs)
+    num_samples = 0
+    for shard, first in enumerate(members):
+        with (
+            run.sealed(folder / f"shard-{shard:06}.tar", shard_bytes) as fd,
+            open(fd, "wb", closefd=False) as file,
+            tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            sample: dict[str, bytes] | None = first
+            while sample is not None:
+                _add(tar, f"{num_samples:09}", sample)
+                num_samples += 1
+                sample = next(members, None) if tar.offset < shard_bytes else None
+    if num_samples:
+        description = to_bytes(_description(run, scaled, num_samples, outputs))
+        with run.sealed(folder / DESCRIPTION, len(description)) as fd:
+            write_all(fd, description)
+    return run.report
+
+
+def _add(tar: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
+    for part, data in members.items():
+        member = tarfile.TarInfo(f"{key}.{part}")
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
+    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
+
+
+def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[str]) -> Iterator[dict[str, bytes]]:
+    """The members of each sample, by the name's second part; `outputs` collects what latents are of the posterior."""
+    for sample in run.samples():
+        if others := ", ".join(dict.fromkeys(name for caption in sample.captions for name in caption.others)):
+            detail = f"its texts have {others}, for which shards have no place: precache with encode.padding drop"
+            run.skip(sample, "unsupported-format", detail)
+            continue
+        arrays = _arrays(sample, run, scaled, dtype)
+        if arrays is None:
+            continue
+        identity = sample.entry.record.identity
+        is_draw = identity.get("encoding", identity.get("imported"))["output"] == "sample"
+        outputs.add(output := "sample" if is_draw else "mean")
+        run.report.num_images += 1 if sample.flipped is None else 2
+        run.report.num_texts += len(sample.captions)
+        members = {"json": json.dumps(_facts(sample, run, scaled, output)).encode()}
+        for field, array in arrays.items():
+            file = io.BytesIO()
+            np.save(file, array, allow_pickle=False)
+            members[f"{field}.npy"] = file.getvalue()
+        yield members
+
+
+def _arrays(sample: ExportSample, run: Export, scaled: bool, dtype: torch.dtype | None) -> dict[str, np.ndarray] | None:
+    """The sample's tensors by field. None, and reported, if a number is too large for the dtype."""
+    [stored] = {tensor.dtype for tensor in sample.entry.tensors.values()}
+    found: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
+    for field, latents in (("latents", sample.latents), ("latents_flipped", sample.flipped)):
+        if latents is not None:
+            found[field] = (run.scaling.apply(latents) if scaled else latents), stored
+    for number, caption in enumerate(sample.captions):
+        for field in run.family.fields:
+            tensor = getattr(caption, field)
+            found[f"{field}_{number}" if number else field] = tensor, tensor.dtype
+    arrays = {}
+    for field, (tensor, stored) in found.items():
+        values = tensor.to(dtype or (stored if stored in _DTYPES else torch.float32))
+        if problem := flaw_of(values):
+            run.skip(sample, "bad-output", f"its {field} hold {problem} in {values.dtype}: give --dtype float32")
+            return None
+        if dtype is None:
+            run.report.note(None if stored in _DTYPES else NOTE_WIDER.format(dtype_name(stored)))
+            run.report.note(None if torch.equal(values.float(), tensor.float()) else NOTE_ROUNDED)
+        arrays[field] = values.contiguous().numpy()
+    return arrays
+
+
+def _facts(sample: ExportSample, run: Export, scaled: bool, output: str) -> dict[str, Any]:
+    """The json of a sample."""
+    images = {f"latents{'_flipped' * ref.geometry.flip}": ref for ref in sample.row.images}
+    keys, flipped = {name: ref.key for name, ref in images.items()}, images.get("latents_flipped")
+    return {
+        "sample_id": sample.sample_id,
+        "caption": sample.captions[0].text if sample.captions else "",
+        "captions": [caption.text for caption in sample.captions],
+        "geometry": sample.geometry.to_json(),
+        **({} if flipped is None else {"geometry_flipped": flipped.geometry.to_json()}),
+        "keys": keys | {"captions": [ref.key for ref in sample.row.captions]},
+        "scaled": scaled,
+        "scaling_factor": run.scaling.scaling_factor,
+        "shift_factor": run.scaling.shift_factor,
+        "output": output,
+    }
+
+
+def _description(run: Export, scaled: bool, num_samples: int, outputs: set[str]) -> dict[str, Any]:
+    """What the numbers are: the VAE, the scaling, the preparation, the text encoders."""
+    return {
+        "format": "webdataset",
+        "written_by": f"latentcache {latentcache.__version__}",
+        "manifest": run.manifest.name,
+        "role": run.manifest.role,
+        "num_samples": num_samples,
+        "family": run.family.name,
+        "scaled": scaled,
+        "scaling": run.scaling.to_json(),
+        "output": "sample" if "sample" in outputs else "mean",
+        "common": run.manifest.common,
+    }

@@ -1,0 +1,143 @@
+"""WebDataset shards: members, numbers, dtypes and description, also as webdataset itself reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.foreign_samples import Foreign, image, imported, of_family, pairs, text
+
+from latentcache.errors import ConfigError
+from latentcache.interop.formats import webdataset
+from latentcache.interop.readers import ForeignItem
+from latentcache.interop.scaling import published_scaling
+from latentcache.loading.cache import LatentCache
+
+Sample = dict[str, Any]
+
+
+def items(dtype: torch.dtype = torch.float32) -> list[ForeignItem]:
+    """Three samples, of which one is flipped too, one has two captions, and one an odd name."""
+    found: list[ForeignItem] = []
+    for name in ("a.png", "sub/b.c.png", "ünï.png"):
+        for flip in (False, True) if name == "a.png" else (False,):
+            latents = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(len(name) + flip)) * 7.7
+            found.append(image(name, latents=latents.to(dtype), flip=flip))
+        captions = ("a cat", 'a cät, "sitting"\nor not') if name == "a.png" else (f"of {name}",)
+        found += [text(name, caption=caption, dtype=dtype) for caption in captions]
+    return found
+
+
+def cache_of(contents: list[ForeignItem], family: str = "sdxl") -> LatentCache:
+    cache, report = imported(Foreign(contents, family=family))
+    assert not report.refused
+    return cache
+
+
+def read(folder: Path) -> list[Sample]:
+    """The samples of the tars, as `tarfile` and numpy read them: `json`, and an array by the name of its member."""
+    samples: dict[str, Sample] = {}
+    for path in sorted(folder.glob("shard-*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                key, _, part = member.name.partition(".")
+                data = tar.extractfile(member).read()  # type: ignore[union-attr]
+                value = json.loads(data) if part == "json" else torch.from_numpy(np.load(io.BytesIO(data)))
+                samples.setdefault(key, {})[part.removesuffix(".npy")] = value
+    return list(samples.values())
+
+
+def assert_equal(found: list[Sample], cache: LatentCache) -> None:
+    """Each sample has the tensors of its entries, to the last bit, and says which these are."""
+    rows = cache.manifest("foreign").rows
+    assert [sample["json"]["sample_id"] for sample in found] == list(rows)
+    for sample in found:
+        facts, row = sample["json"], rows[sample["json"]["sample_id"]]
+        images = {ref.geometry.flip: ref for ref in row.images}
+        assert facts["geometry"] == images[False].geometry.to_json()
+        assert facts["captions"] == [ref.text for ref in row.captions] and facts["caption"] == facts["captions"][0]
+        assert facts["keys"]["captions"] == [ref.key for ref in row.captions]
+        expected = {"latents": cache.get(images[False].key).tensors["latents"]}
+        if True in images:
+            assert facts["geometry_flipped"] == images[True].geometry.to_json()
+            expected["latents_flipped"] = cache.get(images[True].key).tensors["latents"]
+        for number, ref in enumerate(row.captions):
+            named = cache.get(ref.key).tensors
+            expected |= {f"{name}_{number}" if number else name: tensor for name, tensor in named.items()}
+        assert sample.keys() - {"json"} == expected.keys()
+        for name, tensor in expected.items():
+            wanted = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+            assert sample[name].dtype is wanted.dtype and torch.equal(sample[name], wanted), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_export_has_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    cache = cache_of(items(dtype))
+    report = webdataset.export(cache, "foreign", tmp_path / "shards", shard_bytes=1 << 14)
+    assert (report.num_images, report.num_texts, report.skipped) == (4, 4, [])
+    assert_equal(read(tmp_path / "shards"), cache)
+    files = [path for path in (tmp_path / "shards").rglob("*") if path.is_file()]
+    shards = 2 if dtype is torch.float16 else 3  # a shard ends with the sample that fills it
+    assert sorted(path.name for path in files) == ["latentcache.json", *(f"shard-00000{n}.tar" for n in range(shards))]
+    assert report.num_files == len(files) and report.bytes_written == sum(path.stat().st_size for path in files)
+    assert any("bfloat16 was written as float32" in note for note in report.notes) == (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["wan", "krea2", "z-image", "flux"])
+def test_any_family_is_exported_with_its_scaling(tmp_path: Path, family: str) -> None:
+    cache = cache_of(of_family(family, "a.png", "b.png", "sub/c.png"), family)
+    webdataset.export(cache, "foreign", tmp_path / "plain")
+    assert_equal(read(tmp_path / "plain"), cache)
+    webdataset.export(cache, "foreign", tmp_path / "scaled", scaled=True)
+    scaling = published_scaling(family)
+    for name, is_scaled in (("plain", False), ("scaled", True)):
+        described = json.loads((tmp_path / name / "latentcache.json").read_text())
+        assert (described["family"], described["scaled"], described["num_samples"]) == (family, is_scaled, 3)
+        assert described["scaling"] == json.loads(json.dumps(scaling.to_json())) and described["output"] == "mean"
+        assert described["common"]["text_encoding"]["family"] == family
+    for plain, scaled in zip(read(tmp_path / "plain"), read(tmp_path / "scaled"), strict=True):
+        assert torch.equal(scaled["latents"], scaling.apply(plain["latents"])) and scaled["json"]["scaled"] is True
+
+
+def test_what_a_dtype_cannot_hold_is_skipped(tmp_path: Path) -> None:
+    large = image("large.png")
+    large.latents[0, 0, 0] = 1e6
+    cache = cache_of([large, text("large.png"), *pairs("b.png", "c.png")])
+    report = webdataset.export(cache, "foreign", tmp_path, dtype=torch.float16)
+    assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("large.png", "bad-output")]
+    assert "give --dtype float32" in report.skipped[0].detail and report.num_images == 2
+    with pytest.raises(ConfigError, match="numpy has no others"):
+        webdataset.export(cache, "foreign", tmp_path / "brain", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="a shard of 1 bytes"):
+        webdataset.export(cache, "foreign", tmp_path / "new", shard_bytes=1)
+
+
+def test_a_caption_that_is_not_known_is_not_taken_for_the_empty_one(tmp_path: Path) -> None:
+    cache = cache_of([image("a.png"), text("a.png", caption=None), image("b.png"), text("b.png", caption="")])
+    webdataset.export(cache, "foreign", tmp_path)
+    assert [sample["json"]["captions"] for sample in read(tmp_path)] == [[None], [""]]
+
+
+@pytest.mark.remote
+@pytest.mark.filterwarnings("ignore")
+def test_webdataset_reads_an_export(tmp_path: Path) -> None:
+    import webdataset as wds
+
+    cache = cache_of(items(torch.float16))
+    webdataset.export(cache, "foreign", tmp_path, shard_bytes=1 << 12)
+    found = list(wds.WebDataset(f"{tmp_path}/shard-{{000000..000002}}.tar", shardshuffle=False).decode())
+    samples = [
+        {
+            name.removesuffix(".npy"): torch.from_numpy(value) if name.endswith(".npy") else value
+            for name, value in sample.items()
+            if not name.startswith("__")
+        }
+        for sample in found
+    ]
+    assert_equal(samples, cache)
