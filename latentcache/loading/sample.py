@@ -260,7 +260,7 @@ def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
     """The error about a sample that was imported and is not verified, with its remedies."""
     reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
     remedy = (
-        f"{PRECACHE}, which encodes it; or import it with --verify, which proves it; or take it as it is, with "
+        f"{PRECACHE}, which encodes it; or take it as it is (import it with --verify to see how it differs), with "
         "`cache.unverified: true` in the config (`unverified=True` here)"
     )
     return SampleError(sample_id, reason, remedy)
