@@ -190,6 +190,10 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
             {"datasets": [{"name": "a", "source": {"path": "x"}, "buckets": {"area": "1024x1024"}}]},
             r"buckets\.area: give a number of pixels, such as 1048576 for 1024x1024 \(met: '1024x1024'\)$",
         ),
+        (
+            {"datasets": [{"name": "Con", "source": {"path": "x"}}]},
+            r"datasets\.0\.name: .*'Con' names a device under Windows",
+        ),
         ({"datasets": [{"name": "my style!", "source": {"path": "x"}}]}, r"datasets\.0\.name: .*'my-style' would do"),
         ({"encode": {"cache_latents": True}}, r"encode\.cache_latents: unknown setting; latents are always cached"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),

@@ -236,7 +236,7 @@ ODD_VALUES = {
        for name in ("image/geometry", "part/geometry")
        for at, value in ((0, 0), (3, -1), (4, -1), (7, 0), (8, -1), (9, 2), (1, MAX_SIDE + 1), (5, MAX_SIDE + 1))},
     **{f"{name} with {value}": _put(name, 0, value) for name, value in (
-        ("image/unverified", 2), ("caption/unverified", 9), ("part/unverified", 2), ("part/role", 2),
+        ("image/unverified", 2), ("caption/unverified", 9), ("part/unverified", 2), ("part/role", 3),
         ("folder/of", 99), ("folder/is_whole", 2), ("refusal/rows", 3), ("refusal/text/values", ord("7")))},
     "an id that is no text": _put("sample_id/values", 0, 0xFF),
     "a caption that is no text": _put("caption/text/values", 2, 0xC3),

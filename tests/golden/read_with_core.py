@@ -1,4 +1,4 @@
-"""Reads the golden cache with the packages of `pip install latentcache` alone, at their lowest releases.
+"""Reads the golden cache with the packages of `pip install latentcache` alone, at their lowest releases but for torch.
 
 The lane `core` of scripts/test.py runs this program in an environment that has nothing else.
 """
