@@ -65,7 +65,7 @@ class CachedSdxl(MinimalDataset):
             "crop_top_lefts": sizes[:, 2:4],
             "target_sizes_hw": sizes[:, 4:6],
             "captions": batch["caption"],
-            "loss_weights": torch.ones(len(both)),
+            "loss_weights": batch["loss_weight"],
             "alpha_masks": batch["mask"][:, 0] / 255 if "mask" in batch else None,
             "custom_attributes": [{} for _ in both],
             "images": None,

@@ -450,6 +450,14 @@ class RowTable(Mapping[str, Row]):
             found[here, place] = self.columns["part/geometry"][places[here], _SIZES["target_size"]]
         return found.reshape(len(numbers), 2 * found.shape[1])
 
+    def part_kinds(self, numbers: np.ndarray) -> np.ndarray:
+        """A number that says the roles of these rows' companions, in their order, mirrored ones aside: int64 [n]."""
+        places, counts = self.part_places(numbers, np.zeros(len(numbers), np.bool_))
+        within = np.arange(len(places)) - np.repeat(counts.cumsum() - counts, counts)
+        kinds, digits = np.zeros(len(numbers), np.int64), self.columns["part/role"][places].astype(np.int64) + 1
+        np.add.at(kinds, np.repeat(np.arange(len(numbers)), counts), digits * (len(ROLES) + 1) ** within)
+        return kinds
+
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: uint32 [m]."""
         refused = self.columns["refusal/rows"]

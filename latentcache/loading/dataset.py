@@ -243,12 +243,15 @@ class LatentDataset(Dataset[Batch]):
     def groups(self) -> np.ndarray:
         """The number of each item's group, int64 [n], in the order of their sizes.
 
-        Items of one group can be in one batch: they share the bucket, and the sizes of control images.
+        Items of one group can be in one batch: they share the bucket, and the roles and sizes of companions.
         """
         shapes = [part.shapes() for part in self._parts]
         width = max(each.shape[1] for each in shapes)
         padded = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in shapes]
-        numbers = np.unique(np.concatenate(padded), axis=0, return_inverse=True)[1].reshape(-1)
+        # Equal sizes may be of other companions: of a control image here, and of a mask or a mirrored twin there.
+        kinds = np.concatenate([part.rows.part_kinds(part.usable) for part in self._parts])
+        alike = np.column_stack([np.concatenate(padded), np.unique(kinds, return_inverse=True)[1].astype(np.int32)])
+        numbers = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
         once = np.split(numbers, [*accumulate(map(len, shapes))][:-1])
         pairs = zip(once, self._parts, strict=True)
         return np.concatenate([np.tile(own, part.num_items // max(1, len(own))) for own, part in pairs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import replace
 from multiprocessing import Value
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from helpers.ragged_samples import on_disk
 from torch.utils.data import DataLoader, Dataset
 
-from latentcache import BucketBatchSampler, CachedBatches, LatentDataset, LatentLoader
+from latentcache import BucketBatchSampler, CachedBatches, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config
 
 RECORDED = json.loads(Path(__file__).with_name("trainer_signatures.json").read_text(encoding="utf-8"))
@@ -87,6 +88,8 @@ def test_sd_scripts_gets_the_batches_of_the_loader(
     kohya: ModuleType, config: Config, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
     recorded = RECORDED["sd-scripts"]
+    with LatentCache(config.cache.path) as cache:
+        cache.manifests.write(replace(cache.manifest("photos"), loss_weight=0.25))
 
     def sampler() -> BucketBatchSampler:
         return BucketBatchSampler(LatentDataset(config.cache.path, "photos", caption="random"), batch_size=2, seed=3)
@@ -110,7 +113,7 @@ def test_sd_scripts_gets_the_batches_of_the_loader(
         assert clip_g.shape[2] == pooled.shape[1]
         sizes = torch.cat([batch[name] for name in recorded["batch"]["call_unet"]], dim=1)
         assert torch.equal(sizes, live["add_time_ids"])
-        assert batch["loss_weights"].tolist() == [1.0] * len(pooled) and batch["alpha_masks"] is None
+        assert batch["loss_weights"].tolist() == [0.25] * len(pooled) and batch["alpha_masks"] is None
         seen += len(pooled)
     assert seen >= 3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
-from latentcache.config import Config
+from latentcache.config import Config, location_of
 from latentcache.config_file import parse_config
+from latentcache.dataset.row_table import RowTable
 from latentcache.errors import SampleError, StoreError
 from latentcache.precache.run import run_precache
 
@@ -96,6 +99,25 @@ def test_control_images_of_other_shapes_are_in_other_batches(config: Config) -> 
         dataset.__getitems__(list(range(len(dataset))))
     with pytest.raises(StoreError, match="control_latents_2"):
         dataset.cache.batch(NAMES, device="cpu")
+
+
+def test_companions_of_equal_sizes_and_other_roles_are_in_other_batches(config: Config, tmp_path: Path) -> None:
+    """Of joined datasets: a mask is no control image, and a mirrored twin no second one."""
+    with LatentCache(shutil.copytree(location_of(config.cache), tmp_path / "own")) as cache:
+        whole = cache.manifest("pairs")
+        kept = {  # of each: first control and its twin, second control and its twin, mask and its twin
+            "twins": lambda parts: parts[:2],
+            "two": lambda parts: (parts[0], parts[0]),
+            "masked": lambda parts: (parts[0], parts[4]),
+            "mask": lambda parts: (parts[4], parts[5]),
+        }
+        for name, chosen in kept.items():
+            rows = {sample_id: replace(row, parts=chosen(row.parts)) for sample_id, row in whole.rows.items()}
+            cache.manifests.write(replace(whole, name=name, rows=RowTable.of(rows)))
+        dataset = LatentDataset(tmp_path / "own", [*kept])
+        batches = list(LatentLoader(BucketBatchSampler(dataset, 3, seed=1), device="cpu"))
+    assert sorted(name for batch in batches for name in batch["dataset"]) == sorted([*kept] * len(NAMES))
+    assert all(len({*batch["dataset"]}) == 1 for batch in batches)
 
 
 def test_a_loader_gives_what_the_cache_gives(config: Config) -> None:
