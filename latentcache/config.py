@@ -390,8 +390,7 @@ class DatasetConfig(Section):
     repeats: int = Field(1, ge=1, le=MAX_REPEATS)
     """How often an epoch visits each sample. Costs no space."""
     loss_weight: Share = 1.0
-    """How much a sample counts in the loss; stored in the manifest. A batch lists it for each of its rows. Less than 1
-    is usual for class images (kohya's prior_loss_weight)."""
+    """How much a sample counts in the loss: a batch has it for each row. Class images often count less than 1."""
     source: SourceConfig
     """Where the samples are."""
     buckets: BucketsConfig = BucketsConfig()

@@ -39,7 +39,6 @@ RefusalReason = Literal[
     "duplicate",  # another sample of the dataset has the same sample_id; or several files could be one part of it
     "changed",  # the file changed while the run was reading it
     "bad-caption",  # the caption cannot be read, or cannot be encoded
-    "untold",  # imported, and its trainer resized the image in a way of its own: equality is not known
     "unequal",  # imported, but encoding the image or the caption gives something else
 ]
 

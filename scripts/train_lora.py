@@ -305,13 +305,6 @@ def training_set(config: Config, cache: LatentCache, options: Options) -> Latent
         dropout_to="zeros" if options.dropout_to == "zeros" else "empty",
         crops="random" if any(each.variations > 1 for each in sets) else "first",
     )
-    if not found.facts.texts:
-        raise errors.ConfigError(
-            "encode.text is none, so that no caption was encoded, but this script trains on cached captions, without "
-            "text encoders: set it to all and run `latentcache precache CONFIG` again; or train the text encoders in a "
-            "loop of your own",
-            key="encode.text",
-        )
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found

@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from helpers.pipeline_host import host
 from helpers.serving import serving
@@ -82,6 +83,22 @@ def test_the_configs_of_recipes_are_valid(text: str) -> None:
     photos = {"name": "photos", "source": {"kind": "folder", "path": "photos"}}
     whole = {"cache": {"path": "cache"}, "datasets": [photos], "model": {"path": "tiny"}}
     parse_config(whole | yaml.safe_load(text))
+
+
+def test_the_loss_of_preferences_prefers_the_winner() -> None:
+    [code] = [block for block in re.findall(BLOCKS, RECIPES, flags=re.DOTALL) if "def preference_loss" in block]
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(code, "recipes", "exec"), names)
+    batch = {"latents": torch.ones(2, 4, 8, 8), "control_latents_1": torch.zeros(2, 4, 8, 8)}
+    share = torch.tensor(0.0, requires_grad=True)  # how much the model is better at the winner, which is all ones
+
+    def errors(model: str, noisy: torch.Tensor) -> torch.Tensor:
+        means = noisy.mean((1, 2, 3))
+        return 1 - share * means if model == "unet" else torch.ones(len(means))
+
+    loss = names["preference_loss"]("unet", "reference", batch, lambda latents: latents, errors, beta=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2)) and share.grad is not None and share.grad < 0
 
 
 def test_sums_of_recipes_are_right() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -308,6 +309,34 @@ RECIPES = {
             batch["loss_weight"].tolist() == [{"first": 1.0, "second": 0.25}[name] for name in batch["dataset"]]
             for batch in batches
         ),
+    ),
+    "variants of captions": Recipe(
+        {"captions": {"variants": 8, "shuffle": True, "drop": 0.5}},
+        {},
+        {},
+        lambda batches: any(
+            not re.fullmatch(r"photo \d, a tag, a last one|another caption of \d", text)
+            for text in captions_of(batches)
+        ),
+    ),
+    "several captions with weights": Recipe(
+        {"captions": {"weights": [0, 1]}},
+        {},
+        {},
+        lambda batches: all(
+            name == "first" or caption.startswith("another")
+            for batch in batches
+            for name, caption in zip(batch["dataset"], batch["caption"], strict=True)
+        ),
+    ),
+    "225 tokens": Recipe(
+        {}, {"max_length": 225}, {}, lambda batches: {batch["prompt_embeds"].shape[1] for batch in batches} == {227}
+    ),
+    "several resolutions": Recipe(
+        {"resolutions": [64, 96], "buckets": {"step": 32}},
+        {},
+        {},
+        lambda batches: {name for batch in batches for name in batch["dataset"]} == {"first", "second-64", "second-96"},
     ),
     "what is missing": Recipe({}, {}, {"encode": True}, lambda batches: len(batches) == NUM_STEPS),
 }

@@ -335,7 +335,7 @@ class ImportedCheckpoint:
     step: int | None
 
 
-def import_checkpoint(path: str | Path, *, names: Mapping[str, str] | None = None) -> ImportedCheckpoint:
+def import_checkpoint(path: str | Path) -> ImportedCheckpoint:
     """Read a `.ckpt`, `.pt`, `.pth` or `.bin` file that another program wrote with `torch.save`, onto the CPU.
 
     Such a file is a pickle, and unpickling runs the code that the file names. torch's restricted reader makes tensors
@@ -343,23 +343,18 @@ def import_checkpoint(path: str | Path, *, names: Mapping[str, str] | None = Non
 
     Args:
         path: The file.
-        names: Dotted paths of parts in it, which override the names in use (`state_dict`, `optimizer_states`, ...):
-            `{"model": "trainer.var_wo_ddp"}`. A file that is a flat dict of tensors is a model.
 
     Returns:
-        The parts that were found. Give `optimizer` to `load_optimizer_state`.
+        The parts that were found by the names in use (`state_dict`, `optimizer_states`, ...), and as `content` the
+        whole file, for others. A file that is a flat dict of tensors is a model. Give `optimizer` to
+        `load_optimizer_state`.
 
     Raises:
-        CheckpointError: The file needs code, is damaged, or has nothing under a path of `names`.
+        CheckpointError: The file needs code, or is damaged.
     """
     path = Path(path)
-    unknown = sorted((names or {}).keys() - _USUAL_NAMES.keys())
-    if unknown:
-        raise CheckpointError(path, f"names has {unknown}, allowed are {sorted(_USUAL_NAMES)}")
     content = _read(path)
     parts = {part: _usual(content, part) for part in _USUAL_NAMES}
-    for part, dotted in (names or {}).items():
-        parts[part] = _at(path, content, dotted)
     is_flat = isinstance(content, Mapping) and content and all(isinstance(v, torch.Tensor) for v in content.values())
     if parts["model"] is None and is_flat:
         parts["model"] = content
@@ -411,16 +406,3 @@ def _usual(content: Any, part: str) -> Any:
         if isinstance(value, int if part in ("epoch", "step") else Mapping):
             return value
     return None
-
-
-def _at(path: Path, content: Any, dotted: str) -> Any:
-    value = content
-    for name in dotted.split("."):
-        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        elif isinstance(value, Mapping) and name in value:
-            value = value[name]
-        else:
-            have = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
-            raise CheckpointError(path, f"has no {dotted!r}: {name!r} is not among {have}")
-    return value

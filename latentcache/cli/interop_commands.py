@@ -14,7 +14,7 @@ from latentcache.cli.options import AsJson, Strict, Switch
 from latentcache.cli.output import finish
 from latentcache.config import CacheConfig, Config, location_of
 from latentcache.config_file import load_config, number_of_bytes, parse_buckets
-from latentcache.errors import ConfigError, ImageRefused
+from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from latentcache.interop.readers import ForeignCache
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 import_app = App(
     name="import",
-    help="Import the cache of another trainer. Its entries are unverified, until encoding gives the same values.",
+    help="Import the cache of another trainer. Its entries are unverified: precache replaces them.",
 )
 export_app = App(name="export", help="Export a dataset of the cache to another trainer's format, or to shards.")
 
@@ -42,17 +42,10 @@ class ImportOptions:
     config: FromConfig = None
     name: str | None = None
     """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
-    role: Literal["train", "validation"] | None = None
-    """What the dataset is for. Default: what the config says of it, else train."""
-    repeats: int | None = None
-    """How often an epoch visits each sample. Default: what the config says of it, else 1."""
     dtype: Dtype | None = None
-    """The dtype that is stored. Default: that of the files, float32 for scaled latents; with --verify that of the
-    config."""
+    """The dtype that is stored. Default: that of the files, float32 for scaled latents."""
     verify: str | None = None
-    """Encode so many entries of each kind again, or `all`; equal ones become verified. Needs --config."""
-    seed: int = 0
-    """Chooses the entries that are encoded again."""
+    """Encode so many entries of each kind again, or `all`, and report how they differ. Needs --config."""
     no_scale_check: Switch = False
     """Do not compare the latents' standard deviation with the family's: they are of another VAE."""
     strict: Strict = False
@@ -69,8 +62,6 @@ class SourceOptions:
     """The dataset. Default: the only one."""
     unverified: Switch = False
     """Also export entries that were imported and not verified."""
-    seed: int | None = None
-    """Export a draw of the moments with this seed. Default: their mean."""
     strict: Strict = False
     as_json: AsJson = False
 
@@ -91,7 +82,6 @@ def import_kohya(
     images: Path | None = None,
     caption_extension: CaptionExtension = ".txt",
     family: Family = None,
-    area: int | None = None,
     options: OfImport = IMPORT_DEFAULTS,
 ) -> int:
     """Import the .npz files of kohya's sd-scripts.
@@ -99,16 +89,15 @@ def import_kohya(
     Args:
         root: The folder of the files.
         images: The images' folder, if they are not next to the files.
-        area: Of a file with several resolutions, take the one nearest to so many pixels. Default: the largest.
     """
     from latentcache.interop.formats.kohya import KohyaCache
 
-    read = partial(KohyaCache, root, images=images, caption_extension=caption_extension, area=area, family=family)
+    read = partial(KohyaCache, root, images=images, caption_extension=caption_extension, family=family)
     return _import(read, options)
 
 
 @import_app.command(name="simpletuner")
-def import_simpletuner(  # noqa: PLR0913 - the options of the reader
+def import_simpletuner(
     root: Path,
     /,
     *,
@@ -116,8 +105,6 @@ def import_simpletuner(  # noqa: PLR0913 - the options of the reader
     text_cache: Path | None = None,
     metadata: Path | None = None,
     caption_extension: CaptionExtension = ".txt",
-    captions: Path | None = None,
-    recorded_root: str | None = None,
     family: Family = None,
     options: OfImport = IMPORT_DEFAULTS,
 ) -> int:
@@ -128,8 +115,6 @@ def import_simpletuner(  # noqa: PLR0913 - the options of the reader
         images: The images' folder.
         text_cache: The text cache, if it is in another folder.
         metadata: aspect_ratio_bucket_metadata_ID.json, if there are several, or it is in another folder.
-        captions: A text file of further captions, one a line: the names of texts are hashes of captions.
-        recorded_root: Where the images' folder was when the cache was made, if it was moved since.
     """
     from latentcache.interop.formats.simpletuner import SimpleTunerCache
 
@@ -140,8 +125,6 @@ def import_simpletuner(  # noqa: PLR0913 - the options of the reader
         text_cache=text_cache,
         metadata=metadata,
         caption_extension=caption_extension,
-        captions=() if captions is None else _lines(captions),
-        recorded_root=recorded_root,
         family=family,
     )
     return _import(read, options)
@@ -230,7 +213,7 @@ def export_webdataset(
 
 def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
     """Import what `read` opens, and print the report."""
-    from latentcache.interop.importing import DatasetUse, import_cache
+    from latentcache.interop.importing import import_cache
     from latentcache.precache.workspace import open_workspace
     from latentcache.store.entry import DTYPES
     from latentcache.utils.progress import ShownProgress
@@ -238,8 +221,6 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
     config = None if options.config is None else load_config(options.config)
     datasets = [] if config is None else [each for each in config.datasets if options.name in (None, each.name)]
     dataset = datasets[0] if len(datasets) == 1 else None
-    use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats, dataset.loss_weight)
-    repeats = use.repeats if options.repeats is None else options.repeats
     verification = _verification(options, config)
     foreign = read()
     with open_workspace(_cache_config(options.cache, config)) as workspace:
@@ -247,7 +228,7 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
             foreign,
             workspace,
             name=options.name or (dataset.name if dataset is not None else foreign.format),
-            use=DatasetUse(options.role or use.role, repeats, use.loss_weight),
+            dataset=dataset,
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=verification,
@@ -267,20 +248,9 @@ def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
         names = cache.dataset_names()
         if source.manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
-        report = export(cache, source.manifest or names[0], seed=source.seed, progress=ShownProgress())
+        report = export(cache, source.manifest or names[0], progress=ShownProgress())
     has_faults = bool(report.num_unread or (source.strict and report.skipped))
     return finish(report, source.as_json, has_faults=has_faults)
-
-
-def _lines(path: Path) -> tuple[str, ...]:
-    """The captions in a file, one a line."""
-    from latentcache.dataset.samples import MAX_CAPTION_BYTES, captions_in_text, read_range
-
-    try:
-        return captions_in_text(read_range(str(path), 0, MAX_CAPTION_BYTES + 1), str(path))
-    except (OSError, ImageRefused) as error:
-        detail = getattr(error, "detail", error)
-        raise ConfigError(f"cannot be used: {detail}", source=f"--captions {path}") from error
 
 
 def _cache_config(flag: str | None, config: Config | None) -> CacheConfig:
@@ -301,5 +271,4 @@ def _verification(options: ImportOptions, config: Config | None) -> Verification
         raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
     from latentcache.interop.verification import Verification
 
-    num_entries: int | Literal["all"] = "all" if options.verify == "all" else int(options.verify)
-    return Verification(config, None, num_entries, options.seed)
+    return Verification(config, None, "all" if options.verify == "all" else int(options.verify))

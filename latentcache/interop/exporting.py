@@ -8,16 +8,15 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 
 from latentcache.dataset.images import IMAGE_SUFFIXES
-from latentcache.dataset.row_table import ImageRef, PartRef, PartRole, Row
+from latentcache.dataset.row_table import PartRole, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import latents_from_moments
-from latentcache.identity import digest
 from latentcache.interop.readers import check_family
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
@@ -31,8 +30,6 @@ NOTE_FIRST_CAPTION = "several captions: only the first was exported"
 class ExportOptions(TypedDict, total=False):
     """How every format is written."""
 
-    seed: int | None
-    """Moments give one draw for each entry, which the seed and the entry determine. None, the default: their mean."""
     overwrite: bool
     """Replace files that exist. By default they are left alone, and listed."""
     progress: Progress | None
@@ -48,7 +45,7 @@ class ExportCaption:
     pooled_prompt_embeds: torch.Tensor | None
     num_tokens: int | None
     """Tokens of the caption, uncut; None where they were not counted."""
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...]
     """What else is stored of it, as Chroma's mask of texts with their padding."""
 
 
@@ -56,8 +53,8 @@ class ExportCaption:
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, (F,) h, w]: unscaled, float32, on the CPU.
 
-    `geometry` is that of `latents`, `flipped_geometry` that of `flipped`. `stem` is the path of its files below the
-    folder of an export: the sample_id without an image's suffix.
+    Of moments they are the mean. `geometry` is that of `latents`, and `entry` the one that has them as they are stored.
+    `stem` is the path of its files below the folder of an export: the sample_id without an image's suffix.
     """
 
     sample_id: str
@@ -66,28 +63,16 @@ class ExportSample:
     geometry: Geometry
     latents: torch.Tensor
     flipped: torch.Tensor | None
-    flipped_geometry: Geometry | None
     captions: tuple[ExportCaption, ...]
-    dtype: torch.dtype
-    """That in which the latents are stored."""
-    output: str
-    """`mean` or `sample` (one draw): what the latents are of the posterior."""
+    entry: Entry
     row: Row
-
-
-class _Latents(NamedTuple):
-    """[C, (F,) h, w] in float32; the stored dtype; and `mean` or `sample`."""
-
-    values: torch.Tensor
-    dtype: torch.dtype
-    output: str
 
 
 class Export:
     """One export of the manifest `name` to the files of a format: gives the samples, writes files, and reports.
 
-    `families` are those that the format can hold; None is all. `takes` are the roles of further parts that it has a
-    place for. Raises StoreError if there is no such manifest, or it holds prompts, and ConfigError for another family.
+    `families` are those that the format can hold, `takes` the roles of further parts that it has a place for. Raises
+    StoreError if there is no such manifest, or it holds prompts, and ConfigError for another family.
     """
 
     def __init__(
@@ -98,18 +83,18 @@ class Export:
         folder: str | Path,
         options: ExportOptions,
         *,
-        families: Collection[str] | None = None,
-        takes: Collection[PartRole] = (),
+        families: Collection[str],
+        takes: Collection[PartRole],
     ):
         self.report = ExportReport(format_name, name, path=str(folder))
         self._cache, self._takes = cache, takes
-        self._seed, self._overwrite = options.get("seed"), options.get("overwrite", False)
+        self._overwrite = options.get("overwrite", False)
         self._progress = options.get("progress") or Progress()
         self._written: set[Path] = set()
         self.manifest = cache.manifest(name)
         self.scaling = cache.scaling(self.manifest)
         family = str(self.manifest.common.get("family", DEFAULT))
-        self.family = family_named(family if families is None else check_family(family, families, format_name))
+        self.family = family_named(check_family(family, families, format_name))
 
     def skip(self, sample: ExportSample | Row, reason: str, detail: str, path: Path | None = None) -> None:
         """Report a sample that is not exported, or one file of it, by `path`."""
@@ -146,7 +131,7 @@ class Export:
             self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
             return None
         try:
-            images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images_of(0)}
+            images = {ref.geometry.flip: (ref.geometry, self._cache.get(ref.key)) for ref in row.images_of(0)}
             encoded = [caption for caption in row.captions if caption.key]
             captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in encoded]
         except (EntryMissingError, EntryDamagedError) as error:
@@ -154,19 +139,16 @@ class Export:
             return None
         if row.num_crops > 1:
             self.report.note("several crops: only the first was exported")
-        geometry, latents = images[False]
-        flipped_geometry, flipped = images.get(True, (None, None))
+        geometry, entry = images[False]
         return ExportSample(
             sample_id=row.sample_id,
             stem=stem.with_suffix("") if stem.suffix.lower() in IMAGE_SUFFIXES else stem,
             path=row.path,
             geometry=geometry,
-            latents=latents.values,
-            flipped=None if flipped is None else flipped.values,
-            flipped_geometry=flipped_geometry,
+            latents=_latents_of(entry),
+            flipped=_latents_of(images[True][1]) if True in images else None,
             captions=tuple(captions),
-            dtype=latents.dtype,
-            output=latents.output,
+            entry=entry,
             row=row,
         )
 
@@ -174,10 +156,8 @@ class Export:
         """The latents of a sample's control images, or its mask. None, and reported, if one of them cannot be read."""
         refs = [ref for _, ref in sample.row.named_parts(flip=False, crop=0) if ref.role == role]
         try:
-            return [
-                self._cache.get(ref.key).tensors["mask"] if role == "mask" else self._latents(ref).values
-                for ref in refs
-            ]
+            entries = [self._cache.get(ref.key) for ref in refs]
+            return [entry.tensors["mask"] if role == "mask" else _latents_of(entry) for entry in entries]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(sample, error)
             return None
@@ -185,20 +165,6 @@ class Export:
     def _skip_unread(self, sample: ExportSample | Row, error: StoreError) -> None:
         self.report.num_unread += 1
         self.skip(sample, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
-
-    def _latents(self, ref: ImageRef | PartRef) -> _Latents:
-        entry = self._cache.get(ref.key)
-        if "latents" in entry.tensors:
-            if self._seed is not None:
-                self.report.note("latents are stored, not moments: they are exported as they are, without a draw")
-            stored, identity = entry.tensors["latents"], entry.record.identity
-            return _Latents(stored.float(), stored.dtype, identity.get("encoding", identity.get("imported"))["output"])
-        generator = None
-        if self._seed is not None:
-            generator = torch.Generator().manual_seed(int(digest(f"{self._seed} {ref.key}".encode())[:15], 16))
-        moments = entry.tensors["moments"]
-        latents = latents_from_moments(moments[None].float(), generator)[0]
-        return _Latents(latents, moments.dtype, "mean" if generator is None else "sample")
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`, whole or not at all.
@@ -233,6 +199,13 @@ class Export:
             yield fd
             self.report.bytes_written += os.fstat(fd).st_size
         self.report.num_files += 1
+
+
+def _latents_of(entry: Entry) -> torch.Tensor:
+    """[C, (F,) h, w] in float32; of moments the mean."""
+    if "latents" in entry.tensors:
+        return entry.tensors["latents"].float()
+    return latents_from_moments(entry.tensors["moments"][None].float())[0]
 
 
 def _not_text(row: Row) -> str | None:

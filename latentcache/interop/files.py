@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import zipfile
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
     """The arrays of an npz file as tensors, by name. Raises ForeignFileRefused, also for text and structures."""
     data = read_file(path)
     _check_zip(data, path)
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except Exception as error:  # numpy's reader of headers raises many kinds, and after each the file is of no use
-        raise corrupt(path, f"numpy cannot read its arrays: {error}") from error
+    with (
+        _refusing(path, "numpy cannot read its arrays"),
+        np.load(io.BytesIO(data), allow_pickle=False) as arrays,
+    ):
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
 def read_torch(path: str | Path) -> Any:
@@ -64,14 +65,26 @@ def read_torch(path: str | Path) -> Any:
 def load_torch(data: bytes, path: str | Path) -> Any:
     """What torch wrote, from the bytes of the file."""
     if data.startswith(b"\x1f\x8b"):
-        data = _unzipped(data, path)
+        with _refusing(path, "gzip"), gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise corrupt(path, f"it unpacks to more than {MAX_FILE_BYTES:,} bytes")
     _check_zip(data, path)
-    try:
+    with _refusing(path, "torch's restricted reader"):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's reader raises many kinds, and after each the file is of no use
+
+
+@contextmanager
+def _refusing(path: str | Path, what: str) -> Iterator[None]:
+    """Refuse a file that a library cannot read: numpy, torch and zipfile raise many kinds of errors."""
+    try:
+        yield
+    except ForeignFileRefused:
+        raise
+    except Exception as error:
         # torch wraps the reason in advice to read the file without restrictions.
         inner = error.__context__ if isinstance(error.__context__, type(error)) else error
-        detail = f"torch's restricted reader: {type(error).__name__}: {inner}".partition(". Please use")[0]
+        detail = f"{what}: {type(error).__name__}: {inner}".partition(". Please use")[0]
         raise corrupt(path, detail.partition("\n")[0]) from error
 
 
@@ -102,29 +115,9 @@ def flaw_of(tensor: torch.Tensor) -> str | None:
 
 def _check_zip(data: bytes, path: str | Path) -> None:
     """Compare each member with its checksum: numpy may not read to its end, and torch compares none."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            num_bytes = sum(member.file_size for member in archive.infolist())
-            if num_bytes > MAX_FILE_BYTES:
-                raise corrupt(path, f"it unpacks to {num_bytes:,} bytes; {MAX_FILE_BYTES:,} are allowed")
-            if (damaged := archive.testzip()) is not None:
-                raise corrupt(path, f"{damaged} does not have its checksum")
-    except ForeignFileRefused:
-        raise
-    except Exception as error:  # zipfile raises a dozen kinds, of which few are its own
-        # The directory of a zip is at its end.
-        reason = "truncated" if "not a zip file" in str(error) else "corrupt"
-        raise ForeignFileRefused(path, reason, f"it is not a whole zip file: {error}") from error
-
-
-def _unzipped(data: bytes, path: str | Path) -> bytes:
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            unpacked = file.read(MAX_FILE_BYTES + 1)
-    except EOFError as error:
-        raise ForeignFileRefused(path, "truncated", "the gzip data ends early") from error
-    except (OSError, zlib.error) as error:
-        raise corrupt(path, f"gzip: {error}") from error
-    if len(unpacked) > MAX_FILE_BYTES:
-        raise corrupt(path, f"it unpacks to more than {MAX_FILE_BYTES:,} bytes")
-    return unpacked
+    with _refusing(path, "it is not a whole zip file"), zipfile.ZipFile(io.BytesIO(data)) as archive:
+        num_bytes = sum(member.file_size for member in archive.infolist())
+        if num_bytes > MAX_FILE_BYTES:
+            raise corrupt(path, f"it unpacks to {num_bytes:,} bytes; {MAX_FILE_BYTES:,} are allowed")
+        if (damaged := archive.testzip()) is not None:
+            raise corrupt(path, f"{damaged} does not have its checksum")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from latentcache.config import PROMPTS_PREFIX, Name
+from latentcache.config import PROMPTS_PREFIX, DatasetConfig, Name
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, check_geometry
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
@@ -44,25 +44,12 @@ logger = logging.getLogger("latentcache")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetUse:
-    """An imported dataset's role, `repeats` (ConfigError below 1) and `loss_weight`: see `DatasetConfig`."""
-
-    role: Literal["train", "validation"] = "train"
-    repeats: int = 1
-    loss_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ConfigError(f"repeats is {self.repeats}; it must be at least 1")
-
-
 def import_cache(
     foreign: ForeignCache,
     workspace: Workspace,
     *,
     name: str,
-    use: DatasetUse = DatasetUse(),
+    dataset: DatasetConfig | None = None,
     store_dtype: torch.dtype | None = None,
     scale_check: bool = True,
     verification: Verification | None = None,
@@ -72,10 +59,9 @@ def import_cache(
 
     Latents are stored unscaled: the scaling of scaled ones is undone in float32. `store_dtype` None keeps the dtype
     of unscaled latents and of embeddings, and float32 for what was divided: an export then writes the same values, but
-    for the last bit of a float32. Entries are unverified, unless `verification` shows that encoding gives them. With
-    `verification` all entries are stored in the dtypes of its config, so that verified and unverified ones fit into one
-    batch: a `store_dtype` is then a ConfigError. A manifest that was imported before is replaced, unless nothing could
-    be imported.
+    for the last bit of a float32. With a `verification` the report says how entries differ from what encoding gives;
+    they are unverified all the same, and precache replaces them. A manifest that was imported before is replaced,
+    unless nothing could be imported. `dataset` says what it is for, and how often an epoch visits each sample.
 
     Raises StoreError if precache made the manifest of that name, or if the foreign cache holds nothing at all, and
     DatasetError if the latents are not scaled as the format claims (then nothing is imported): `scale_check` False is
@@ -83,8 +69,6 @@ def import_cache(
     """
     started = time.monotonic()
     _check_name(name)
-    if verification is not None and store_dtype is not None:
-        raise ConfigError("what is verified is stored in the dtypes of the config: give no --dtype with --verify")
     try:
         previous = workspace.manifests.read(name)
     except DatasetError as error:
@@ -102,26 +86,26 @@ def import_cache(
         from latentcache.interop.verification import Verifier
 
         verifier = Verifier(verification, name, workspace, report)
-    dtypes: Mapping[str, torch.dtype | None]  # None: that of the file
-    dtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
-    run = _Import(foreign, workspace, dtypes, ScaleCheck(foreign.family, is_wanted=scale_check), report)
+    run = _Import(foreign, workspace, store_dtype, ScaleCheck(foreign.family, is_wanted=scale_check), report)
     progress = progress or Progress()
     with workspace.in_use():
         try:
             rows = run.read(progress)
             if verifier is not None:
-                rows = verifier.verify(rows, progress)
+                verifier.verify(rows, progress)
         finally:
             progress.finish()
         if rows:
             common = _common_of(foreign, rows, run.length)
-            manifest = Manifest(name, use.role, use.repeats, common, rows, loss_weight=use.loss_weight)
+            if dataset is None:
+                manifest = Manifest(name, "train", 1, common, rows)
+            else:
+                role, repeats, weight = dataset.role, dataset.repeats, dataset.loss_weight
+                manifest = Manifest(name, role, repeats, common, rows, loss_weight=weight)
             workspace.manifests.write(manifest)
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
             raise StoreError(f"nothing was imported: {detail}")
-    trusts = [ref.trust for row in rows.values() for refs in (row.images, row.captions, row.parts) for ref in refs]
-    report.num_verified, report.num_unverified = trusts.count("verified"), trusts.count("unverified")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report
@@ -172,11 +156,11 @@ class _Import:
         self,
         foreign: ForeignCache,
         workspace: Workspace,
-        dtypes: Mapping[str, torch.dtype | None],
+        store_dtype: torch.dtype | None,
         scale_check: ScaleCheck,
         report: ImportReport,
     ):
-        self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
+        self._foreign, self._workspace, self._store_dtype = foreign, workspace, store_dtype
         self._family, self._scale_check, self._report = family_named(foreign.family), scale_check, report
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -202,7 +186,6 @@ class _Import:
             writer.seal()
         self._scale_check.check()
         self._report.bytes_written = writer.bytes_written
-        self._report.scale = self._scale_check.to_json()
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
 
     # Images
@@ -349,7 +332,7 @@ class _Import:
         for name, tensor in found.items():
             if tensor.dtype not in DTYPES or tensor.numel() == 0:
                 raise corrupt(path, f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16")
-        dtype = self._dtypes[kind] or next(iter(found.values())).dtype
+        dtype = self._store_dtype or next(iter(found.values())).dtype
         stored = {name: tensor.to(dtype) for name, tensor in found.items()}
         for name, tensor in found.items():
             if problem := flaw_of(tensor):

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -160,27 +160,16 @@ def check_family(family: str, allowed: Collection[str], format_name: str) -> str
 class SourceImages:
     """The images and captions that a foreign cache was made from, as far as the user still has them.
 
-    They are the samples of a folder; without one there are none. `captions` are further known captions, such as
-    validation prompts. Foreign caches name files. Their names are looked up among the samples: a file outside the
-    folder is never opened. `recorded_root` is where the folder was when the cache was made, if it was moved since.
-    Raises DatasetError if the folder cannot be read.
+    They are the samples of a folder; without one there are none. Foreign caches name files. Their names are looked up
+    among the samples: a file outside the folder is never opened. Raises DatasetError if the folder cannot be read.
     """
 
-    def __init__(
-        self,
-        folder: str | Path | None,
-        *,
-        caption_extension: str = ".txt",
-        captions: Iterable[str] = (),
-        recorded_root: str | None = None,
-    ) -> None:
-        roots = (None if folder is None else os.path.abspath(folder), recorded_root)
-        self._roots = [_path_parts(root) for root in roots if root is not None]
+    def __init__(self, folder: str | Path | None, *, caption_extension: str = ".txt") -> None:
         self._samples: dict[str, Sample] = {}
         self._by_stem: dict[str, list[str]] = {}
         self.refusals: list[Refusal] = []
         """What cannot be used in the folder."""
-        by_caption: dict[str, list[str]] = {caption: [] for caption in ("", *captions)}
+        by_caption: dict[str, list[str]] = {"": []}
         if folder is not None:
             self._source = open_source(SourceConfig(path=Path(folder), caption_extension=caption_extension))
             for sample in self._source.samples():
@@ -218,22 +207,3 @@ class SourceImages:
         """The size of a sample's image after the EXIF turn. Raises ImageRefused if it cannot be read."""
         sample = self._samples[sample_id]
         return probe(self._source.read(sample), sample.path, _SIZE_POLICY)
-
-    def find(self, recorded: str) -> str | None:
-        """The sample that a foreign cache names by a path: relative, below the folder, or below `recorded_root`.
-
-        None if there is no such sample. Equal file names alone are no proof: many folders have a `1.png`.
-        """
-        if recorded in self._samples:
-            return recorded
-        parts = _path_parts(recorded)
-        for root in self._roots:
-            if parts[: len(root)] == root and (sample_id := "/".join(parts[len(root) :])) in self._samples:
-                return sample_id
-        return None
-
-
-def _path_parts(recorded: str) -> tuple[str, ...]:
-    """The names in a path that some machine recorded, without its root or drive."""
-    pure = PureWindowsPath(recorded) if "\\" in recorded else PurePosixPath(recorded)
-    return pure.parts[1:] if pure.anchor else pure.parts

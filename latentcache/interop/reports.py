@@ -20,14 +20,14 @@ class Difference:
     num_compared: int = 0
     num_equal: int = 0
     num_draws: int = 0
-    """Draws that are as far from the mean as a draw of this posterior is. They stay unverified."""
+    """Draws that are as far from the mean as a draw of this posterior is."""
     largest: float = 0.0
     """Largest absolute difference."""
     largest_share: float = 0.0
     """Largest difference as a share of what was allowed there: at most 1 for what counts as equal."""
     largest_deviations: float | None = None
-    """Draws only: the difference from the mean in standard deviations of the posterior (root mean squares). A true
-    draw has about 1."""
+    """Draws that are not equal to the mean: the difference from it in standard deviations of the posterior (root mean
+    squares). A true draw has about 1."""
 
     def to_text(self, kind: str) -> str:
         """One line for people."""
@@ -75,17 +75,14 @@ class ImportReport(InteropReport):
     """Of the images."""
     num_unknown_captions: int = 0
     """Texts whose caption is neither in the format nor in a caption file."""
-    num_verified: int = 0
-    num_unverified: int = 0
     incomplete: list[Refusal] = field(default_factory=list)
     """Samples that lack an image or a text: they are in the manifest, but in no batch."""
     refused: list[Refusal] = field(default_factory=list)
     """Files that were not imported."""
     unequal: list[Refusal] = field(default_factory=list)
-    """Entries that are not equal to encoded ones, or could not be encoded: they stay unverified."""
+    """Entries that are not equal to encoded ones, or could not be encoded."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """Kind -> differences from encoded entries; empty without verification."""
-    scale: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     cache: str | None = None
 
@@ -100,7 +97,6 @@ class ImportReport(InteropReport):
             f"imported  {self.num_samples} samples from {self.format} as {self.name}",
             f"images    {self.num_images}, of which {self.num_flipped} flipped",
             f"texts     {self.num_texts}, of which {self.num_unknown_captions} with an unknown caption",
-            f"trust     {self.num_verified} verified, {self.num_unverified} unverified",
             *(found.to_text(kind) for kind, found in self.differences.items()),
             *self._note_lines(),
             *_refusal_lines("unequal", self.unequal),
@@ -109,10 +105,12 @@ class ImportReport(InteropReport):
             f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s",
             f"cache     {self.cache or 'in memory'}",
         ]
-        if not self.num_images + self.num_texts:
+        if self.num_images + self.num_texts:
+            lines.append(
+                "trust     entries are unverified: returned only with cache.unverified; precache replaces them"
+            )
+        else:
             lines.append(f"manifest  none written: nothing was imported; {self.name} is as it was")
-        if self.num_unverified:
-            lines.append("unverified entries are returned only with cache.unverified; precache replaces them")
         return "\n".join(lines)
 
 

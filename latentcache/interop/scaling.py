@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import torch
 
@@ -77,11 +76,6 @@ class ScaleCheck:
         self._path = path
         if len(self._stds) == FIRST_LOOK:
             self.check()
-
-    def to_json(self) -> dict[str, Any]:
-        """What a report says of it."""
-        median = round(statistics.median(self._stds), 4) if self._stds else None
-        return {"median_std_scaled": median, "checked": self._is_wanted}
 
     def check(self) -> None:
         """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""

@@ -348,7 +348,8 @@ class LatentCache(Closing):
         batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory)
         if zeros := [place for place, ref in enumerate(refs) if ref.dropped == "zeros"]:
             for name in first.facts.family.fields:
-                batch[name][zeros] = 0
+                for place in zeros:  # an index of all takes longer than the copy of the batch
+                    batch[name][place].zero_()
         return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Iterable[SampleRef]) -> None:

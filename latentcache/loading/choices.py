@@ -27,6 +27,8 @@ DropoutTo = Literal["empty", "zeros"]
 """What takes the place of a dropped caption: the entry of the empty text, or zeros."""
 Crops = Literal["first", "random"]
 """The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
+KnownVisit = tuple[int, int, int, int]
+"""An item, and the draw, the epoch and the seed that its choices follow from."""
 _POINTS = 1 << 20
 _CROP_BITS = 40  # of a code: above them is the number of the crop
 
@@ -39,17 +41,19 @@ class Visits(NamedTuple):
     seeds: np.ndarray
 
     @classmethod
-    def of(cls, indices: Sequence[int]) -> Visits:
-        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator."""
-        visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
-        draws, epochs = [visit.draw for visit in visits], [visit.epoch for visit in visits]
-        seeds = np.array([_variant_seed(visit.seed) for visit in visits], np.uint64)
-        return cls(np.array(draws, np.int64), np.array(epochs, np.int64), seeds)
+    def of(cls, known: Sequence[KnownVisit]) -> Visits:
+        """These visits, without their items."""
+        _, draws, epochs, seeds = zip(*known, strict=True)
+        of_variants = np.array([*map(_variant_seed, seeds)], np.uint64)
+        return cls(np.array(draws, np.int64), np.array(epochs, np.int64), of_variants)
 
 
-def _plain_visit(index: int) -> Visit:
+def known_visit(index: int) -> KnownVisit:
+    """The visit of this item. A plain number gets a draw and a seed from torch's global generator."""
+    if isinstance(index, Visit):
+        return int(index), index.draw, index.epoch, index.seed
     draw, seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device="cpu").tolist()
-    return Visit.of(index, draw, 0, seed)
+    return index, draw, 0, seed
 
 
 @lru_cache(1 << 10)
@@ -134,8 +138,7 @@ class Chooser:
         mixed = _mixed(_mixed(visits.seeds ^ items.astype(np.uint64)) + cycles.astype(np.uint64))
         starts, others = (mixed >> np.uint64(32)).astype(np.int64), (mixed % np.uint64(1 << 32)).astype(np.int64)
         # Multiples of a stride that has no common factor with their number are all numbers, in another order.
-        variants: np.ndarray = (starts + steps * self._strides[others % len(self._strides)]) % num
-        return variants
+        return np.asarray((starts + steps * self._strides[others % len(self._strides)]) % num)
 
     def codes(
         self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray, crops: np.ndarray | int = 1
@@ -152,9 +155,8 @@ class Chooser:
         rest, flips = np.divmod(rest, 2)
         rest, chosen = np.divmod(rest, crops)
         dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS
-        codes: np.ndarray = np.where(dropped, 0, entries) * 4 + flips * 2 * self.choices.flips + dropped
-        codes += chosen << _CROP_BITS
-        return codes
+        codes = np.where(dropped, 0, entries) * 4 + flips * 2 * self.choices.flips + dropped
+        return np.asarray(codes + (chosen << _CROP_BITS))
 
     def decoded(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The caption's entry of each code, whether the image is mirrored, and whether the caption is dropped."""

@@ -24,7 +24,7 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, Visits
+from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, KnownVisit, Visits, known_visit
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, remembered
 from latentcache.location import kind_of
@@ -59,8 +59,7 @@ class _Samples:
 
     def num_captions(self, numbers: np.ndarray) -> np.ndarray:
         """The number of caption entries of these rows: int64 [n]."""
-        counts: np.ndarray = np.diff(self.rows.ranges("caption", numbers), axis=0)[0]
-        return counts
+        return np.asarray(np.diff(self.rows.ranges("caption", numbers), axis=0)[0])
 
     def codes(self, items: np.ndarray, visits: Visits) -> np.ndarray:
         """What these visits of items choose, as one number each: see `Chooser.codes`."""
@@ -188,6 +187,7 @@ class LatentDataset(Dataset[Batch]):
         if caption_dropout and self.facts.texts:
             self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
+        self._codes: dict[KnownVisit, int] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
         most = max(int(part.rows.num_crops(part.usable).max(initial=1)) for part in self._parts)
         if crops == "random" and len(self) and most == 1:
@@ -195,7 +195,7 @@ class LatentDataset(Dataset[Batch]):
             raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None, "_refs": {}}
+        return self.__dict__ | {"_opened": None, "_refs": {}, "_codes": {}}
 
     @property
     def cache(self) -> LatentCache:
@@ -215,15 +215,11 @@ class LatentDataset(Dataset[Batch]):
             if self.choices.dropout_to == "zeros":
                 lengths = [field for field, _ in self.facts.padding]
                 if lengths or (view.text_shapes() or {}).keys() - family.fields.keys():
-                    raise StoreError(
-                        f"dropout_to is 'zeros', but each text of {family.name} has a length of its own, by its rows "
-                        "or by its mask, and zeros have none: use 'empty'"
-                    )
+                    message = "has a length of its own, by its rows or its mask, and zeros have none: use 'empty'"
+                    raise StoreError(f"dropout_to is 'zeros', but each text of {family.name} {message}")
             elif family.text_reads_control:
-                raise StoreError(
-                    f"caption_dropout is {self.choices.caption_dropout}, but {family.name} reads each text with "
-                    "control images, so that no empty text is cached: set it to 0"
-                )
+                message = "reads each text with control images, so that no empty text is cached: set it to 0"
+                raise StoreError(f"caption_dropout is {self.choices.caption_dropout}, but {family.name} {message}")
             else:
                 part.empty_key = view.cached_prompt("").keys[0]
 
@@ -282,11 +278,8 @@ class LatentDataset(Dataset[Batch]):
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
         codes = [0] * len(indices)
-        if self.draws:
-            chosen = np.zeros(len(indices), np.int64)
-            for part, places, items in self._items(indices):
-                chosen[places] = part.codes(items, Visits.of([indices[place] for place in places.tolist()]))
-            codes = chosen.tolist()
+        if self.draws:  # each visit is asked for twice: when it is prefetched, and when it is read
+            codes = remembered(self._codes, [*map(known_visit, indices)], self._chosen)
 
         def find(asked: list[tuple[int, int]]) -> list[SampleRef]:
             numbers, chosen = np.array(asked, np.int64).T
@@ -296,6 +289,13 @@ class LatentDataset(Dataset[Batch]):
             return [found[place] for place in range(len(asked))]
 
         return remembered(self._refs, [*zip(map(int, indices), codes, strict=True)], find)
+
+    def _chosen(self, visits: list[KnownVisit]) -> list[int]:
+        """What these visits choose: see `Chooser.codes`."""
+        chosen = np.zeros(len(visits), np.int64)
+        for part, places, items in self._items([visit[0] for visit in visits]):
+            chosen[places] = part.codes(items, Visits.of([visits[place] for place in places.tolist()]))
+        return chosen.tolist()
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """These items are read soon, by any process. What is wrong with one is raised when it is read."""

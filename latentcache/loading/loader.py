@@ -69,7 +69,7 @@ class _BatchMaker:
     transfer: Transfer
     dtype: torch.dtype | None
     encoded: Set[str]
-    """Samples that are not encoded once more in this iteration."""
+    """Keys of entries that are not encoded once more in this iteration."""
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
@@ -132,6 +132,12 @@ class _BatchMaker:
         loader = self.loader
         device, output, scaled = self.transfer.device, loader.output, loader.scaled
         return placed(loader.dataset, planned, batch, device, dtype=self.dtype, output=output, scaled=scaled)
+
+
+def _lost_key(error: Exception) -> str | None:
+    """The key of the entry that is missing or damaged, of a sample's error about that."""
+    cause = error.__cause__ if isinstance(error, SampleError) else None
+    return cause.key if isinstance(cause, EntryMissingError | EntryDamagedError) else None
 
 
 def check_output(output: Output, *, scaled: bool) -> None:
@@ -272,7 +278,7 @@ class LatentLoader(Closing):
         return iterator
 
     def read_from(self, cursor: Cursor, encoded: Set[str], *, endless: bool) -> tuple[Source, Transfer]:
-        """The batches from here on, and how they get to the device. Samples of `encoded` are not encoded again."""
+        """The batches from here on, and how they get to the device. Entries of `encoded` are not encoded again."""
         transfer = transfer_to(device_of(self.requester))
         maker = _BatchMaker(self, self.dataset.cache, transfer, self.dtype or dtype_of(self.requester), encoded)
         plan = self.sampler.plan(cursor.epoch, cursor.position)
@@ -291,14 +297,13 @@ class LatentLoader(Closing):
 
     def lost_key(self, error: Exception, encoded: Set[str]) -> str | None:
         """The key of the missing or damaged entry that this error is about, and that may be encoded; else None."""
-        if self.encode is None or not isinstance(error, SampleError) or error.sample_id in {*encoded, *self.refused}:
-            return None
-        cause = error.__cause__
-        return cause.key if isinstance(cause, EntryMissingError | EntryDamagedError) else None
+        key = _lost_key(error)
+        return None if self.encode is None or key in encoded or key in self._not_made else key
 
     def explained(self, error: SampleError) -> SampleError:
         """The error, or another one that says why the sample could not be encoded."""
-        if (refusal := self.refused.get(error.sample_id)) is None:
+        refusal = self.refused.get(error.sample_id)
+        if refusal is None or _lost_key(error) not in self._not_made:
             return error
         reason = f"{error.reason}, and it cannot be encoded ({refusal.reason}): {refusal.detail}"
         remedy = PRECACHE if refusal.reason == "changed" else f"replace {refusal.path}, then {PRECACHE}"
@@ -346,9 +351,8 @@ class BatchIterator(Iterator[Batch], Closing):
         loader, key = self._loader, self._loader.lost_key(error, self._encoded)
         if key is None:
             return False
-        assert isinstance(error, SampleError)
         self._source.close()
-        self._encoded.add(error.sample_id)
+        self._encoded.add(key)
         loader.encode_missing(key)
         self._source, self._transfer = loader.read_from(self._cursor, self._encoded, endless=self._endless)
         return True

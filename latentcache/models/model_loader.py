@@ -9,7 +9,7 @@ import copy
 import importlib.util
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,8 @@ class ModelLoader(Models):
     `path` is `tiny`, a hub id, a diffusers folder or one .safetensors checkpoint. `vae` names another VAE: hub id,
     folder or .safetensors file. `config` names a folder or hub id with the configs and tokenizers for a checkpoint
     (default: what diffusers infers from it). `variant` and `revision` are those of `path`. `memo` remembers
-    identities from one process to the next. All failures are ModelError. Nothing is read before the first call.
+    identities from one process to the next. All failures are ModelError, also that files changed since they were first
+    read: keys were made of what they were. Nothing is read before the first call.
     """
 
     def __init__(
@@ -141,9 +142,7 @@ class ModelLoader(Models):
         self._origins: dict[str, ModelOrigin] = {}
         self._tokenizers: dict[str, Any] | None = None
         self._tokenizers_ahead: dict[str, Any] | None = None
-        # The state of a part's files when it was loaded, and when `identity` was asked, with the answer.
-        self._loaded: dict[tuple[str, torch.dtype | None], list[Any] | None] = {}
-        self._answered: dict[tuple[str, torch.dtype], tuple[list[Any], PartIdentity]] = {}
+        self._first_files: dict[str, list[Any]] = {}
 
     @override
     def origin(self, part: str) -> str:
@@ -152,22 +151,13 @@ class ModelLoader(Models):
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
         # A part whose files have not changed since the memo was written is not loaded.
-        self._answered.pop((part, dtype), None)
-        files, key = self._files(part), self._memo_key(part, dtype)
-        is_loaded = None if self.family.parts[part].role == "tokenizer" else dtype
-        known = recalled(self._memo, key, _IDENTITY.validate_json) if key and self._is_of(part, is_loaded) else None
+        key = self._memo_key(part, dtype)
+        known = None if key is None else recalled(self._memo, key, _IDENTITY.validate_json)
         if known is None:
             known = self._identified(part, dtype)
-            # Files that changed while they were read, or since what is in memory was loaded, are not remembered.
-            if key and key == self._memo_key(part, dtype) and self._is_of(part, is_loaded):
+            if key is not None:
                 self._memo[key] = _IDENTITY.dump_json(known).decode()
-        self._answered[part, dtype] = files, known
         return known
-
-    def _is_of(self, part: str, dtype: torch.dtype | None) -> bool:
-        """Whether the part's files are those that it was loaded from, or it is not loaded."""
-        files = self._files(part)
-        return self._loaded.get((part, dtype), files) == files
 
     def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
         own = self.family.parts[part]
@@ -190,8 +180,8 @@ class ModelLoader(Models):
         if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
             vae = self._module(self.vae_name, torch.float32)
         found = self._with_stated_upcast(vae_facts(vae), settings)
-        same = key == self._memo_key(self.vae_name, torch.float32) and self._is_of(self.vae_name, torch.float32)
-        if key is not None and same:
+        self._check_files([self.vae_name])
+        if key is not None:
             self._memo[name] = _FACTS.dump_json(found).decode()
         return found
 
@@ -199,9 +189,10 @@ class ModelLoader(Models):
     def tokenizers(self) -> dict[str, Any]:
         if self._tokenizers is None:
             names = self.family.names("tokenizer")
-            before = {name: self._files(name) for name in names}
-            self._tokenizers = self._origin(names[0]).load_tokenizers()
-            self._note_loaded(before, None)
+            self._check_files(names)
+            found = self._origin(names[0]).load_tokenizers()
+            self._check_files(names)
+            self._tokenizers = found
         return self._tokenizers
 
     @override
@@ -213,35 +204,22 @@ class ModelLoader(Models):
     @override
     def release(self, *parts: str) -> None:
         super().release(*parts)
-        self._loaded = {key: files for key, files in self._loaded.items() if key in self._modules or key[1] is None}
         if not parts or not set(parts).isdisjoint(self.family.names("tokenizer")):
             self._tokenizers = self._tokenizers_ahead = None
-            self._loaded = {key: files for key, files in self._loaded.items() if key[1] is not None}
 
     @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
         if (part, dtype) not in self._modules:
-            before = {name: self._files(name) for name in self.family.parts}
+            self._check_files([part])
             found = self._origin(part).load(part, dtype)
-            for name, module in found.items():
-                self._modules[name, dtype] = module.eval().requires_grad_(False)
-            self._note_loaded({name: before[name] for name in found}, dtype)
+            self._check_files(found)
+            self._modules |= {(name, dtype): each.eval().requires_grad_(False) for name, each in found.items()}
         return self._modules[part, dtype]
 
-    def _note_loaded(self, before: Mapping[str, list[Any]], dtype: torch.dtype | None) -> None:
-        """Note from which files parts were loaded. ModelError for another part than `identity` said: keys have that."""
-        for part, files in before.items():
-            self._loaded[part, dtype] = files if files == self._files(part) else None
-        for (part, computed), (files, answer) in [*self._answered.items()]:
-            if part not in before or dtype not in (None, computed) or self._loaded[part, dtype] == files:
-                continue
-            if self._identified(part, computed) != answer:
-                self.release(*before)
-                raise ModelError(
-                    f"{part}: the files of {self.origin(part)} changed since they were identified, and keys were made "
-                    "of what they were. Run the same command again.",
-                    part=part,
-                )
+    def _check_files(self, parts: Iterable[str]) -> None:
+        """ModelError for parts whose files changed: called before they are loaded, and after it."""
+        for part in parts:
+            self._files(part)
 
     def _origin(self, part: str) -> ModelOrigin:
         if part not in self.family.parts:
@@ -256,8 +234,15 @@ class ModelLoader(Models):
         return self._origins[name]
 
     def _files(self, part: str) -> list[Any]:
-        """What changes when one of the part's files does."""
-        return [_signature(path) for path in self._origin(part).files(part)]
+        """What changes when one of the part's files does. ModelError if it has since the first call."""
+        found = [_signature(path) for path in self._origin(part).files(part)]
+        if self._first_files.setdefault(part, found) != found:
+            raise ModelError(
+                f"{part}: the files of {self.origin(part)} changed since they were first read, and keys were made of "
+                "what they were. Start again.",
+                part=part,
+            )
+        return found
 
     def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
         """None if the part comes from no file. Library versions count: another one may read a config otherwise."""

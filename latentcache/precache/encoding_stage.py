@@ -23,7 +23,6 @@ from latentcache.config import EncodeConfig
 from latentcache.devices.placement import Placement
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import DeviceError, EncodeError
-from latentcache.identity import ImageEncoding
 from latentcache.models.model_loader import Models
 from latentcache.models.running import BatchRunner, float32_precision
 from latentcache.precache.encodings import TextEncodings
@@ -57,9 +56,6 @@ class RunContext:
     stop: threading.Event
     claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
     """Called with each batch of tasks before it is begun. Returns those that this process should do."""
-
-    compared: ImageEncoding | None = None
-    """What is stored of images in place of what their identities say: for who compares them with others."""
 
     def is_stopped(self) -> bool:
         """Whether the rest is left to the next run."""

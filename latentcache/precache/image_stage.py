@@ -10,7 +10,7 @@ alive, of 3 bytes for each pixel of each of their frames. Of a clip that is deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import chain, tee
@@ -37,14 +37,14 @@ CLIPS_AHEAD = 2
 
 
 class ImageStage(EncodingStage):
-    """Encodes images in batches of one bucket. `decode` gives an image's pixels, by default from its dataset."""
+    """Encodes images in batches of one bucket."""
 
     part, encoder, max_retries = "vae", "the VAE", 1
 
-    def __init__(self, context: RunContext, decode: Callable[[ImageTask], np.ndarray] | None = None):
+    def __init__(self, context: RunContext):
         assert isinstance(context.encodings, Encodings)
         super().__init__(context, context.encodings.vae)
-        self._decode, self._encodings = decode or ImageTask.pixels, context.encodings
+        self._encodings = context.encodings
 
     def run(self, batches: Sequence[Sequence[ImageTask]]) -> None:
         """Encode the batches."""
@@ -79,7 +79,7 @@ class ImageStage(EncodingStage):
     ) -> Generator[Iterator[Item], None, None]:
         """The batches' images, each when it is decoded, in order."""
         to_decode, to_encode = tee(filter(None, map(self._context.claim, batches)))
-        decoded = bounded_map(executor, self._decode, chain.from_iterable(to_decode), num_ahead)
+        decoded = bounded_map(executor, ImageTask.pixels, chain.from_iterable(to_decode), num_ahead)
         try:
             for batch in to_encode:
                 if self._context.is_stopped():
@@ -122,7 +122,7 @@ class ImageStage(EncodingStage):
 
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
         context, moments = self._context, outputs["moments"]
-        encoding = context.compared or items[0].task.identity.encoding  # one for the batch: see `Shape.group`
+        encoding = items[0].task.identity.encoding  # one for the batch: see `Shape.group`
         computed_dtype = encoding.compute_dtype if note is None else "float32"
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
         kept = keep_output(moments, encoding.output, seeds)

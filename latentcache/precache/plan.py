@@ -99,10 +99,9 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
 ) -> Plan:
     """Plan a run, and count in the report. Only the memo of digests is written.
 
-    One bad file is a refusal. `only` restricts the plan to these sample ids, `wanted` what is encoded to these keys.
-    `verify_sources` reads and hashes every
-    image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
-    Stopped when `stop` is set.
+    One bad file is a refusal. `only` restricts the plan to these sample ids, and `wanted` what is encoded to these
+    keys. `verify_sources` reads and hashes every image, also those whose files look unchanged. Raises DatasetError for
+    a dataset that cannot be read at all, and Stopped when `stop` is set.
     """
     entries, progress = Entries(workspace.store, shard or Shard(), report, wanted), progress or Progress()
     # The first one is read once, for the prompts too.

@@ -20,8 +20,6 @@ REFUSED = "refused before"
 """The last run refused the sample; this one tries again."""
 IMPORTED = "imported, unverified"
 """Not shown to equal what encoding gives, so it is encoded."""
-IMPORTED_OTHERWISE = "imported, verified for other settings"
-"""Equal to what another config encodes."""
 
 LABELS = {
     "compute_dtype": "encoder dtype",
@@ -178,10 +176,9 @@ def _why_imported(known: Sequence[tuple[ImageRef | PartRef | CaptionRef, Facts]]
     """Why the entry `key` is a miss, of a sample that was imported. `known` is what was imported of it."""
     if not known:
         return NEW
-    ref = known[0][0]
-    if ref.key == key:
+    if known[0][0].key == key:
         return LOST
-    return IMPORTED if ref.trust == "unverified" else IMPORTED_OTHERWISE
+    return IMPORTED
 
 
 def _shown(value: Any) -> str:

@@ -178,7 +178,8 @@ class _Run:
                 stop=self.stop,
                 report=report,
             )
-        report.refused += [refusal for name, row in rows if (refusal := self._changed(name, row)) is not None]
+        if only is not None:
+            report.refused = self._refused_of(rows, only)
         if remote is None:  # each encoder there chooses its own batch size
             self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
         with_control = [dataset.name for dataset in config.datasets if dataset.control]
@@ -194,16 +195,20 @@ class _Run:
             for name, placement in (("vae", encodings.vae), ("text", encodings.text_encoders))
         }
 
-    def _changed(self, manifest: str, row: Row) -> Refusal | None:
-        """Why wanted entries of a manifest's row cannot be made by now. None where the plan refuses the sample."""
-        tables = [planned.rows for planned in self._plan.manifests if planned.name == manifest]
-        now = tables[0].get(row.sample_id) if tables else None
-        if now is None:
-            return Refusal(row.sample_id, row.path, "missing", "the dataset has it no more")
-        if now.refusal is not None or self.only is None or self.only.isdisjoint({*row.keys()} - {*now.keys()}):
-            return None
-        detail = "its image, its caption, the models or the settings are others than when it was precached"
-        return Refusal(row.sample_id, row.path, "changed", detail)
+    def _refused_of(self, rows: Sequence[tuple[str, Row]], wanted: Set[str]) -> list[Refusal]:
+        """Why wanted entries are not planned: a refusal of each of these rows of manifests that has one of them."""
+        planned = {manifest.name: manifest.rows for manifest in self._plan.manifests}
+        lost = wanted - {key for table in planned.values() for key in table.entry_keys()}
+        changed = "its image, its caption, the models or the settings are others than when it was precached"
+        refused = []
+        for name, row in rows:
+            if not lost.isdisjoint(row.keys()):
+                now = planned[name].get(row.sample_id) if name in planned else None
+                gone = now is None and name in planned
+                reason, detail = ("missing", "it is no longer in the dataset") if gone else ("changed", changed)
+                found = None if now is None else now.refusal
+                refused.append(found or Refusal(row.sample_id, row.path, reason, detail))
+        return refused
 
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""

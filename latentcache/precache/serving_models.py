@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import ExitStack
 
-import numpy as np
-
 from latentcache.config import Config
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceError, ModelError
@@ -50,15 +48,14 @@ class ServingModels:
         tasks: Sequence[Task],
         store: Callable[[Entry], None],
         fail: Callable[[str, Failure], None],
-        decode: Callable[[ImageTask], np.ndarray] | None = None,
         *,
         group_of: Callable[[Task], Hashable] | None = None,
         stop: threading.Event | None = None,
     ) -> Report:
         """Encode entries of one kind. `store` gets each that was made, `fail` the key of each that cannot be made.
 
-        `decode` gives an image's pixels, by default from its dataset. `group_of` says which entries may share a batch,
-        by default those of one size. `stop` leaves the rest undone. Returns what the stage counted.
+        `group_of` says which entries may share a batch, by default those of one size. `stop` leaves the rest undone.
+        Returns what the stage counted.
         Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
         other ones by now than those from which the keys follow.
         """
@@ -87,12 +84,12 @@ class ServingModels:
         groups: dict[Hashable, list[Task]] = {}
         for task in tasks:
             groups.setdefault((group_of or _group_of)(task), []).append(task)
-        stage = TextStage(context) if kind == "text" else ImageStage(context, decode)
+        stage = TextStage(context) if kind == "text" else ImageStage(context)
         stage.run(list(groups.values()))  # type: ignore[arg-type]  # the tasks are of one kind
         if crowded:
             self.unload()  # as above
             left = [task for task in tasks if task.key in crowded]
-            report.add(self.encode(left, store, fail, decode, group_of=group_of, stop=stop))
+            report.add(self.encode(left, store, fail, group_of=group_of, stop=stop))
         return report
 
     def unload(self) -> None:

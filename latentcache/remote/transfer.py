@@ -327,7 +327,7 @@ class Move:
         """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
             self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
-        keys = manifest.keys()
+        keys = set(manifest.rows.entry_keys(usable=True))  # what was refused may have no entry anywhere
         missing = keys - self.target.index.find(keys)
         if self.dry_run:  # the entries of packs that go are in the source's table after `find`
             missing -= self.source.index.find(missing) | self.source.index.table.find(list(missing))
@@ -336,7 +336,8 @@ class Move:
                 pass
             missing = keys - self.target.index.find(keys)
         if missing:
-            row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
+            rows = (row for row in manifest.rows.values() if row.refusal is None)
+            row = next(row for row in rows if not missing.isdisjoint(row.keys()))
             raise DatasetError(
                 f"{self.source.name}, manifest {manifest.name}",
                 f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "

@@ -142,10 +142,10 @@ def encode_router(state: ServiceState) -> APIRouter:
 
 
 class _Requested:
-    """Entries that are encoded where they are not there. It counts the requests that wait for the encoder."""
+    """Entries that are encoded where they are not there. It limits the requests that wait for the encoder."""
 
     def __init__(self, state: ServiceState, encoder: MissEncoder):
-        self._state, self._encoder, self._num_requests = state, encoder, 0
+        self._state, self._encoder, self._requests = state, encoder, asyncio.Semaphore(MAX_REQUESTS)
 
     async def answer(
         self,
@@ -159,8 +159,8 @@ class _Requested:
         keys, store = list(dict.fromkeys(task.key for task in tasks)), self._state.store
         if num_missing := len(keys) - len(await self._state.read(store.find, keys)):
             self._check_may_store(request, num_missing)
-            if self._num_requests >= MAX_REQUESTS:
-                raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
+            if self._requests.locked():
+                raise EncoderBusyError(f"{MAX_REQUESTS} requests wait for the encoder", retry_after_s=1)
         missing = await self._encode(tasks)
         try:
             await self._state.read(_check_whole, store, keys)
@@ -181,12 +181,10 @@ class _Requested:
 
     async def _encode(self, tasks: Sequence[Task]) -> set[str]:
         """Wait until all entries are there. Returns the keys of those that were not."""
-        self._num_requests += 1
-        try:
-            futures = await self._state.read(self._encoder.submit, tasks)
-            await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
-        finally:
-            self._num_requests -= 1
+        futures = await self._state.read(self._encoder.submit, tasks)
+        if futures:  # what is there waits for nobody
+            async with self._requests:
+                await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
         return set(futures)
 
 

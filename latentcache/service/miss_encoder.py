@@ -6,8 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self
@@ -30,7 +29,7 @@ from latentcache.errors import (
 )
 from latentcache.identity import digest, short
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import TextEncodings, load_models
+from latentcache.precache.encodings import load_models
 from latentcache.precache.preparation import Preparations
 from latentcache.precache.prompts import add_prompts, prompt_keys, prompt_row, prompt_task, prompts_common
 from latentcache.precache.report import Failure
@@ -49,11 +48,12 @@ ROUND_SIZES: Mapping[Kind, int] = {"text": 64, "image": 16}
 """Entries that are encoded, stored as one pack, and returned together."""
 FILL_S = 0.005
 """How long the encoder waits for more entries before it begins with fewer than a round."""
-CLOSED_S = 5
-"""A client of a service that is shutting down may try again after so many seconds: another may take its place."""
-_WAIT_S = 2.0
-"""Prompts wait so long for others before they join their manifest, and ten times as long as the last writing took."""
-_RETRY_S = 60.0
+CLOSED_S, BUSY_S = 5, 2
+"""A client may try again after so many seconds: of a service that is shutting down, as another may take its place, and
+of one whose queue is full."""
+_WAIT_S, _RETRY_S = 2.0, 60.0
+"""Prompts wait so long for others before they join their manifest, which is replaced as a whole; and so long after a
+failure."""
 
 logger = logging.getLogger("latentcache")
 
@@ -89,7 +89,16 @@ class _Miss:
     future: Future[None]
 
     @property
+    def key(self) -> str:
+        return self.tasks[0].key
+
+    @property
+    def kind(self) -> Kind:
+        return self.tasks[0].kind
+
+    @property
     def num_bytes(self) -> int:
+        """Of the image."""
         task = self.tasks[0]
         return 0 if isinstance(task, TextTask) else len(task.sample.locator)
 
@@ -99,8 +108,10 @@ class MissEncoder:
 
     Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` and `max_bytes` count, which is
     kept where nothing came for `idle_s`; the sources of its datasets do not count. An entry is stored before it is
-    returned; prompts join the manifest of prompts some seconds later. Images are in no manifest.
-    `models` are by default those of the config. All methods may be called from any thread. `close` it.
+    returned; prompts join the manifest of prompts some seconds later. A process that is killed loses those of the last
+    seconds: their entries are there all the same, and a later request finds them, but `prune` does not know them.
+    Images are in no manifest. `models` are by default those of the config; they leave the device where nothing came for
+    `idle_s`. All methods may be called from any thread. `close` it.
 
     Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
     """
@@ -110,24 +121,23 @@ class MissEncoder:
             raise ReadOnlyError(workspace.path or "cpu store", "encoding on a miss stores entries: open it for writing")
         if not idle_s > 0:
             raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
-        self._config, self._workspace, self._idle_s = config, workspace, idle_s
+        self._workspace, self._idle_s, self._max_bytes = workspace, idle_s, config.cache.max_bytes
         logger.info("identifying the models of %s; this reads them where nothing is known of them", config.model.path)
         models = models or load_models(config.model, workspace.memo)
         self._models = ServingModels(config, models, workspace.memo)
-        self.encodings, self._salt = self._models.encodings, config.cache.salt
-        self._prompt_keys = prompt_keys(self.encodings, models, self._salt)
-        self._datasets = {each.name: each for each in config.datasets}
-        self._preparations = {
-            name: Preparations(dataset, self.encodings, self._salt) for name, dataset in self._datasets.items()
-        }
+        encodings, salt = self._models.encodings, config.cache.salt
+        self._prompt_keys = prompt_keys(encodings, models, salt)
+        self._common = prompts_common(encodings, salt)
+        self._datasets = {each.name: (each, Preparations(each, encodings, salt)) for each in config.datasets}
         self._uploads = UploadedImages()
         self._changed = threading.Condition()
-        self._waiting: deque[_Miss] = deque()
+        self._waiting: list[_Miss] = []
         self._under_way: dict[str, _Miss] = {}
         self._is_closed = False
         self.counts = dict.fromkeys(COUNTED, 0)
-        self._seconds_per_entry = 0.0
-        self._new_prompts = _NewPrompts(workspace, self.encodings, self._salt)
+        self._new_rows: dict[str, Row] = {}
+        """Of prompts that are stored and not in their manifest. They join it at this time, by the monotonic clock:"""
+        self._due_at = math.inf
         self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
         self._thread.start()
 
@@ -154,19 +164,18 @@ class MissEncoder:
         `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
         its suffix must fit the bytes. ConfigError for an unknown dataset; ImageRefused by the header of the image.
         """
-        chosen = self._dataset(dataset)
+        chosen, preparations = self._dataset(dataset)
         source = digest(data)
         name = name or f"uploaded image {short(source)}"
         size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
-        sample, preparations = Sample(name, name, locator=data), self._preparations[chosen.name]
-        found = []
+        sample, found = Sample(name, name, locator=data), []
         for shape in preparations.shapes([size], num_frames, name):
             key, identity = shape.image_key(source), preparations.identity(shape.role, source, shape.geometry)
             task = ImageTask(key, identity, sample, self._uploads, chosen.images)
             found.append((ImageRef(key, shape.geometry), task))
         return found
 
-    def _dataset(self, name: str | None) -> DatasetConfig:
+    def _dataset(self, name: str | None) -> tuple[DatasetConfig, Preparations]:
         if name is None and len(self._datasets) == 1:
             return next(iter(self._datasets.values()))
         if name in self._datasets:
@@ -193,15 +202,14 @@ class MissEncoder:
             self.counts["misses"] += len(missing)
             for key in missing.keys() - new.keys():
                 self._under_way[key].tasks += missing[key]
-            for key, miss in new.items():
+            for miss in new.values():
                 miss.future.set_running_or_notify_cancel()  # a caller that goes away must not cancel it for others
-                self._under_way[key] = miss
-                self._waiting.append(miss)
+            self._under_way |= new
+            self._waiting += new.values()
             self._changed.notify_all()
             return {key: self._under_way[key].future for key in missing}
 
-    def _check_room(self, new: Iterable[_Miss]) -> None:
-        new = list(new)
+    def _check_room(self, new: Collection[_Miss]) -> None:
         if self._is_closed:
             raise EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
         num, num_bytes = len(self._waiting) + len(new), sum(miss.num_bytes for miss in (*self._waiting, *new))
@@ -210,7 +218,7 @@ class MissEncoder:
             raise EncoderBusyError(
                 f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
                 f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
-                retry_after_s=min(60, max(1, math.ceil(len(self._waiting) * self._seconds_per_entry))),
+                retry_after_s=BUSY_S,
             )
 
     @property
@@ -236,7 +244,7 @@ class MissEncoder:
         """Encode what comes, until the encoder is closed. After `idle_s` without a miss the models leave the device."""
         idle_at = math.inf
         while not self._is_closed:
-            misses = self._take(min(idle_at, self._new_prompts.due_at))
+            misses = self._take(min(idle_at, self._due_at))
             try:
                 if misses:
                     self._finish(misses, self._encode(misses))
@@ -245,16 +253,16 @@ class MissEncoder:
                 if is_idle:
                     idle_at = math.inf
                     self._models.unload()
-                if is_idle or time.monotonic() >= self._new_prompts.due_at:
-                    self._new_prompts.write()
-                if is_idle and self._config.cache.max_bytes is not None:
-                    self._workspace.prune(self._config.cache.max_bytes)
+                if is_idle or time.monotonic() >= self._due_at:
+                    self._write_prompts()
+                if is_idle and self._max_bytes is not None:
+                    self._workspace.prune(self._max_bytes)
             except Exception as error:
                 logger.exception("the thread that encodes goes on with the next request")
-                self._new_prompts.due_at = time.monotonic() + _RETRY_S
-                self._refuse([miss for miss in misses if miss.tasks[0].key in self._under_way], error)
+                self._due_at = time.monotonic() + _RETRY_S
+                self._refuse([miss for miss in misses if miss.key in self._under_way], error)
         try:
-            self._new_prompts.write()
+            self._write_prompts()
             self._models.close()
         finally:
             with self._changed:
@@ -263,7 +271,7 @@ class MissEncoder:
             self._refuse(left, EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S))
 
     def _refuse(self, misses: Sequence[_Miss], error: Exception) -> None:
-        self._finish(misses, {miss.tasks[0].key: error for miss in misses})
+        self._finish(misses, {miss.key: error for miss in misses})
 
     def _take(self, until: float) -> list[_Miss]:
         """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""
@@ -272,25 +280,23 @@ class MissEncoder:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if not self._waiting or self._is_closed:
                 return []
-            kind = self._waiting[0].tasks[0].kind
+            kind = self._waiting[0].kind
             until = time.monotonic() + FILL_S
             while len(self._waiting) < ROUND_SIZES[kind] and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            taken = [miss for miss in self._waiting if miss.tasks[0].kind == kind][: ROUND_SIZES[kind]]
-            self._waiting = deque(miss for miss in self._waiting if miss not in taken)
+            taken = [miss for miss in self._waiting if miss.kind == kind][: ROUND_SIZES[kind]]
+            self._waiting = [miss for miss in self._waiting if miss not in taken]
             return taken
 
     def _encode(self, misses: Sequence[_Miss]) -> dict[str, Exception]:
         """Encode and store. Returns why entries could not be made, by key."""
-        tasks = {miss.tasks[0].key: miss.tasks[0] for miss in misses}
-        started = time.monotonic()
+        tasks = {miss.key: miss.tasks[0] for miss in misses}
         errors = self._encode_together(tasks)
         if len(tasks) > 1 and any(not isinstance(error, LatentCacheError) for error in errors.values()):
             # One that breaks the encoder must not cost the others theirs.
             for key in list(errors):
                 del errors[key]
                 errors |= self._encode_together({key: tasks[key]})
-        self._seconds_per_entry = (time.monotonic() - started) / len(tasks)
         return errors
 
     def _encode_together(self, tasks: Mapping[str, Task]) -> dict[str, Exception]:
@@ -320,15 +326,33 @@ class MissEncoder:
     def _finish(self, misses: Sequence[_Miss], errors: Mapping[str, Exception]) -> None:
         with self._changed:
             for miss in misses:
-                del self._under_way[miss.tasks[0].key]
+                del self._under_way[miss.key]
             self.counts["entries"] += len(misses) - len(errors)
             self.counts["failures"] += len(errors)
         for miss in misses:
-            if error := errors.get(miss.tasks[0].key):
+            if error := errors.get(miss.key):
                 miss.future.set_exception(error)
-            else:
-                self._new_prompts.add(task for task in miss.tasks if isinstance(task, TextTask))
-                miss.future.set_result(None)
+                continue
+            rows = {task.sample.sample_id: prompt_row(task) for task in miss.tasks if isinstance(task, TextTask)}
+            if rows and not self._new_rows:
+                self._due_at = time.monotonic() + _WAIT_S
+            self._new_rows |= rows
+            miss.future.set_result(None)
+
+    def _write_prompts(self) -> None:
+        """Add what is stored to the manifest of prompts. Where that fails it is logged, and tried again later."""
+        self._due_at = math.inf
+        if not self._new_rows:
+            return
+        try:
+            name = prompts_name(self._common)
+            add_prompts(self._workspace, Manifest(name, "prompts", 1, self._common, self._new_rows), always=False)
+        except LatentCacheError as error:
+            self._due_at = time.monotonic() + _RETRY_S
+            message = "%d prompts that were encoded are not in the manifest of prompts yet: %s"
+            logger.error(message, len(self._new_rows), error)
+            return
+        self._new_rows = {}
 
 
 def _refusal(task: Task, failure: Failure) -> LatentCacheError:
@@ -336,42 +360,3 @@ def _refusal(task: Task, failure: Failure) -> LatentCacheError:
         detail = f"{task.sample.sample_id}: {failure.detail}"
         return EncodeError(detail, part="text_encoder", problem=failure.reason)
     return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)
-
-
-class _NewPrompts:
-    """Collects prompts, because the manifest is replaced as a whole. One thread uses it.
-
-    A process that is killed loses those of the last seconds: their entries are there all the same, and a later request
-    finds them, but `prune` does not know them.
-    """
-
-    def __init__(self, workspace: Workspace, encodings: TextEncodings, salt: str):
-        self._workspace, self._common = workspace, prompts_common(encodings, salt)
-        self._rows: dict[str, Row] = {}
-        self._wait_s = _WAIT_S
-        self.due_at = math.inf
-        """When `write` should be called, by the monotonic clock."""
-
-    def add(self, tasks: Iterable[TextTask]) -> None:
-        """Add prompts whose entries are stored."""
-        for task in tasks:
-            if not self._rows:
-                self.due_at = time.monotonic() + self._wait_s
-            self._rows[task.sample.sample_id] = prompt_row(task)
-
-    def write(self) -> None:
-        """Add them to the manifest. Where that fails it is logged, and they wait for the next call."""
-        if not self._rows:
-            self.due_at = math.inf
-            return
-        manifest = Manifest(prompts_name(self._common), "prompts", 1, self._common, self._rows)
-        started = time.monotonic()
-        try:
-            add_prompts(self._workspace, manifest, always=False)
-        except LatentCacheError as error:
-            self.due_at = time.monotonic() + _RETRY_S
-            message = "%d prompts that were encoded are not in the manifest of prompts yet: %s"
-            logger.error(message, len(self._rows), error)
-            return
-        self._rows, self.due_at = {}, math.inf
-        self._wait_s = max(_WAIT_S, 10 * (time.monotonic() - started))

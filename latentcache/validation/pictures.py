@@ -6,6 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
@@ -17,7 +18,7 @@ MIN_CELL_WIDTH = 192
 """Pixels: a caption under a tiny image must still be readable."""
 GAP = 8
 """Pixels between images, and around them."""
-MAX_PROMPT_LINES, MAX_NEGATIVE_LINES = 3, 2
+MAX_LINES = 6
 
 
 def image_png(sample: SampleImage) -> bytes:
@@ -39,12 +40,15 @@ def png_bytes(image: Image.Image, info: PngInfo | None = None) -> bytes:
 
 def caption_of(sample: SampleImage) -> str:
     """Prompt, negative prompt and seed in one line of text."""
-    negative = f" | negative: {sample.negative_prompt}" if sample.negative_prompt else ""
-    return f"{sample.prompt}{negative} | seed {sample.seed}"
+    return f"{_prompts(sample)} | seed {sample.seed}"
+
+
+def _prompts(sample: SampleImage) -> str:
+    return f"{sample.prompt}{f' | negative: {sample.negative_prompt}' if sample.negative_prompt else ''}"
 
 
 def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
-    """All images of a step in rows, pixel for pixel, each over its prompt, negative prompt and seed.
+    """All images of a step in rows, pixel for pixel, each over its seed, prompt and negative prompt.
 
     Long texts end in an ellipsis. The built-in font has no letters beyond Latin: they are drawn as boxes, and the
     metadata of each image's own file has the text. ValueError without images.
@@ -54,7 +58,8 @@ def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
     width, height = (max(getattr(sample.image, side) for sample in images) for side in ("width", "height"))
     cell_width = max(width, MIN_CELL_WIDTH)
     size = min(max(width // 36, 12), 28)
-    captions = [_caption(sample, 2 * cell_width // size) for sample in images]
+    wrap = partial(textwrap.wrap, width=2 * cell_width // size, max_lines=MAX_LINES, placeholder="…")
+    captions = [wrap(_writable(f"seed {sample.seed} | {_prompts(sample)}")) for sample in images]
     cell_height = height + GAP + (size + 4) * max(map(len, captions))
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
@@ -66,18 +71,6 @@ def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
         row, column = divmod(number, columns)
         grid.paste(cell, (GAP + column * (cell_width + GAP), GAP + row * (cell_height + GAP)))
     return grid
-
-
-def _caption(sample: SampleImage, num_chars: int) -> list[str]:
-    texts = [(sample.prompt or "(empty prompt)", MAX_PROMPT_LINES)]
-    if sample.negative_prompt:
-        texts.append((f"negative: {sample.negative_prompt}", MAX_NEGATIVE_LINES))
-    texts.append((f"seed {sample.seed}{', decoded in tiles' if sample.tiled else ''}", 1))
-    return [
-        line
-        for text, max_lines in texts
-        for line in textwrap.wrap(_writable(text), num_chars, max_lines=max_lines, placeholder="…")
-    ]
 
 
 def _writable(text: str) -> str:

@@ -34,13 +34,13 @@ def test_the_file_of_var_resumes_a_fused_optimizer(tmp_path: Path) -> None:
         "trainer": {"var_wo_ddp": model.state_dict(), "var_opt": {"optimizer": optimizer.state_dict()}},
     }
     path = saved(tmp_path / "ar-ckpt-last.pth", content)
-    found = import_checkpoint(path, names={"model": "trainer.var_wo_ddp", "optimizer": "trainer.var_opt.optimizer"})
-    assert (found.epoch, found.step, found.ema) == (3, None, None)
-    assert found.model is not None and found.optimizer is not None
+    found = import_checkpoint(path)
+    assert (found.epoch, found.step, found.ema, found.model) == (3, None, None, None)
+    trainer = found.content["trainer"]
     other = torch.nn.Linear(2, 2)
     fused = torch.optim.AdamW(other.parameters(), fused=True)
-    other.load_state_dict(found.model)
-    load_optimizer_state(fused, found.optimizer)
+    other.load_state_dict(trainer["var_wo_ddp"])
+    load_optimizer_state(fused, trainer["var_opt"]["optimizer"])
     assert (fused.param_groups[0]["fused"], fused.param_groups[0]["lr"]) == (True, 0.5)
     assert torch.equal(fused.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 

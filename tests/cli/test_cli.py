@@ -123,7 +123,7 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "200")  # narrower, long names are broken over two lines
     help_text = "".join(run("precache", "--help")[1].split())
     lists = {"cache", "datasets", "datasets.N.buckets.sizes", "model", "encode", "validation", "validation.prompts"}
-    lists |= {"datasets.N.captions.weights"}
+    lists |= {"datasets.N.captions.weights", "datasets.N.resolutions"}
     sections = {
         "datasets.N.captions",
         "datasets.N.source",

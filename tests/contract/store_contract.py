@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
@@ -15,6 +19,10 @@ from latentcache.types import Entry, Record
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ABSENT = "0" * 64
+NUMBERS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+MACHINE = settings(
+    max_examples=6, stateful_step_count=8, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def random_tensor(shape, dtype, seed):
@@ -61,6 +69,9 @@ def assert_holds(store, entry):
 
 
 class StoreContract:
+    removes = False
+    """Whether entries can be removed one by one."""
+
     def test_what_was_added_is_given_back(self, store):
         entries = [make_entry(1), make_entry(2, kind="text"), make_entry(3, shape=())]
         assert store.add(entries) == 3
@@ -274,6 +285,42 @@ class StoreContract:
             read_batch(store, keys)
         assert keys[0] in str(caught.value) and keys[2] in str(caught.value)
 
+    def test_it_does_what_a_dict_does(self, store):
+        """After any calls, of which some are about the same entry twice, or about one that is there."""
+        begun, removes = itertools.count(1000, 10), self.removes
+
+        class Machine(RuleBasedStateMachine):
+            def __init__(self):
+                super().__init__()
+                first = next(begun)  # one store for all runs: each has entries of its own
+                self.entries, self.there = [make_entry(first + number, kind="text") for number in range(6)], {}
+
+            @rule(numbers=NUMBERS)
+            def add(self, numbers):
+                added = {self.entries[number].record.key: self.entries[number] for number in numbers}
+                assert store.add([self.entries[number] for number in numbers]) == len(added.keys() - self.there.keys())
+                self.there |= added
+
+            @rule(numbers=NUMBERS)
+            def read(self, numbers):
+                keys = [self.entries[number].record.key for number in numbers]
+                there = [key for key in keys if key in self.there]
+                assert store.find(keys) == set(there)
+                for name, values in read_batch(store, there).items():
+                    assert same(values, torch.stack([self.there[key].tensors[name] for key in there]))
+                if len(there) < len(keys):
+                    with pytest.raises(EntryMissingError):
+                        store.rows(keys)
+
+            @precondition(lambda self: removes)
+            @rule(numbers=NUMBERS)
+            def remove(self, numbers):
+                keys = {self.entries[number].record.key for number in numbers}
+                assert store.remove(sorted(keys)) == len(keys & self.there.keys())
+                self.there = {key: entry for key, entry in self.there.items() if key not in keys}
+
+        run_state_machine_as_test(Machine, settings=MACHINE)
+
     def test_a_closed_store_says_so(self, store):
         store.add([make_entry(1)])
         keys = [make_entry(1).record.key]
@@ -294,6 +341,8 @@ class StoreContract:
 
 class RemovingStoreContract(StoreContract):
     """Of stores of which entries can be removed one by one: not of those that are elsewhere."""
+
+    removes = True
 
     def test_what_was_removed_is_missing_and_what_was_read_stays(self, store):
         entries = [make_entry(number, kind="text") for number in range(3)]

@@ -41,7 +41,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path):
     with refused("corrupt", "restricted reader: .*PurePosixPath") as caught:
         load_torch(saved({"image_spec": [None, PurePosixPath("a.png")]}), "f.pt")
     assert "safe_globals" not in str(caught.value), "no advice to allow it"
-    with refused("truncated", "not a whole zip file"):
+    with refused("corrupt", "not a whole zip file"):
         load_torch(pickle.dumps([1, 2]), "f.pt")
     assert not (tmp_path / "made").exists()
 
@@ -59,9 +59,9 @@ def test_damage_of_the_values_is_found():
     data[data.find(LATENTS.numpy().tobytes()[:16]) + 5] ^= 1
     with refused("corrupt", "checksum"):
         load_torch(bytes(data), "f.pt")
-    with refused("truncated", "zip"):
+    with refused("corrupt", "zip"):
         load_torch(SAVED[:-1000], "f.pt")
-    with refused("truncated", "ends early"):
+    with refused("corrupt", "gzip: EOFError"):
         load_torch(gzip.compress(SAVED)[:-9], "f.pt")
     with refused("corrupt", "gzip"):
         load_torch(gzip.compress(SAVED)[:-8] + bytes(8), "f.pt")

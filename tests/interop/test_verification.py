@@ -1,4 +1,4 @@
-"""An imported entry is verified only if encoding gives it; then precache finds it, and otherwise it does not."""
+"""A verification says how imported entries differ from what encoding gives."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.config import Config
-from latentcache.errors import ConfigError
-from latentcache.families.scaling import posterior_std
+from latentcache.errors import ConfigError, SampleError
+from latentcache.families.scaling import latents_from_moments, posterior_std
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
@@ -68,14 +68,21 @@ class Copy:
 
 
 def samples_of(config: Config, seed: int | None = None) -> list[ExportSample]:
+    """The samples of a cache; with a seed their latents are draws of its moments."""
     with LatentCache(config.cache.path) as cache:
-        return list(Export("", cache, "photos", "", {"seed": seed}).samples())
+        samples = list(Export("", cache, "photos", "", {}, families={"sdxl"}, takes=()).samples())
+        if seed is None:
+            return samples
+        generator = torch.Generator().manual_seed(seed)
+        moments = [cache.get(sample.row.images[0].key).tensors["moments"] for sample in samples]
+        drawn = [latents_from_moments(each[None], generator)[0] for each in moments]
+        return [replace(sample, latents=latents) for sample, latents in zip(samples, drawn, strict=True)]
 
 
 @pytest.fixture
 def target(make_config: Callable[..., Config], tmp_path: Path) -> Config:
-    """A config over the same photos, with an empty cache of its own, that keeps the mean."""
-    return make_config(**{"cache.path": tmp_path / "target", "encode.image_output": "mean", "datasets.0.flip": True})
+    """A config over the same photos, with an empty cache of its own."""
+    return make_config(**{"cache.path": tmp_path / "target", "datasets.0.flip": True})
 
 
 @pytest.fixture
@@ -92,47 +99,37 @@ def verified(config: Config, foreign: Any, **options: Any) -> ImportReport:
         return import_cache(foreign, workspace, name="photos", scale_check=False, verification=verification)
 
 
-def test_precache_finds_what_was_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    report = verified(target, Copy(samples, photos))
+def compared(report: ImportReport) -> dict[str, tuple[int, int]]:
+    """By kind, how many entries were compared, and how many are equal."""
+    return {kind: (found.num_compared, found.num_equal) for kind, found in report.differences.items()}
+
+
+@pytest.mark.parametrize("encode", [{}, {"image_output": "sample", "store_dtype": "float16"}])
+def test_what_encoding_gives_is_equal_whatever_is_stored(
+    make_config: Callable[..., Config],
+    samples: list[ExportSample],
+    tmp_path: Path,
+    photos: Path,
+    encode: dict[str, Any],
+) -> None:
+    changes = {f"encode.{name}": value for name, value in encode.items()}
+    config = make_config(**{"cache.path": tmp_path / "target", "datasets.0.flip": True, **changes})
+    report = verified(config, Copy(samples, photos))
     # 10 latents, and 6 captions of samples, of which two are one entry.
-    assert (report.num_verified, report.num_unverified, report.unequal) == (16, 0, [])
-    with LatentCache(target.cache.path) as cache:
-        assert cache.store.stats().num_packs == 2  # however many entries: one of the import, one of what was verified
-    assert {kind: (found.num_compared, found.num_equal) for kind, found in report.differences.items()} == {
-        "image": (10, 10),
-        "text": (5, 5),
-    }
+    assert report.unequal == [] and compared(report) == {"image": (10, 10), "text": (5, 5)}
     assert max(found.largest_share for found in report.differences.values()) < 1
-    # As it stands it can be trained on ...
-    with LatentCache(target.cache.path) as cache:
-        batch = cache.batch(["a.png"], device="cpu", caption=1)
-        expected = next(sample for sample in samples if sample.sample_id == "a.png")
-        assert torch.equal(batch["latents"][0], expected.latents)
-        record = cache.store.record(cache.row("a.png")[1].images[0].key)
-        assert record.provenance["verification"]["trust"] == "verified"
-        assert record.provenance["imported_from"] == "copy" and "imported" not in record.identity
-    # ... and a run encodes only what the import did not have: the validation prompts.
-    planned = run_precache(target, dry_run=True)
-    assert planned.num_hits == 15 and planned.misses_by_reason == {"new": planned.num_misses}
-    assert planned.num_misses == 2
-    run_precache(target)
-    with LatentCache(target.cache.path) as cache:
-        assert torch.equal(cache.batch(["a.png"], device="cpu")["latents"][0], expected.latents)
+    with LatentCache(config.cache.path) as cache:
+        assert cache.store.stats().num_packs == 1, "nothing is stored but the import"
+        with pytest.raises(SampleError, match="unverified"):
+            cache.batch(["a.png"], device="cpu")
 
 
-def test_some_entries_of_each_kind_are_drawn_by_the_seed(
+def test_as_many_entries_of_each_kind_are_compared_as_are_wanted(
     target: Config, samples: list[ExportSample], photos: Path
 ) -> None:
-    keys = []
-    for seed in (0, 0, 1):
-        report = verified(target, Copy(samples, photos), num_entries=2, seed=seed)
-        assert (report.num_verified, report.num_unverified) in ((4, 12), (5, 11))  # one caption is shared by two
-        assert {kind: found.num_compared for kind, found in report.differences.items()} == {"image": 2, "text": 2}
-        with LatentCache(target.cache.path, manifest="photos") as cache:
-            rows = cache.manifest("photos").rows.values()
-            refs = [ref for row in rows for ref in (*row.images, *row.captions)]
-            keys.append({ref.key for ref in refs if ref.trust == "verified"})
-    assert keys[0] == keys[1] != keys[2]
+    for _ in range(2):
+        report = verified(target, Copy(samples, photos), num_entries=2)
+        assert compared(report) == {"image": (2, 2), "text": (2, 2)}
 
 
 def test_what_is_not_equal_stays_unverified_and_is_encoded(
@@ -144,7 +141,7 @@ def test_what_is_not_equal_stays_unverified_and_is_encoded(
         return changed
 
     report = verified(target, Copy(samples, photos, shifted))
-    assert report.num_verified == 0 and len(report.unequal) == 15
+    assert len(report.unequal) == 15
     assert {refusal.reason for refusal in report.unequal} == {"unequal"}
     assert all(found.largest == pytest.approx(0.05, abs=1e-3) for found in report.differences.values())
     assert "largest difference 0.05" in report.to_text() and "encoding gives other latents" in report.to_text()
@@ -157,10 +154,8 @@ def test_what_is_not_equal_stays_unverified_and_is_encoded(
 def test_rounding_is_equal_where_the_file_is_rounded(target: Config, samples: list[ExportSample], photos: Path) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         report = verified(target, Copy(samples, photos, lambda tensor, dtype=dtype: tensor.to(dtype)))
-        assert report.unequal == [] and report.num_verified == 16
+        assert report.unequal == [] and compared(report) == {"image": (10, 10), "text": (5, 5)}
         assert max(found.largest for found in report.differences.values()) > 0
-        with LatentCache(target.cache.path) as cache:  # stored as the identity says
-            assert cache.batch(["a.png"], device="cpu")["latents"].dtype is torch.float32
 
 
 def test_scaled_latents_are_rounded_as_their_file_is(target: Config, samples: list[ExportSample], photos: Path) -> None:
@@ -183,7 +178,7 @@ def test_a_draw_is_compared_with_the_mean_and_the_deviation(
     found = report.differences["image"]
     assert found.num_equal == 0 and found.largest > 0.01
     assert found.largest_deviations == pytest.approx(1.0, abs=0.1)
-    assert found.num_draws == 5 and report.unequal == [] and report.num_verified == 6
+    assert found.num_draws == 5 and report.unequal == []
     assert "5 draws of the posterior, at most" in report.to_text() and "deviations off" in report.to_text()
     with LatentCache(config.cache.path) as cache:
         _, row = cache.row("a.png")
@@ -227,26 +222,9 @@ def test_draws_of_resized_images_are_compared_with_the_trainers_own_filter(
     assert len(report.unequal) == 5 and "a draw of the posterior is 1 deviation from its mean" in report.to_text()
 
 
-def test_means_of_the_trainers_filter_are_verified_as_such(
-    make_config: Callable[..., Config], target: Config, of_kohya: Config, photos: Path
-) -> None:
+def test_means_of_the_trainers_filter_are_equal(target: Config, of_kohya: Config, photos: Path) -> None:
     report = verified(target, Copy(samples_of(of_kohya), photos, format="kohya"))
-    assert report.unequal == [] and (report.num_verified, report.num_unverified) == (11, 0)
-    # They are of use to a dataset of kohya's buckets, and to no other.
-    settings = {"cache.path": target.cache.path, "encode.image_output": "mean"}
-    with_rule = make_config(**settings, **{"datasets.0.buckets": KOHYA})
-    assert run_precache(with_rule, dry_run=True).misses_by_reason == {"new": 2}  # the validation prompts
-    assert run_precache(make_config(**settings), dry_run=True).num_misses == 5 + 2
-
-
-def test_only_the_mean_can_be_verified(
-    make_config: Callable[..., Config], samples: list[ExportSample], photos: Path
-) -> None:
-    config = make_config()
-    with pytest.raises(ConfigError, match=r"encode.image_output is auto.*image_output: mean"):
-        verified(config, Copy(samples, photos))
-    with open_workspace(config.cache) as workspace:
-        assert list(workspace.store.keys()) == []  # found out before anything is read
+    assert report.unequal == [] and compared(report)["image"] == (5, 5)
 
 
 def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[ExportSample], photos: Path) -> None:
@@ -258,7 +236,7 @@ def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[Exp
     assert "give --images" in details["a.png", "missing"]
     assert ("b.png", "truncated") in details
     assert "the image is 100x80 now (upright), but one of 144x80 was cached" in details["c.png", "unequal"]
-    assert report.num_unverified == 6 and report.num_verified == 10
+    assert compared(report) == {"image": (4, 4), "text": (5, 5)}
 
 
 def test_an_unknown_caption_cannot_be_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
@@ -267,7 +245,7 @@ def test_an_unknown_caption_cannot_be_verified(target: Config, samples: list[Exp
     ]
     report = verified(target, Foreign(items))
     assert {refusal.detail for refusal in report.unequal} == {"its caption is not known, so it cannot be encoded again"}
-    assert report.differences.keys() == {"image"} and report.num_verified == 10
+    assert compared(report) == {"image": (10, 10)}
 
 
 def test_entries_of_another_model_say_so(target: Config, photos: Path) -> None:
@@ -291,41 +269,18 @@ def test_the_config_must_say_which_images_policy(target: Config, samples: list[E
         )
 
 
-def test_texts_in_float8_are_not_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    encode = target.encode.model_copy(update={"text_store_dtype": "float8_e4m3fn"})
-    with pytest.raises(ConfigError, match="text_store_dtype is float8_e4m3fn, which is too coarse"):
-        verified(target.model_copy(update={"encode": encode}), Copy(samples, photos))
-
-
 def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: list[ExportSample], photos: Path) -> None:
     components = tiny_parts()
     for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
         torch.nn.init.constant_(module.weight, math.nan)
     report = verified(target, Copy(samples, photos), models=LoadedModels(**components))
-    assert (report.num_verified, report.num_unverified) == (0, 16)
+    assert report.differences == {}
     assert {refusal.reason for refusal in report.unequal} == {"bad-output"}
     details = "; ".join(refusal.detail for refusal in report.unequal)
     nothing = "there is nothing to compare with: the "
     assert f"{nothing}VAE gave nan, computed in float32" in details
     assert f"{nothing}text encoders gave nan for caption 'a red house'" in details
     json.dumps(report.to_json(), allow_nan=False)
-
-
-def test_verified_and_unverified_samples_fit_into_one_batch(
-    make_config: Callable[..., Config], samples: list[ExportSample], photos: Path, tmp_path: Path
-) -> None:
-    changes = {"encode.image_output": "mean", "encode.store_dtype": "float16"}
-    config = make_config(**{"cache.path": tmp_path / "half", "datasets.0.flip": True, **changes})
-    report = verified(config, Copy(samples, photos), num_entries=2)
-    assert report.num_verified > 0 and report.num_unverified > 0
-    with LatentCache(config.cache.path, unverified=True) as cache:
-        for sample_ids in (["a.png", "b.png", "sub/e.png"], ["c.png", "d.png"]):
-            for flip in (False, True):
-                batch = cache.batch(sample_ids, device="cpu", flip=flip)
-                assert batch["latents"].dtype is batch["prompt_embeds"].dtype is torch.float16
-    with open_workspace(config.cache) as workspace, pytest.raises(ConfigError, match="no --dtype with --verify"):
-        copy, verification = Copy(samples, photos), Verification(config)
-        import_cache(copy, workspace, name="photos", store_dtype=torch.float32, verification=verification)
 
 
 @given(

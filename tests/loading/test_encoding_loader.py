@@ -224,6 +224,21 @@ def test_the_empty_text_that_dropout_reads_is_encoded_too(folder: Path) -> None:
     assert encode.asked == [{key}] and encode.num_encoded == 1
 
 
+def test_a_sample_of_the_same_name_elsewhere_does_not_matter(folder: Path) -> None:
+    config = config_of(folder)
+    [photos] = config.datasets
+    images = photos.images.model_copy(update={"min_side": 100})
+    others = photos.model_copy(update={"name": "others", "images": images})
+    config = config.model_copy(update={"datasets": (others, photos)})
+    assert run_precache(config).num_refused == 5
+    dataset = LatentDataset(folder / "cache", "photos")
+    key = dataset.cache.restricted("photos").row("c.png")[1].images[0].key
+    assert dataset.cache.store.remove([key]) == 1
+    encode = Encoder(config, models=LoadedModels(**tiny_parts()))
+    loader = loader_of(dataset, encode=encode)
+    assert len(list(loader)) == len(loader) and encode.num_encoded == 1 and not loader.refused
+
+
 def test_other_models_encode_nothing(folder: Path) -> None:
     dataset = dataset_of(folder)
     dataset.cache.store.remove([image_key(dataset, "c.png")])

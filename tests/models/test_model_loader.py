@@ -121,36 +121,38 @@ def replaced(folder, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["vae", "tokenizer"])
-def test_a_file_that_is_replaced_after_loading_is_not_remembered_as_what_is_loaded(part, replaced):
+def test_a_file_that_is_replaced_is_neither_loaded_nor_remembered(part, replaced):
+    """A loader is of the files that it met first: keys were made of these."""
     (path, replace), memo = replaced, {}
-    models = ModelLoader(path, memo=memo)
+    models, idle = ModelLoader(path, memo=memo), ModelLoader(path, memo=memo)
     before = models.identity(part, F32)
+    assert idle.identity(part, F32) == before, "from the memo: nothing is loaded"
     replace()
-    assert models.identity(part, F32) == before, "of what would encode"
+    load = {"vae": lambda models: models.vae(F32), "tokenizer": lambda models: models.tokenizers()}[part]
+    load(models)  # it is in memory
+    models.release()
+    for each in (models, idle):
+        for use in (load, lambda models: models.identity(part, F32)):
+            with pytest.raises(ModelError, match="changed since they were first read"):
+                use(each)
     after = ModelLoader(path, memo=memo).identity(part, F32)
     assert after == ModelLoader(path).identity(part, F32) != before
-    assert models.identity(part, F32) == before
-    models.release()
-    assert models.identity(part, F32) == after
 
 
-@pytest.mark.parametrize("part", ["vae", "tokenizer"])
-def test_a_file_that_is_replaced_between_identity_and_loading_is_refused(part, replaced):
-    (path, replace), memo = replaced, {}
-    ModelLoader(path, memo=memo).identity(part, F32)
-    models = ModelLoader(path, memo=memo)
-    models.identity(part, F32)
-    os.utime(f"{path}/vae/config.json", ns=(1, 1))
-    os.utime(f"{path}/tokenizer/tokenizer_config.json", ns=(1, 1))
-    load = {"vae": lambda: models.vae(F32), "tokenizer": models.tokenizers}[part]
-    load()  # touched, and the same
-    models.release()
-    replace()
-    for _ in range(2):
-        with pytest.raises(ModelError, match="changed since they were identified"):
-            load()
-    models.identity(part, F32)
-    load()
+def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(replaced, monkeypatch):
+    path, replace = replaced
+    genuine = ModelOrigin.load
+
+    def load(self, part, dtype):
+        found = genuine(self, part, dtype)
+        replace()
+        return found
+
+    monkeypatch.setattr(ModelOrigin, "load", load)
+    memo = {}
+    with pytest.raises(ModelError, match="changed since they were first read"):
+        ModelLoader(path, memo=memo).identity("vae", F32)
+    assert memo == {}
 
 
 def test_an_unreadable_memo_is_rewritten(folder):

@@ -297,6 +297,6 @@ def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[
         [(_, image)] = encoder.image(png())
         for task in (encoder.prompt("after"), image):
             [future] = encoder.submit([task]).values()
-            with pytest.raises(ModelError, match="not those that the service was started with"):
+            with pytest.raises(ModelError, match="changed since they were first read"):
                 future.result(WAIT_S)
         assert len(list(workspace.store.keys())) == 1

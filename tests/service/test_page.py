@@ -159,7 +159,9 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
             "caption cut off": ["001.png", "001.png"],  # also in the dataset held-out
         }
         health = fetch(base, "/health").text.replace("\n", "")
-        assert "Samples that lack an entry2" in health and "a bit <b>flipped</b>" in health
+        assert "Samples that lack an entry2" in health and "Damaged entries1" in health
+        damaged = fetch(base, url("/sample", dataset="photos", id="005.png"))
+        assert "a bit <b>flipped</b>" in damaged.text
         # A manifest that is replaced is read again, and one that is damaged hides no other.
         folder.write(replace(manifest, rows={"000.png": manifest.rows["000.png"]}))
         (folder.path / "held-out.safetensors").write_bytes(b"no manifest")

@@ -15,7 +15,7 @@ from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.models.tiny import tiny_parts
 
-TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids", "loss_weight")
 TOLERANCE = {"sim": 0.0, "cuda": 1e-6}
 
 

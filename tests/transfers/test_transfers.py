@@ -61,6 +61,23 @@ def check(path: Path, numbers: range) -> None:
     assert verify(path).ok
 
 
+def test_a_sample_that_was_refused_keeps_no_manifest_back(tmp_path: Path) -> None:
+    """It names entries that were never made: an image that could not be decoded."""
+    source = fill(tmp_path / "a", range(8))
+    rows, lost = dict(make_manifest(num_samples=10).rows), ("8.png", "9.png")  # these have no entries
+    refusal = Refusal("8.png", "8.png", "truncated", "it cannot be decoded")
+    refused = {sample_id: replace(rows[sample_id], refusal=replace(refusal, sample_id=sample_id)) for sample_id in lost}
+    folder = ManifestFolder(source / "manifests")
+    folder.write(replace(make_manifest("photos"), rows=rows | refused))
+    for dry_run in (True, False):
+        report = transfer(source, tmp_path / "b", dry_run=dry_run)
+        assert report.ok and report.manifests == ["photos"], report.refused
+    assert manifest_of(tmp_path / "b") == manifest_of(source)
+    folder.write(replace(make_manifest("photos"), rows=rows))
+    reason = transfer(source, tmp_path / "c").refused["photos"]
+    assert "of its entries are neither here" in reason and "'8.png'" in reason
+
+
 def test_what_is_missing_moves_whole_and_once(tmp_path: Path) -> None:
     source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
     report = transfer(source, target)

@@ -101,9 +101,9 @@ def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, flo
 class KohyaCache:
     """The `.npz` files below `root`. `images` is the images' folder if they are elsewhere, laid out in the same way.
 
-    Of a file with several resolutions the one nearest to `area` (pixels) is read; by default the largest. Raises
-    DatasetError for folders that cannot be read, and ConfigError for a `family` that is not among those of kohya's
-    files, and where it is not given and they are of several.
+    Of a file with several resolutions the largest is read. Raises DatasetError for folders that cannot be read, and
+    ConfigError for a `family` that is not among those of kohya's files, and where it is not given and they are of
+    several.
     """
 
     format = "kohya"
@@ -114,12 +114,11 @@ class KohyaCache:
         *,
         images: str | Path | None = None,
         caption_extension: str = ".txt",
-        area: int | None = None,
         family: str | None = None,
     ):
         if not os.path.isdir(root):
             raise DatasetError(root, "is not a folder")
-        self._root, self._area = Path(root), area
+        self._root = Path(root)
         self.family = chosen_family(family, [str(root)], _LATENT_NAME, ARCHITECTURES, self.format)
         try:
             self._images = SourceImages(root if images is None else images, caption_extension=caption_extension)
@@ -165,7 +164,7 @@ class KohyaCache:
     def _latents(self, base: str, path: Path, named: Size | None) -> Iterator[ForeignItem]:
         """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
         arrays = read_npz(path)
-        stored = _stored(arrays, path, self._area)
+        stored = _stored(arrays, path)
         notes = [NOTE_OTHERS] if stored.has_others else []
         notes += [] if named else [NOTE_LEGACY]
         size = _original_size(arrays, path, stored, named)
@@ -232,8 +231,8 @@ class _Stored(NamedTuple):
     has_others: bool = False
 
 
-def _stored(arrays: Tensors, path: Path, area: int | None) -> _Stored:
-    """The resolution to read."""
+def _stored(arrays: Tensors, path: Path) -> _Stored:
+    """The largest resolution."""
     found: dict[tuple[int, int], _Stored] = {}
     for name in sorted(arrays):
         match = _RESOLUTION.fullmatch(name)
@@ -251,10 +250,7 @@ def _stored(arrays: Tensors, path: Path, area: int | None) -> _Stored:
     if not found:
         detail = "it holds no latents: it is no file of kohya's latent cache"
         raise ForeignFileRefused(path, "unsupported-format", detail)
-    sizes = sorted(found, key=lambda size: -size[0] * size[1])
-    if area is not None:
-        sizes.sort(key=lambda size: abs(size[0] * size[1] * _PIXELS**2 - area))
-    return found[sizes[0]]._replace(has_others=len(found) > 1)
+    return found[max(found, key=math.prod)]._replace(has_others=len(found) > 1)
 
 
 def _original_size(arrays: Tensors, path: Path, stored: _Stored, named: Size | None) -> Size:

@@ -16,8 +16,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,10 +87,9 @@ class SimpleTunerCache:
 
     `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
     by default the only one in the images' folder or in `root`. Without one the sizes are derived from the images.
-    `captions` are prompts beyond those of the caption files. `recorded_root` is where the images were when the cache
-    was made, if they were moved since. The family follows from the names of texts. Raises DatasetError for folders that
-    cannot be read, and ConfigError if there are several metadata files, for a `family` that is not among those that are
-    known here, and where it is not given and there are texts of several.
+    The family follows from the names of texts. Raises DatasetError for folders that cannot be read, and ConfigError if
+    there are several metadata files, for a `family` that is not among those that are known here, and where it is not
+    given and there are texts of several.
     """
 
     format = "simpletuner"
@@ -102,13 +102,9 @@ class SimpleTunerCache:
         text_cache: str | Path | None = None,
         metadata: str | Path | None = None,
         caption_extension: str = ".txt",
-        captions: Iterable[str] = (),
-        recorded_root: str | None = None,
         family: str | None = None,
     ):
-        self._images = SourceImages(
-            images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
-        )
+        self._images = SourceImages(images, caption_extension=caption_extension)
         found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
         self._sizes = RecordedSizes(found, self._images)
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
@@ -259,8 +255,11 @@ class RecordedSizes:
             raise DatasetError(str(path), detail) from error
         if not isinstance(content, dict):
             raise DatasetError(str(path), f"holds a {type(content).__name__}; it must map image paths to their sizes")
-        found = ((images.find(recorded), record) for recorded, record in content.items())
-        self._records = {sample_id: _record(record) for sample_id, record in found if sample_id is not None}
+        sample_ids = frozenset(images)
+        found = [(_split(recorded, sample_ids), record) for recorded, record in content.items()]
+        # The images' folder when the cache was made. Equal file names alone are no proof: many folders have a `1.png`.
+        [(root, _)] = Counter(root for (root, sample_id), _ in found if sample_id).most_common(1) or [((), 0)]
+        self._records = {sample_id: _record(record) for (at, sample_id), record in found if sample_id and at == root}
         crops = [record.crops() for record in self._records.values() if record is not None]
         orders = {order for found in crops if len(found) == 1 for order in found}
         self._order = orders.pop() if len(orders) == 1 else None
@@ -284,6 +283,15 @@ class RecordedSizes:
         order = self._order if self._order in crops else next(iter(crops))
         is_assumed = self._order is None and len(set(crops.values())) > 1
         return Geometry(size, record.resized, crops[order], target), NOTE_ORDER if is_assumed else None
+
+
+def _split(recorded: str, sample_ids: Collection[str]) -> tuple[tuple[str, ...], str]:
+    """A path that some machine recorded, as a folder and the sample_id below it, which is empty if there is none."""
+    parts = (PureWindowsPath if "\\" in recorded else PurePosixPath)(recorded).parts
+    for at in range(len(parts)):
+        if (sample_id := "/".join(parts[at:])) in sample_ids:
+            return parts[:at], sample_id
+    return parts, ""
 
 
 def _record(value: Any) -> _Record | None:

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 import latentcache
 from latentcache.errors import ConfigError, StoreError
-from latentcache.families.scaling import Scaling
+from latentcache.families import FAMILIES
 from latentcache.interop.exporting import Export, ExportOptions, ExportSample
 from latentcache.interop.files import flaw_of
 from latentcache.interop.reports import ExportReport
@@ -31,7 +31,7 @@ from latentcache.utils.json_document import to_bytes
 
 DESCRIPTION = "latentcache.json"
 NOTE_WIDER = "{0} was written as float32, which has all of its values: numpy has no {0}"
-NOTE_ROUNDED = "what was computed of latents was rounded to float16, in which they are stored: --dtype float32 keeps it"
+NOTE_ROUNDED = "scaled latents were rounded to float16, in which they are stored: --dtype float32 keeps them"
 _DTYPES = (torch.float16, torch.float32)
 _SHARD_BYTES = (1 << 12, 1 << 31)
 
@@ -49,15 +49,15 @@ def export(
     """Write the manifest `name` as WebDataset shards of about `shard_bytes` to `folder`, which must be new or empty.
 
     Tensors keep their stored dtype, but bfloat16 becomes float32; with `dtype` (float16 or float32) all get that.
-    Latents are unscaled, unless `scaled`; a note says where scaling, or a draw, was rounded to float16. Memory holds
-    one sample. Raises what `Export` does, ConfigError, and StoreError if the folder is not empty.
+    Latents are unscaled, unless `scaled`; of moments they are the mean. Memory holds one sample. Raises what `Export`
+    does, ConfigError, and StoreError if the folder is not empty.
     """
     if dtype not in (None, *_DTYPES):
         raise ConfigError(f"dtype is {dtype}; webdataset has float16 and float32: numpy has no others", key="dtype")
     if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
         allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
         raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
-    run = Export("webdataset", cache, name, folder, options)
+    run = Export("webdataset", cache, name, folder, options, families=FAMILIES, takes=())
     folder = Path(folder)
     with typed_errors(folder, 0):
         if folder.exists() and not folder.is_dir():
@@ -103,10 +103,12 @@ def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[
         arrays = _arrays(sample, run, scaled, dtype)
         if arrays is None:
             continue
-        outputs.add(sample.output)
+        identity = sample.entry.record.identity
+        is_draw = identity.get("encoding", identity.get("imported"))["output"] == "sample"
+        outputs.add(output := "sample" if is_draw else "mean")
         run.report.num_images += 1 if sample.flipped is None else 2
         run.report.num_texts += len(sample.captions)
-        members = {"json": json.dumps(_facts(sample, run.scaling, scaled)).encode()}
+        members = {"json": json.dumps(_facts(sample, run, scaled, output)).encode()}
         for field, array in arrays.items():
             file = io.BytesIO()
             np.save(file, array, allow_pickle=False)
@@ -116,41 +118,32 @@ def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[
 
 def _arrays(sample: ExportSample, run: Export, scaled: bool, dtype: torch.dtype | None) -> dict[str, np.ndarray] | None:
     """The sample's tensors by field. None, and reported, if a number is too large for the dtype."""
-    found: dict[str, torch.Tensor] = {}
+    [stored] = {tensor.dtype for tensor in sample.entry.tensors.values()}
+    found: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
     for field, latents in (("latents", sample.latents), ("latents_flipped", sample.flipped)):
         if latents is not None:
-            found[field] = _cast(run.scaling.apply(latents) if scaled else latents, dtype, sample.dtype, run.report)
+            found[field] = (run.scaling.apply(latents) if scaled else latents), stored
     for number, caption in enumerate(sample.captions):
         for field in run.family.fields:
             tensor = getattr(caption, field)
-            found[f"{field}_{number}" if number else field] = tensor if dtype is None else tensor.to(dtype)
-    for field, tensor in found.items():
-        if tensor.dtype not in _DTYPES:
-            run.report.note(NOTE_WIDER.format(dtype_name(tensor)))
-            found[field] = tensor.float()
-        if problem := flaw_of(found[field]):
-            detail = f"its {field} hold {problem} in {tensor.dtype}: give --dtype float32"
-            run.skip(sample, "bad-output", detail)
+            found[f"{field}_{number}" if number else field] = tensor, tensor.dtype
+    arrays = {}
+    for field, (tensor, stored) in found.items():
+        values = tensor.to(dtype or (stored if stored in _DTYPES else torch.float32))
+        if problem := flaw_of(values):
+            run.skip(sample, "bad-output", f"its {field} hold {problem} in {values.dtype}: give --dtype float32")
             return None
-    return {field: tensor.contiguous().numpy() for field, tensor in found.items()}
+        if dtype is None:
+            run.report.note(None if stored in _DTYPES else NOTE_WIDER.format(dtype_name(stored)))
+            run.report.note(None if torch.equal(values.float(), tensor.float()) else NOTE_ROUNDED)
+        arrays[field] = values.contiguous().numpy()
+    return arrays
 
 
-def _cast(latents: torch.Tensor, dtype: torch.dtype | None, stored: torch.dtype, report: ExportReport) -> torch.Tensor:
-    """Latents in float32 as they are written. bfloat16 stays float32: to round it first would lose what is new."""
-    if dtype is not None:
-        return latents.to(dtype)
-    if stored is torch.bfloat16:
-        report.note(NOTE_WIDER.format("bfloat16"))
-        return latents
-    written = latents.to(stored)
-    report.note(None if torch.equal(written.float(), latents) else NOTE_ROUNDED)
-    return written
-
-
-def _facts(sample: ExportSample, scaling: Scaling, scaled: bool) -> dict[str, Any]:
+def _facts(sample: ExportSample, run: Export, scaled: bool, output: str) -> dict[str, Any]:
     """The json of a sample."""
-    flipped, images = sample.flipped_geometry, {ref.geometry.flip: ref.key for ref in sample.row.images_of(0)}
-    keys = {"latents": images[False], "captions": [ref.key for ref in sample.row.captions if ref.key]}
+    images = {f"latents{'_flipped' * ref.geometry.flip}": ref for ref in sample.row.images_of(0)}
+    keys, flipped = {name: ref.key for name, ref in images.items()}, images.get("latents_flipped")
     # Captions that were not encoded are texts all the same.
     texts = [caption.text for caption in sample.captions] or [ref.text for ref in sample.row.captions]
     return {
@@ -158,19 +151,17 @@ def _facts(sample: ExportSample, scaling: Scaling, scaled: bool) -> dict[str, An
         "caption": texts[0] if texts else "",
         "captions": texts,
         "geometry": sample.geometry.to_json(),
-        **({} if flipped is None else {"geometry_flipped": flipped.to_json()}),
-        "keys": keys if flipped is None else keys | {"latents_flipped": images[True]},
+        **({} if flipped is None else {"geometry_flipped": flipped.geometry.to_json()}),
+        "keys": keys | {"captions": [ref.key for ref in sample.row.captions if ref.key]},
         "scaled": scaled,
-        "scaling_factor": scaling.scaling_factor,
-        "shift_factor": scaling.shift_factor,
-        "output": sample.output,
+        "scaling_factor": run.scaling.scaling_factor,
+        "shift_factor": run.scaling.shift_factor,
+        "output": output,
     }
 
 
 def _description(run: Export, scaled: bool, num_samples: int, outputs: set[str]) -> dict[str, Any]:
     """What the numbers are: the VAE, the scaling, the preparation, the text encoders."""
-    formula = _formula(run.scaling)
-    unscaled = f"unscaled, as the VAE gave them: the denoiser expects {formula}"
     return {
         "format": "webdataset",
         "written_by": f"latentcache {latentcache.__version__}",
@@ -178,16 +169,8 @@ def _description(run: Export, scaled: bool, num_samples: int, outputs: set[str])
         "role": run.manifest.role,
         "num_samples": num_samples,
         "family": run.family.name,
-        "latents": f"scaled: {formula} is done, as the denoiser expects it" if scaled else unscaled,
         "scaled": scaled,
         "scaling": run.scaling.to_json(),
         "output": "sample" if "sample" in outputs else "mean",
         "common": run.manifest.common,
     }
-
-
-def _formula(scaling: Scaling) -> str:
-    if not scaling.mean:
-        return "(latents - shift_factor) * scaling_factor"
-    patches = "patches of 2x2 as channels, then " if scaling.rule == "batch_norm" else ""
-    return f"{patches}(latents - mean) / std{'' if scaling.rule != 'factor' else ' * scaling_factor'}"

@@ -10,11 +10,12 @@ from fastapi import APIRouter, Query, Request, Response
 
 import latentcache
 from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
+from latentcache.loading.status import status_of
 from latentcache.service.auth import SESSION_S, Role, cookie_of
 from latentcache.service.errors import problem_of
 from latentcache.service.packs import KeyInPath
 from latentcache.service.page.sample import Explainer, photo_webp, sample_details
-from latentcache.service.page.summary import health, overview
+from latentcache.service.page.summary import ReadableManifests, overview
 from latentcache.service.page.text import environment, query_of, rendered, url
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
 from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage, Manifests
@@ -239,8 +240,11 @@ class Pages:
 
     def health(self, query: Fields) -> Response:
         """What is wrong, with the command that fixes it."""
-        found, unfinished = health(self._store, self._manifests), self._manifests.folder.unfinished()
-        return self._page("health.html", "/health", health=found, unfinished=unfinished)
+        manifests = ReadableManifests(self._manifests.folder.path)
+        found = status_of(self._store, manifests, self._store.path)
+        return self._page(
+            "health.html", "/health", health=found, problems=manifests.problems, unfinished=manifests.unfinished()
+        )
 
 
 def _named(query: Fields) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import latentcache
 from latentcache.errors import ConfigError
 from latentcache.utils.json_document import to_bytes
-from latentcache.utils.wording import size
+from latentcache.utils.wording import counted, size
 
 STATIC = Path(__file__).parent / "static"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,11 +40,6 @@ def query_of(data: bytes) -> dict[str, str]:
 def count(number: int) -> str:
     """`1,234`."""
     return f"{number:,}"
-
-
-def plural(number: int, one: str, many: str | None = None) -> str:
-    """`1 sample`, `2 samples`."""
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def time(text: str) -> str:
@@ -74,7 +69,7 @@ def environment() -> Environment:
     )
     found.filters |= {
         "count": count,
-        "plural": plural,
+        "counted": counted,
         "bytes": size,
         "time": time,
         "json": lambda value: to_bytes(value).decode(),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
@@ -14,7 +12,7 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ConfigError, RequestRefused, SampleError, StoreError
+from latentcache.errors import ConfigError, RequestRefused, SampleError
 from latentcache.service.manifests import served_names
 from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
@@ -42,52 +40,25 @@ FILTERS: Mapping[str, str] = {
 
 
 class Manifests:
-    """The manifests of a folder, each read once until its file changes. Threads share it.
-
-    Manifests are mapped files: what nobody looks at needs no memory.
-    """
+    """The manifests of a folder. They are mapped files: what nobody looks at needs no memory."""
 
     def __init__(self, folder: ManifestFolder):
         self.folder = folder
-        self._read: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
-        self._lock = threading.Lock()
-
-    def names(self) -> list[str]:
-        """Names of all manifests."""
-        return served_names(self.folder)
 
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
-        return [name for name in self.names() if not name.startswith(PROMPTS_PREFIX)]
+        return [name for name in served_names(self.folder) if not name.startswith(PROMPTS_PREFIX)]
 
     def get(self, name: str) -> Manifest:
-        """The whole manifest: a fraction of a second for a million samples, at once if it is in memory.
+        """The whole manifest: a fraction of a second for a million samples.
 
         RequestRefused if there is none of this name; DatasetError, StoreError.
         """
-        with self._lock:  # one thread reads, others wait for it
-            state = self._state(name)
-            found = self._read.pop(name, None)
-            if found is None or found[0] != state:
-                manifest = self.folder.read(name)
-                if manifest is None:
-                    raise self._unknown(name)
-                found = state, manifest
-            self._read[name] = found
-            return found[1]
-
-    def _state(self, name: str) -> tuple[int, int, int]:
-        """What changes when a manifest's file is replaced: inode, size, time of writing."""
         # The name comes from a request: only what cannot lead out of the folder may become a path.
-        if not re.fullmatch(NAME_PATTERN, name):
+        manifest = self.folder.read(name) if re.fullmatch(NAME_PATTERN, name) else None
+        if manifest is None:
             raise self._unknown(name)
-        try:
-            status = os.stat(self.folder.file(name), follow_symlinks=False)
-        except FileNotFoundError:
-            raise self._unknown(name) from None
-        except OSError as error:
-            raise StoreError(f"manifest {name}: cannot be read now: {error.strerror}; try again") from error
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return manifest
 
     def _unknown(self, name: str) -> RequestRefused:
         there = ", ".join(self.dataset_names()) or "none yet: run latentcache precache"

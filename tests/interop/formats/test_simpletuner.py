@@ -29,7 +29,6 @@ from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.interop.formats import simpletuner
 from latentcache.interop.formats.simpletuner import NOTE_ORDER, SimpleTunerCache
-from latentcache.interop.readers import SourceImages
 from latentcache.interop.scaling import published_scaling
 from latentcache.types import Crop, Geometry, Size
 
@@ -79,33 +78,26 @@ def test_latents_are_found_by_the_hash_of_the_stem_below_the_same_sub_folder(ima
     assert (first.path, first.image_path) == (str(vae / FIRST), images / "img_001.png")
 
 
-@pytest.mark.parametrize("keys", ["absolute", "relative", "recorded"])
+@pytest.mark.parametrize("keys", ["absolute", "relative", "moved", "windows"])
 def test_metadata_give_the_crop(images, vae, keys):
-    root = {"absolute": f"{images}/", "relative": "", "recorded": "/workspace/data/"}[keys]
+    """Also where the images' folder was elsewhere when the cache was made."""
+    root = {"absolute": f"{images}/", "relative": "", "moved": "/workspace/data/", "windows": "C:\\set\\"}[keys]
     write_metadata(
         images,
         {
             f"{root}img_001.png": record((64, 120), (64, 120), (64, 96), (20, 0)),
             f"{root}sub/img_002.png": record((128, 96), (96, 72), (96, 64), (3, 0)),
             f"{root}gone.png": record((8, 8), (8, 8), (8, 8), (0, 0)),
+            f"{root}gone/img_001.png": record((64, 120), (64, 120), (64, 96), (0, 0)),
         },
     )
-    found, _, refusals = split(SimpleTunerCache(vae, images=images, recorded_root="/workspace/data"))
+    found, _, refusals = split(SimpleTunerCache(vae, images=images))
     assert refusals == []
     assert [image.geometry for image in found] == [
         Geometry(Size(120, 64), Size(120, 64), Crop(20, 0), Size(96, 64)),
         Geometry(Size(96, 128), Size(72, 96), Crop(3, 0), Size(64, 96)),
     ]
     assert [image.note for image in found] == [None, None]
-
-
-def test_recorded_paths_are_looked_up_below_the_folder_or_the_recorded_root(photos):
-    images = SourceImages(photos, recorded_root="/workspace/set")
-    for recorded in ("sub/e.png", f"{photos}/sub/e.png", "/workspace/set/sub/e.png"):
-        assert images.find(recorded) == "sub/e.png"
-    for recorded in ("/e.png", "/other/sub/e.png", "/workspace/set/e.png", f"{photos}/../photos/sub/e.png", "", "/"):
-        assert images.find(recorded) is None
-    assert SourceImages(photos, recorded_root="C:\\set").find("C:\\set\\sub\\e.png") == "sub/e.png"
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["left-top", "top-left"])
