@@ -308,7 +308,10 @@ class _DatasetPlanner:
         if self._dataset.variations > 1:
             self._count_crops(entries)
         controls = self._controls(self._read_with_texts(entries))
-        variants = [variants_of(caption, self._dataset.captions) for caption in dict.fromkeys(sample.captions)]
+        rule = self._dataset.captions
+        # Equal captions are one; not where each has a weight, which it would give to the next one.
+        captions = sample.captions if rule.weights else dict.fromkeys(sample.captions)
+        variants = [variants_of(caption, rule) for caption in captions]
         texts = [CaptionRef(text, self._text_key(text, controls)) for each in variants for text in each]
         images = [ImageRef(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
         parts = [PartRef(part, key, shape.geometry, of) for key, shape, of in entries if (part := shape.role.part)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from helpers.page_server import page_of
 
-from latentcache import LatentCache
+from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.dataset.captions import variants_of
+from latentcache.loading.sampler import Visit
 from latentcache.loading.status import show, status
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
@@ -50,6 +52,11 @@ def texts_of(config: Config, name: str) -> list[str]:
         return [ref.text for ref in cache.row(name)[1].captions]
 
 
+def texts_of_run(config: Config, name: str) -> list[str]:
+    run_precache(config)
+    return texts_of(config, name)
+
+
 def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callable[..., Config]) -> None:
     config = make()
     first = run_precache(config)
@@ -67,6 +74,22 @@ def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callab
         assert torch.equal(batch["prompt_embeds"][0], cache.get(key).tensors["prompt_embeds"])
     again = run_precache(config)
     assert (again.num_misses, again.num_hits) == (0, first.num_encoded)
+
+
+def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], photos: Path) -> None:
+    (photos / "a.txt").write_text("a dog\na dog\na cat")
+    (photos / "d.txt").write_text("a cow\na cow")
+    assert texts_of_run(make({}), "a.png") == ["a dog", "a cat"]
+    config = make({"weights": [0, 1, 3]})
+    assert texts_of_run(config, "a.png") == ["a dog", "a dog", "a cat"]
+    assert run_precache(config).num_misses == 0, "equal texts are one entry all the same"
+    for name in ("b", "c", "sub/e"):
+        (photos / f"{name}.png").unlink()
+    run_precache(config)
+    dataset = LatentDataset(config.cache.path, "photos", caption="random")
+    visits = [Visit.of(item, point << 10) for item in range(2) for point in range(1 << 10)]
+    drawn = Counter(ref.caption for ref in dataset.refs(visits))
+    assert drawn == {"a cow": 1024, "a dog": 256, "a cat": 768}
 
 
 def test_the_cost_is_said_before_anything_is_encoded(
