@@ -69,7 +69,7 @@ class _BatchMaker:
     transfer: Transfer
     dtype: torch.dtype | None
     encoded: Set[str]
-    """Samples that are not encoded once more in this iteration."""
+    """The keys of entries that are not encoded once more in this iteration."""
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
@@ -182,7 +182,7 @@ class LatentLoader(Closing):
     `skipped`. An empty batch is left out too, but is an error with several ranks: all need the same number of batches.
 
     `encode` encodes what the cache has not: when an iteration begins, all that the dataset's manifests list and is
-    missing, in one pass; later a sample that is found missing or damaged, once in an iteration. The thread that
+    missing, in one pass; later an entry that is found missing or damaged, once in an iteration. The thread that
     iterates does it, and the batches are those of a complete cache. What cannot be encoded is in `refused`, and a
     SampleError at its batch, as is a sample whose image, caption or models changed since the precache. Without
     anything missing an iteration costs one look-up.
@@ -272,7 +272,7 @@ class LatentLoader(Closing):
         return iterator
 
     def read_from(self, cursor: Cursor, encoded: Set[str], *, endless: bool) -> tuple[Source, Transfer]:
-        """The batches from here on, and how they get to the device. Samples of `encoded` are not encoded again."""
+        """The batches from here on, and how they get to the device. Entries of `encoded` are not encoded again."""
         transfer = transfer_to(device_of(self.requester))
         maker = _BatchMaker(self, self.dataset.cache, transfer, self.dtype or dtype_of(self.requester), encoded)
         plan = self.sampler.plan(cursor.epoch, cursor.position)
@@ -291,10 +291,10 @@ class LatentLoader(Closing):
 
     def lost_key(self, error: Exception, encoded: Set[str]) -> str | None:
         """The key of the missing or damaged entry that this error is about, and that may be encoded; else None."""
-        if self.encode is None or not isinstance(error, SampleError) or error.sample_id in {*encoded, *self.refused}:
+        cause = error.__cause__  # not by the sample: it has several entries, and may have the name of another
+        if self.encode is None or not isinstance(cause, EntryMissingError | EntryDamagedError):
             return None
-        cause = error.__cause__
-        return cause.key if isinstance(cause, EntryMissingError | EntryDamagedError) else None
+        return None if cause.key in encoded or cause.key in self._not_made else cause.key
 
     def explained(self, error: SampleError) -> SampleError:
         """The error, or another one that says why the sample could not be encoded."""
@@ -346,9 +346,8 @@ class BatchIterator(Iterator[Batch], Closing):
         loader, key = self._loader, self._loader.lost_key(error, self._encoded)
         if key is None:
             return False
-        assert isinstance(error, SampleError)
         self._source.close()
-        self._encoded.add(error.sample_id)
+        self._encoded.add(key)
         loader.encode_missing(key)
         self._source, self._transfer = loader.read_from(self._cursor, self._encoded, endless=self._endless)
         return True
