@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ragged_samples import on_disk
+from helpers.ragged_samples import fill, on_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTable
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
@@ -325,6 +325,20 @@ def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: 
     with pytest.raises(StoreError, match=message):
         LatentDataset(tmp_path, caption_dropout=1.0, dropout_to="zeros")
     assert LatentDataset(tmp_path)[0]["prompt_attention_mask"].tolist() == [1, 1, 1]
+
+
+def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        folder = ManifestFolder(tmp_path / "manifests")
+        lost = fill(store, folder, "sdxl", [4, 4], name="main").rows["0"].images[0].key
+        rows = {"0": fill(store, folder, "sdxl", [4], name="other", first=3).rows["3"]}
+        rows["0"] = replace(rows["0"], sample_id="0")
+        folder.write(replace(folder.read("other"), rows=RowTable.of(rows)))
+        assert store.remove([lost]) == 1
+    sampler = BucketBatchSampler(LatentDataset(tmp_path, ["main", "other"]), 3)
+    loader = loader_of(sampler, damaged="skip")
+    rows_read = [row for batch in loader for row in zip(batch["dataset"], batch["sample_id"], strict=True)]
+    assert sorted(rows_read) == [("main", "1"), ("other", "0")] and loader.num_skipped == 1
 
 
 def test_the_empty_text_is_missed_under_its_own_name(path: Path, tmp_path: Path) -> None:
