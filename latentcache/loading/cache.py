@@ -31,6 +31,7 @@ from latentcache.loading.sample import (
     check_alike,
     metadata_of,
     no_texts,
+    no_zeros,
     prompt_identity,
     remembered,
     unverified_error,
@@ -347,7 +348,10 @@ class LatentCache(Closing):
         apart = {} if pad else {name: concatenated(columns.pop(name)) for name in ragged}
         batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory)
         if zeros := [place for place, ref in enumerate(refs) if ref.dropped == "zeros"]:
-            for name in first.facts.family.fields:
+            family = first.facts.family
+            if rows[1].description.keys() - family.fields.keys():  # a text was not cached when the dataset was made
+                raise no_zeros(family)
+            for name in family.fields:
                 for place in zeros:  # an index of all takes longer than the copy of the batch
                     batch[name][place].zero_()
         return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}

@@ -26,7 +26,7 @@ from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, KnownVisit, Visits, known_visit
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, remembered
+from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros, remembered
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
@@ -215,8 +215,7 @@ class LatentDataset(Dataset[Batch]):
             if self.choices.dropout_to == "zeros":
                 lengths = [field for field, _ in self.facts.padding]
                 if lengths or (view.text_shapes() or {}).keys() - family.fields.keys():
-                    message = "has a length of its own, by its rows or its mask, and zeros have none: use 'empty'"
-                    raise StoreError(f"dropout_to is 'zeros', but each text of {family.name} {message}")
+                    raise no_zeros(family)
             elif family.text_reads_control:
                 message = "reads each text with control images, so that no empty text is cached: set it to 0"
                 raise StoreError(f"caption_dropout is {self.choices.caption_dropout}, but {family.name} {message}")

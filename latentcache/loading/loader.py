@@ -110,7 +110,8 @@ class _BatchMaker:
                 if self.loader.lost_key(problem, self.encoded) is not None:
                     raise  # the thread that trains encodes it: no model moves while that one computes
                 error = self.loader.explained(problem)
-                left = [ref for ref in refs if ref.sample_id != error.sample_id]
+                key = getattr(problem.__cause__, "key", "")  # another dataset may have a sample of this name
+                left = [ref for ref in refs if ref.sample_id != error.sample_id or key not in ref.keys]
                 if self.loader.damaged == "raise" or len(left) == len(refs):
                     raise error from problem.__cause__
                 if error.sample_id not in self.loader.known_lost:
@@ -188,7 +189,7 @@ class LatentLoader(Closing):
     `skipped`. An empty batch is left out too, but is an error with several ranks: all need the same number of batches.
 
     `encode` encodes what the cache has not: when an iteration begins, all that the dataset's manifests list and is
-    missing, in one pass; later a sample that is found missing or damaged, once in an iteration. The thread that
+    missing, in one pass; later an entry that is found missing or damaged, once in an iteration. The thread that
     iterates does it, and the batches are those of a complete cache. What cannot be encoded is in `refused`, and a
     SampleError at its batch, as is a sample whose image, caption or models changed since the precache. Without
     anything missing an iteration costs one look-up.

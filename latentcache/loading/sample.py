@@ -77,6 +77,14 @@ def no_texts(what: str) -> StoreError:
     )
 
 
+def no_zeros(family: Family) -> StoreError:
+    """The error about zeros in place of a caption, where they would say nothing of its length."""
+    return StoreError(
+        f"dropout_to is 'zeros', but each text of {family.name} has a length of its own, by its rows or by its mask, "
+        "and zeros have none: use 'empty'"
+    )
+
+
 def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
     encoding = common.get("image_encoding")
     if encoding is None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ragged_samples import on_disk
+from helpers.ragged_samples import fill, on_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTable
 from latentcache.errors import SampleError, StoreError
-from latentcache.families import FamilyName
+from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
 from latentcache.loading.choices import Choices, Chooser, Visits, known_visit
 from latentcache.loading.sampler import Visit
@@ -302,6 +302,43 @@ def test_choices_that_there_are_not_are_refused(path: Path, tmp_path: Path) -> N
             assert len(LatentDataset(flat, "ragged")) == 2, "a numbered caption needs no weights"
             with pytest.raises(StoreError, match=rf"ragged has {len(weights)} weights .* samples with 2 captions"):
                 LatentDataset(flat, "ragged", caption="random")
+
+
+def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: Path) -> None:
+    """Chroma's texts with padding have a mask, which zeros would leave as it is: refused, late if need be."""
+    recipe = family_named("chroma").text_recipe(padding="keep")
+    text = entry_of("text", 1.0, prompt_embeds=(3, 8), prompt_attention_mask=(3,))
+    image = entry_of("image", 1.0, latents=(16, 2, 2))
+    size = Size(16, 16)
+    refs = (ImageRef(image.record.key, Geometry(size, size, Crop(0, 0), size)),), (CaptionRef("a", text.record.key),)
+    common = COMMON | {"family": "chroma", "text_encoding": recipe}
+    message = r"each text of chroma has a length of its own.*by its mask"
+    with DiskStore(tmp_path) as store:
+        store.add([image])
+        ManifestFolder(tmp_path / "manifests").write(
+            Manifest("m", "train", 1, common, {"a": Row("a", "a", None, *refs)})
+        )
+        dataset = LatentDataset(tmp_path, caption_dropout=1.0, dropout_to="zeros")
+        store.add([text])
+    with pytest.raises(StoreError, match=message):
+        _ = dataset[0]
+    with pytest.raises(StoreError, match=message):
+        LatentDataset(tmp_path, caption_dropout=1.0, dropout_to="zeros")
+    assert LatentDataset(tmp_path)[0]["prompt_attention_mask"].tolist() == [1, 1, 1]
+
+
+def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        folder = ManifestFolder(tmp_path / "manifests")
+        lost = fill(store, folder, "sdxl", [4, 4], name="main").rows["0"].images[0].key
+        rows = {"0": fill(store, folder, "sdxl", [4], name="other", first=3).rows["3"]}
+        rows["0"] = replace(rows["0"], sample_id="0")
+        folder.write(replace(folder.read("other"), rows=RowTable.of(rows)))
+        assert store.remove([lost]) == 1
+    sampler = BucketBatchSampler(LatentDataset(tmp_path, ["main", "other"]), 3)
+    loader = loader_of(sampler, damaged="skip")
+    rows_read = [row for batch in loader for row in zip(batch["dataset"], batch["sample_id"], strict=True)]
+    assert sorted(rows_read) == [("main", "1"), ("other", "0")] and loader.num_skipped == 1
 
 
 def test_the_empty_text_is_missed_under_its_own_name(path: Path, tmp_path: Path) -> None:
