@@ -101,19 +101,25 @@ class Verifier:
         models = verification.models or load_models(config.model, workspace.memo)
         self._models = ServingModels(config, models, workspace.memo)
         encodings = self._models.encodings
-        self._compute_dtypes = {
-            "image": DTYPES[encodings.image.compute_dtype],
-            "text": DTYPES[encodings.text.compute_dtype],
-        }
+        self._compute_dtypes = {"image": DTYPES[encodings.image.compute_dtype]}
+        if encodings.has_texts:
+            self._compute_dtypes["text"] = DTYPES[encodings.text.compute_dtype]
         self._preparations = Preparations(self._dataset, encodings, "")
         self._texts = TextKeys(models.family, models.tokenizers, encodings.text, "")
         self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
         """Key of an encoded entry -> the imported ones that should equal it."""
 
     def verify(self, rows: Mapping[str, Row], progress: Progress) -> None:
-        """Encode some entries of these rows again, and compare them. Raises ModelError, DeviceError or StoreError."""
+        """Encode some entries of these rows again, and compare them. With `encode.text: none` texts are left out.
+
+        Raises ModelError, DeviceError or StoreError.
+        """
         images = list(self._image_tasks([(row, ref) for row in rows.values() for ref in row.images]))
-        texts = list(self._text_tasks([(row, ref) for row in rows.values() for ref in row.captions]))
+        captions = [(row, ref) for row in rows.values() for ref in row.captions]
+        if captions and "text" not in self._compute_dtypes:
+            self._report.note("texts were not compared: encode.text of the config is none")
+            captions = []
+        texts = list(self._text_tasks(captions))
         progress.start("verify", len(images) + len(texts))
 
         def compared(encoded: Entry) -> None:

@@ -113,6 +113,9 @@ class History:
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         before = {**_common_facts(self._last.common, name), **(same or near or known)[0][1]}
         now = {**_common_facts(self._common, name), **facts}
+        if "controls" in facts:  # how they are prepared is in the key of the text too
+            for values, common in ((before, self._last.common), (now, self._common)):
+                values["controls"] = values["controls"], _control_policies(common)
         if facts.get("num_frames") is None:
             now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
         return ", ".join(cause for _, cause in _causes(before, now)) or LOST
@@ -153,6 +156,10 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
         facts |= {f"mask {part} policy": value for part, value in policy.items()}
     facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
     return facts | (common.get("frames") or {} if name == "image" else {})
+
+
+def _control_policies(common: Mapping[str, Any]) -> list[Any]:
+    return [part["policy"] for part in common.get("parts") or () if part["name"].startswith("control")]
 
 
 def text_causes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -124,6 +124,15 @@ def test_what_encoding_gives_is_equal_whatever_is_stored(
             cache.batch(["a.png"], device="cpu")
 
 
+def test_latents_are_compared_where_texts_are_not_encoded(
+    target: Config, samples: list[ExportSample], photos: Path
+) -> None:
+    config = target.model_copy(update={"encode": target.encode.model_copy(update={"text": "none"})})
+    report = verified(config, Copy(samples, photos))
+    assert report.unequal == [] and compared(report) == {"image": (10, 10)}
+    assert report.notes == {"texts were not compared: encode.text of the config is none": 1}
+
+
 def test_as_many_entries_of_each_kind_are_compared_as_are_wanted(
     target: Config, samples: list[ExportSample], photos: Path
 ) -> None:
