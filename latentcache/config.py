@@ -549,6 +549,22 @@ class EncodeConfig(Section):
     """Threads that decode images. `auto`: one per core."""
 
 
+class TrainConfig(Section):
+    """What a training chooses at each visit of a sample, as the options of `LatentDataset` do. No key depends on it."""
+
+    caption: Literal["random"] | Annotated[int, Field(ge=0)] = "random"
+    """`random`: one of a sample's captions and of its variants; a number: always that caption, from 0."""
+    caption_dropout: float = Field(0.0, ge=0, le=1)
+    """Share of visits without a caption."""
+    dropout_to: Literal["empty", "zeros"] = "empty"
+    """What a dropped caption becomes: the entry of the empty text, or zeros."""
+    flips: Literal["both", "random", "none"] = "both"
+    """Of datasets with `flip: true`: `both` sides are items of an epoch, which is twice as long; `random`: each visit
+    draws one of them."""
+    crops: Literal["random", "first"] = "random"
+    """Of datasets with `variations`: one of the crops, or always that of the bucket rule."""
+
+
 class ValidationConfig(Section):
     """What is validated, and how."""
 
@@ -613,6 +629,7 @@ class Config(Section):
     datasets: tuple[DatasetConfig, ...]
     model: ModelConfig = ModelConfig()
     encode: EncodeConfig = EncodeConfig()
+    train: TrainConfig = TrainConfig()
     validation: ValidationConfig = ValidationConfig()
     ray: RayConfig = RayConfig()
 

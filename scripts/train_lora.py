@@ -66,11 +66,6 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 CHOICES = {
     "mixed_precision": (("auto", *DTYPES), "auto: bf16 or fp16 on an accelerator, no on the CPU"),
-    "dropout_to": (("empty", "zeros"), "what a share of --caption_dropout visits has in place of its caption"),
-    "flips": (
-        ("each", "random", "none"),
-        "of datasets with `flip: true`: both sides in an epoch, one at random, or none",
-    ),
 }
 SWITCHES = {
     "resume": "go on from the checkpoint in --out",
@@ -83,8 +78,8 @@ SWITCHES = {
 class Options:
     """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end.
 
-    `denoiser` is a file, folder or hub id in place of the model's own. `caption` and the three after it say what is
-    chosen at each visit, as LatentDataset does.
+    `denoiser` is a file, folder or hub id in place of the model's own. What is chosen at each visit of a sample is in
+    the config (`train`).
     """
 
     steps: int = 1000
@@ -100,10 +95,6 @@ class Options:
     gradient_checkpointing: bool = False
     seed: int = 0
     device: str = "auto"
-    caption: str = "random"
-    caption_dropout: float = 0.0
-    dropout_to: str = "empty"
-    flips: str = "each"
     encode: bool = False
 
 
@@ -169,7 +160,7 @@ class Training:
             )
         check_writable(options.out)
         self.cache = LatentCache(config.cache)
-        self.dataset = training_set(config, self.cache, options)
+        self.dataset = training_set(config, self.cache)
         # At each visit the sampler's seed determines the draw of the latents, the caption and the flip.
         sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
         encode = partial(run_precache, config) if options.encode else None
@@ -287,24 +278,28 @@ class Training:
         return state.step
 
 
-def training_set(config: Config, cache: LatentCache, options: Options) -> LatentDataset:
+def training_set(config: Config, cache: LatentCache) -> LatentDataset:
     """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
-    if options.caption != "random" and not options.caption.isdecimal():
-        raise errors.ConfigError(f"caption is {options.caption!r}; it must be random or a number from 0 on")
     sets = [dataset for dataset in config.datasets if dataset.role == "train"]
     missing = sorted({dataset.name for dataset in sets} - set(cache.dataset_names()))
     if missing:
         raise errors.StoreError(f"{cache.path}: {', '.join(missing)} is not cached: run `latentcache precache CONFIG`")
-    flipped = [each.name for each in sets if each.flip]
+    chosen, flipped = config.train, [each.name for each in sets if each.flip]
     found = LatentDataset(
         config.cache,
         [each.name for each in sets],
-        flips="random" if options.flips == "random" else flipped if options.flips == "each" else False,
-        caption="random" if options.caption == "random" else int(options.caption),
-        caption_dropout=options.caption_dropout,
-        dropout_to="zeros" if options.dropout_to == "zeros" else "empty",
-        crops="random" if any(each.variations > 1 for each in sets) else "first",
+        flips="random" if chosen.flips == "random" else flipped if chosen.flips == "both" else False,
+        caption=chosen.caption,
+        caption_dropout=chosen.caption_dropout,
+        dropout_to=chosen.dropout_to,
+        crops=chosen.crops if any(each.variations > 1 for each in sets) else "first",
     )
+    if not found.facts.texts:
+        raise errors.ConfigError(
+            "encode.text is none, so that no caption was encoded, and this script encodes none: set it to all and run "
+            "`latentcache precache CONFIG` again; or train the text encoders in a loop of your own",
+            key="encode.text",
+        )
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found
@@ -363,8 +358,6 @@ def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
             kind = {"action": "store_true", "help": SWITCHES[field.name]}
         elif field.name in CHOICES:
             kind = dict(zip(("choices", "help"), CHOICES[field.name], strict=True))
-        elif field.name == "caption":
-            kind["help"] = "random: one of a sample's captions and variants at each visit; a number: always that one"
         names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
         parser.add_argument(*names, dest=field.name, default=field.default, **kind)
     parser.add_argument("--json", action="store_true", help="print one JSON document")

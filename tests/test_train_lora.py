@@ -24,7 +24,7 @@ from helpers.photo_files import write_photo
 from torch.utils._pytree import tree_leaves_with_path
 
 from latentcache import LatentCache
-from latentcache.config import Config
+from latentcache.config import Config, TrainConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import CheckpointError, ConfigError, ModelError, SampleError, StoreError
 from latentcache.integrations.diffusers import load_unet
@@ -263,11 +263,11 @@ def test_the_target_follows_the_schedulers_config(
 
 
 class Recipe(NamedTuple):
-    """Changes of the second dataset and of `encode`, changes of the options, and what must be true of all batches."""
+    """Changes of the second dataset, of `encode` and of `train`, and what must be true of all batches."""
 
     dataset: dict[str, Any]
     encode: dict[str, Any]
-    options: dict[str, Any]
+    train: dict[str, Any]
     holds: Callable[[list[dict[str, Any]]], bool]
 
 
@@ -279,7 +279,7 @@ RECIPES = {
     "the second caption": Recipe(
         {},
         {},
-        {"caption": "1"},
+        {"caption": 1},
         lambda batches: all(each.startswith("another caption") for each in captions_of(batches)),
     ),
     "dropout to the empty text": Recipe(
@@ -338,7 +338,6 @@ RECIPES = {
         {},
         lambda batches: {name for batch in batches for name in batch["dataset"]} == {"first", "second-64", "second-96"},
     ),
-    "what is missing": Recipe({}, {}, {"encode": True}, lambda batches: len(batches) == NUM_STEPS),
 }
 
 
@@ -348,11 +347,8 @@ def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: s
     settings = config.model_dump(mode="json", exclude_unset=True)
     settings["datasets"][1] |= recipe.dataset
     settings["encode"] |= recipe.encode
-    config = parse_config(settings)
+    config = parse_config(settings | {"train": recipe.train})
     run_precache(config)
-    if recipe.options.get("encode"):
-        with LatentCache(config.cache) as cache:
-            assert cache.store.remove(cache.manifest("second").rows.entry_keys()) >= 4
     batches: list[dict[str, Any]] = []
     loss = script.Training.loss
 
@@ -362,9 +358,20 @@ def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: s
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script.Training, "loss", watched)
-        result = script.train(config, replace(options, **recipe.options))
+        result = script.train(config, options)
     assert result["step"] == NUM_STEPS and all(map(math.isfinite, result["losses"]))
     assert recipe.holds(batches)
+
+
+def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: Any) -> None:
+    config = training_only(cold)
+    run_precache(config)
+    with LatentCache(config.cache) as cache:
+        keys = [*cache.manifest("second").rows.entry_keys()]
+        assert cache.store.remove(keys) >= 4
+    assert script.train(config, replace(options, encode=True))["step"] == NUM_STEPS
+    with LatentCache(config.cache) as cache:
+        assert cache.store.find(keys) == set(keys)
 
 
 def test_rows_count_in_the_loss_as_their_datasets_say(script: ModuleType, cached: Config, options: Any) -> None:
@@ -402,9 +409,7 @@ def test_settings_that_do_not_fit_are_refused(
     with pytest.raises(ConfigError, match="at least 1"):
         script.train(config, replace(options, steps=0))
     with pytest.raises(SampleError, match=r"has no flipped entry.*`flip: true`"):
-        script.train(config, replace(options, flips="random"))  # one of the two sets does not flip
-    with pytest.raises(ConfigError, match="caption is 'any'; it must be random or a number"):
-        script.train(config, replace(options, caption="any"))
+        script.train(config.model_copy(update={"train": TrainConfig(flips="random")}), options)  # one set has no flips
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="file: cannot be written"):
         script.train(config, replace(options, out=tmp_path / "file"))
