@@ -369,7 +369,7 @@ class CaptionsConfig(Section):
                 f"variants is 1, the caption itself, which {', '.join(given)} would not change: give 2 or more"
             )
         if self.variants > 1 and not (self.shuffle or self.drop):
-            raise ValueError(f"variants is {self.variants}, but all are equal: set shuffle or drop, or leave it out")
+            raise ValueError(f"variants is {self.variants}, but nothing varies: set shuffle or drop, or leave it out")
         return self
 
 
@@ -419,7 +419,7 @@ class DatasetConfig(Section):
     """Also cache each image mirrored left to right, as its own entry."""
     variations: int = Field(1, ge=1, le=1000)
     """Crops of each image. The first is that of `buckets`; the others lie anywhere in the resized image, each an entry
-    of its own. An image that its bucket takes whole has one. Masks and control images move along."""
+    of its own. An image that its bucket takes whole has one. Masks, and control images of its proportions, move along."""
     variations_seed: int = 0
     """Seed of the places of further crops, which also depend on the image's bytes and on the number of the crop."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()

@@ -226,7 +226,7 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
         (captions(shuffle=True), r"datasets\.0\.captions: variants is 1, .* which shuffle would not change: give 2"),
         (captions(drop=0.1, keep=1), "which drop, keep would not change"),
         (captions(secondary_separator=";;;"), "which secondary_separator would not change"),
-        (captions(variants=8), "variants is 8, but all are equal: set shuffle or drop"),
+        (captions(variants=8), "variants is 8, but nothing varies: set shuffle or drop"),
         (captions(variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
         (captions(variants=2, drop=1), r"captions\.drop: .*less than 1"),
         (captions(weights=[0, 0]), "weights are all 0"),
