@@ -419,7 +419,8 @@ class DatasetConfig(Section):
     """Also cache each image mirrored left to right, as its own entry."""
     variations: int = Field(1, ge=1, le=1000)
     """Crops of each image. The first is that of `buckets`; the others lie anywhere in the resized image, each an entry
-    of its own. An image that its bucket takes whole has one. Masks, and control images of its proportions, move along."""
+    of its own. An image that its bucket takes whole has one. Its mask and control images of its proportions move
+    along."""
     variations_seed: int = 0
     """Seed of the places of further crops, which also depend on the image's bytes and on the number of the crop."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
