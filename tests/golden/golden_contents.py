@@ -35,7 +35,9 @@ def contents(path: Path) -> dict[str, Any]:
         for sample_id in cache.sample_ids():
             for flip in (False, True):
                 batch = cache.batch([sample_id], device="cpu", flip=flip, scaled=True)
-                batches[f"{sample_id} {flip}"] = {name: _readable(value) for name, value in batch.items()}
+                # The cache is older than what a batch says of its dataset.
+                held = {name: value for name, value in batch.items() if name not in ("dataset", "loss_weight")}
+                batches[f"{sample_id} {flip}"] = {name: _readable(value) for name, value in held.items()}
         prompts = {
             text: {name: digest_of(tensor) for name, tensor in cache.prompt(text, device="cpu").items()}
             for text in ("a prompt", "")

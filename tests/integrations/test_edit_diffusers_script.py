@@ -68,7 +68,7 @@ def test_the_edits_find_the_lines_of_the_real_script_in_their_order(editing: Mod
     for number, edit in enumerate(editing.EDITS[name]):
         assert edit.first not in text.splitlines() and f"below {2 * number}\n" not in text
         assert edit.end in text.splitlines() and f"below {2 * number + 1}\n" in text
-    assert "LatentDataset('the/cache', 'photos')" in text
+    assert "LatentDataset('the/cache', 'photos'" in text
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
