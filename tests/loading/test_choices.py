@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTable
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
@@ -345,9 +345,8 @@ def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path
     with DiskStore(tmp_path) as store:
         folder = ManifestFolder(tmp_path / "manifests")
         lost = fill(store, folder, "sdxl", [4, 4], name="main").rows["0"].images[0].key
-        rows = {"0": fill(store, folder, "sdxl", [4], name="other", first=3).rows["3"]}
-        rows["0"] = replace(rows["0"], sample_id="0")
-        folder.write(replace(folder.read("other"), rows=RowTable.of(rows)))
+        other = fill(store, folder, "sdxl", [4], name="other", first=3)
+        folder.write(other.with_rows({"0": replace(other.rows["3"], sample_id="0")}))
         assert store.remove([lost]) == 1
     sampler = BucketBatchSampler(LatentDataset(tmp_path, ["main", "other"]), 3)
     loader = loader_of(sampler, damaged="skip")
