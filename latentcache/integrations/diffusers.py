@@ -89,6 +89,7 @@ class PrecomputedDataset(Dataset[Batch]):
     Each visit is a new draw from stored moments. With `data_loader`, whose sampler is that of `dataset`, the draws
     follow from the seed, the epoch and the position; a plain item number draws with torch's global generator.
     The script's `proportion_empty_prompts` is `LatentDataset(..., caption_dropout=...)`, drawn at each visit too.
+    Its loss counts all rows and places alike: items have neither the mask nor the `loss_weight` of their sample.
     """
 
     def __init__(self, dataset: LatentDataset, *, dtype: torch.dtype = torch.float32):

@@ -187,7 +187,6 @@ class LatentDataset(Dataset[Batch]):
         if caption_dropout and self.facts.texts:
             self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
-        self._codes: dict[KnownVisit, int] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
         most = max(int(part.rows.num_crops(part.usable).max(initial=1)) for part in self._parts)
         if crops == "random" and len(self) and most == 1:
@@ -195,7 +194,7 @@ class LatentDataset(Dataset[Batch]):
             raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None, "_refs": {}, "_codes": {}}
+        return self.__dict__ | {"_opened": None, "_refs": {}}
 
     @property
     def cache(self) -> LatentCache:
@@ -279,9 +278,7 @@ class LatentDataset(Dataset[Batch]):
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        codes = [0] * len(indices)
-        if self.draws:  # each visit is asked for twice: when it is prefetched, and when it is read
-            codes = remembered(self._codes, [*map(known_visit, indices)], self._chosen)
+        codes = self._chosen([*map(known_visit, indices)]) if self.draws else [0] * len(indices)
 
         def find(asked: list[tuple[int, int]]) -> list[SampleRef]:
             numbers, chosen = np.array(asked, np.int64).T
@@ -297,7 +294,8 @@ class LatentDataset(Dataset[Batch]):
         chosen = np.zeros(len(visits), np.int64)
         for part, places, items in self._items([visit[0] for visit in visits]):
             chosen[places] = part.codes(items, Visits.of([visits[place] for place in places.tolist()]))
-        return chosen.tolist()
+        codes: list[int] = chosen.tolist()
+        return codes
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """These items are read soon, by any process. What is wrong with one is raised when it is read."""

@@ -73,26 +73,39 @@ class _BatchMaker:
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
-        waiting: list[PlannedBatch] = []
+        waiting: list[tuple[PlannedBatch, list[SampleRef] | None]] = []
         try:
             while True:
                 ahead = list(islice(plan, LOOK_AHEAD))
-                soon = [self._items(planned) if planned.ahead is None else planned.ahead for planned in ahead]
-                self.loader.dataset.prefetch([*chain.from_iterable(soon)])
-                for planned in waiting:
-                    yield self._make(planned)
+                soon = self._announced(ahead)
+                for planned, refs in waiting:
+                    yield self._make(planned, refs)
                 if not ahead:
                     return
-                waiting = ahead
+                waiting = [*zip(ahead, soon, strict=True)]
         finally:
             self.transfer.finish()
+
+    def _announced(self, ahead: list[PlannedBatch]) -> list[list[SampleRef] | None]:
+        """Prefetch what these batches need. The samples of each; None where they are to be found when it is read."""
+        dataset = self.loader.dataset
+        if any(planned.ahead is not None for planned in ahead):
+            dataset.prefetch([*chain.from_iterable(planned.ahead or () for planned in ahead)])
+            return [None] * len(ahead)
+        try:  # choices of all at once: for each batch alone they take several times as long
+            refs = dataset.refs([*chain.from_iterable(map(self._items, ahead))])
+            self.cache.prefetch(refs)
+        except StoreError:
+            return [None] * len(ahead)  # raised at the batch that it belongs to
+        rest = iter(refs)
+        return [list(islice(rest, len(planned.numbers))) for planned in ahead]
 
     def _items(self, planned: PlannedBatch) -> Sequence[int]:
         return planned.items if self.loader.dataset.draws else planned.numbers
 
-    def _make(self, planned: PlannedBatch) -> _Made:
+    def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
         try:
-            return self._read(planned, self.loader.dataset.refs(self._items(planned)))
+            return self._read(planned, refs or self.loader.dataset.refs(self._items(planned)))
         except Exception as error:
             items = ", ".join(map(str, planned.numbers[:16]))
             error.add_note(f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")

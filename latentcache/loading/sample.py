@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ PRECACHE: Final = "run `latentcache precache CONFIG` again"
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
 """Requested samples that are kept, at some 500 bytes each. Beyond it all are forgotten, and found again."""
-_Found = TypeVar("_Found")
+
 _DTYPES = ("compute_dtype", "store_dtype")
 """What a text's recipe says besides what the text means to the model."""
 _FLOAT32 = np.dtype(np.float32)
@@ -275,9 +275,9 @@ def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
 
 
 def remembered(
-    known: dict[Any, _Found], names: Sequence[Any], find: Callable[[list[Any]], list[_Found]]
-) -> list[_Found]:
-    """What goes by these names. `find` gives what is not known, all at once, and it is known then.
+    known: dict[Any, SampleRef], names: Sequence[Any], find: Callable[[list[Any]], list[SampleRef]]
+) -> list[SampleRef]:
+    """The samples of these names. `find` gives those that are not known, all at once, and they are known then.
 
     A batch of four is copied in the time that finding its samples in a manifest twice would take.
     """

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTable
+from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
 from latentcache.loading.choices import Choices, Chooser, Visits, known_visit
+from latentcache.loading.loader import LOOK_AHEAD
 from latentcache.loading.sampler import Visit
 from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
 
@@ -255,6 +256,19 @@ def test_what_is_read_was_announced(path: Path, order: str, dropout_to: str, mon
     assert read == announced and read.total() == 4 * 3 * NUM
 
 
+def test_choices_of_batches_that_are_read_ahead_are_made_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, found, real = sampler_of(path), list[int](), LatentDataset.refs
+    expected = seen(loader_of(sampler))
+
+    def counted(self: LatentDataset, indices: list[int]) -> Any:
+        found.append(len(indices))
+        return real(self, indices)
+
+    monkeypatch.setattr(LatentDataset, "refs", counted)
+    assert seen(loader_of(sampler, prefetch=0)) == expected
+    assert sum(found) == 3 * NUM and len(found) <= len(expected) // LOOK_AHEAD + 2
+
+
 def test_the_state_of_other_choices_is_refused_by_name(path: Path) -> None:
     sampler = sampler_of(path)
     state = sampler.state_dict()
@@ -331,9 +345,8 @@ def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path
     with DiskStore(tmp_path) as store:
         folder = ManifestFolder(tmp_path / "manifests")
         lost = fill(store, folder, "sdxl", [4, 4], name="main").rows["0"].images[0].key
-        rows = {"0": fill(store, folder, "sdxl", [4], name="other", first=3).rows["3"]}
-        rows["0"] = replace(rows["0"], sample_id="0")
-        folder.write(replace(folder.read("other"), rows=RowTable.of(rows)))
+        other = fill(store, folder, "sdxl", [4], name="other", first=3)
+        folder.write(other.with_rows({"0": replace(other.rows["3"], sample_id="0")}))
         assert store.remove([lost]) == 1
     sampler = BucketBatchSampler(LatentDataset(tmp_path, ["main", "other"]), 3)
     loader = loader_of(sampler, damaged="skip")
