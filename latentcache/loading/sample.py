@@ -28,7 +28,6 @@ PRECACHE: Final = "run `latentcache precache CONFIG` again"
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 MAX_REFS = 1 << 17
 """Requested samples that are kept, at some 500 bytes each. Beyond it all are forgotten, and found again."""
-
 _DTYPES = ("compute_dtype", "store_dtype")
 """What a text's recipe says besides what the text means to the model."""
 _FLOAT32 = np.dtype(np.float32)
