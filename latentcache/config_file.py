@@ -101,7 +101,7 @@ def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
         example = f", such as {name}: {{path: {given}}}" if name in ("model", "source") else ""
         return f"give settings by their names{example}"
     if fault["type"] == "tuple_type":
-        return "give a list"
+        return "give a list" + (" in the file; no flag takes one" if isinstance(fault["input"], str) else "")
     if dotted.endswith("max_bytes"):
         return "give a number of bytes, such as 50GB or 50GiB"
     if dotted == "encode.batch_size":
@@ -130,6 +130,9 @@ def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     parts = word.split(".")
     numbers = [part for part in parts if part.isdigit()]
     pattern = ".".join("N" if part.isdigit() else part for part in parts)
+    known = list(known)
+    if f"datasets.N.{pattern}" in known:
+        return f"; it is a setting of each dataset: {prefix}datasets.0.{word}"
     near = [MEANT[pattern]] if pattern in MEANT else difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
     if not near or not (pattern in MEANT or difflib.get_close_matches(parts[-1], [near[0].split(".")[-1]])):
         return ""

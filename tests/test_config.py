@@ -203,6 +203,10 @@ def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: d
         ),
         ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
         ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
+        (
+            {"images": {"min_side": 64}},
+            r"images: unknown setting; it is a setting of each dataset: datasets\.0\.images",
+        ),
         ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),

@@ -24,7 +24,7 @@ from latentcache.cli.output import DONE, fail
 from latentcache.cli.remote_commands import REMOTE_COMMANDS
 from latentcache.cli.service_commands import SERVICE_COMMANDS
 from latentcache.config_file import said
-from latentcache.errors import LatentCacheError
+from latentcache.errors import ConfigError, LatentCacheError
 from latentcache.utils.extras import naming_extras
 
 logger = logging.getLogger("latentcache")
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     as_json = "--json" in arguments
     try:
+        _refuse_section_and_setting(arguments)
         with naming_extras():
             result = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -77,6 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A fault of latentcache: logged. A script must not take Python's exit code 1 for "done, with damage".
         logger.exception("this should not happen; please report it")
         return fail(error, as_json)
+
+
+def _refuse_section_and_setting(arguments: Sequence[str]) -> None:
+    """ConfigError for `--datasets.a.mask alpha` beside `--datasets.a.mask.path masks`, on which the parser trips."""
+    flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+    for flag in sorted(flags):
+        for other in sorted(flags):
+            if other.startswith(f"{flag}."):
+                raise ConfigError(f"{flag} and {other} contradict each other: give one of them", source="flags")
 
 
 def _how_to(raised: BaseException) -> str:

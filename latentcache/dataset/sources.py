@@ -31,7 +31,8 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
         return ParquetSource(_files(root, (".parquet",)), config.image_column, config.caption_columns, columns)
     files = PartFiles(root, parts)
     if not os.path.isdir(root):
-        raise DatasetError(root, "is not a folder" if os.path.exists(root) else "does not exist")
+        problem = "is not a folder" if os.path.exists(root) else "does not exist"
+        raise DatasetError(root, f"{problem}; correct source.path, which begins where the command runs")
     if config.kind == "imagefolder":
         return ImageFolderSource(root, config.caption_columns, files)
     extension = config.caption_extension
@@ -63,7 +64,7 @@ def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
     elif "{" in path:
         raise DatasetError(path, "does not exist; braces are not expanded: write a glob such as shard-*.tar")
     else:
-        raise DatasetError(path, "does not exist")
+        raise DatasetError(path, "does not exist; correct source.path, which begins where the command runs")
     if not files:
         raise DatasetError(path, f"holds no {suffixes[0]} files")
     return files

@@ -177,7 +177,8 @@ class LatentDataset(Dataset[Batch]):
         named = False if flips == "random" else [flips] if isinstance(flips, str) else flips
         mirrored = (set(self.names) if named else set()) if isinstance(named, bool) else {*named}
         if unknown := sorted(mirrored - set(self.names)):
-            raise StoreError(f"flips names {', '.join(unknown)}; the manifests are {', '.join(self.names)}")
+            message = f"flips names {', '.join(unknown)}; the manifests are {', '.join(self.names)}"
+            raise StoreError(f"{message}: give some of them, or 'random', True or False")
         read = [self.cache.samples(name) for name in self.names]
         self.facts = common_facts([samples.facts for samples in read], ", ".join(self.names), scaled=True)
         self.scaling: Scaling = self.cache.scaling(read[0].manifest)
