@@ -78,7 +78,8 @@ def precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=ShownProgress(), stop=stop
         )
     is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
-    text = precache_text(report, config, verbose=verbose)
+    has_own_cache = options.settings is not None and getattr(options.settings, "cache", None) is not None
+    text = precache_text(report, loaded.cache.path if has_own_cache else config, verbose=verbose)
     code = finish(report, options.as_json, has_faults=is_lacking or (strict and bool(report.num_refused)), text=text)
     return 128 + caught[0] if report.interrupted and caught else code
 

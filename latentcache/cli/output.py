@@ -30,8 +30,8 @@ def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = N
     return DONE_WITH_FAULTS if has_faults else DONE
 
 
-def precache_text(report: Report, config: Path, *, verbose: bool) -> str:
-    """What a run did and how long it took, then what is ready and what to do next."""
+def precache_text(report: Report, target: Path | str, *, verbose: bool) -> str:
+    """What a run did and how long it took, then what is ready and what to do next: with `target`, a config or cache."""
     lines = [report.to_text(verbose=verbose)]
     total = report.seconds.get("total", 0.0)
     before = max(0.0, time.monotonic() - STARTED - total)
@@ -40,7 +40,7 @@ def precache_text(report: Report, config: Path, *, verbose: bool) -> str:
         place = "" if report.cache.get("path") is None else f" in {report.cache['path']}"
         ready = f"{report.num_samples - report.num_refused:,} of {counted(report.num_samples, 'sample')}{place}"
         stored = size(report.cache.get("file_bytes", 0))
-        lines.append(f"ready: {ready} ({stored}). Next: latentcache browse {config}")
+        lines.append(f"ready: {ready} ({stored}). Next: latentcache browse {target}")
     return "\n".join(lines)
 
 

@@ -45,7 +45,9 @@ _log = logging.getLogger(__name__)
 
 
 class PartFiles:
-    """The further parts of samples that are image files below `root`. ConfigError where a part is the image itself.
+    """The further parts of samples that are image files below `root`.
+
+    ConfigError where a part is the image itself, and DatasetError where its folder is not there.
 
     A part of `a/cat.jpg` lies in the same subfolder of its own folder, with any ending of an image: `a/cat_1.png`. If
     several do, it is the one with the image's own ending.
@@ -62,6 +64,9 @@ class PartFiles:
             if folder == root and not part.suffix and part.column is None:
                 message = f"{name} is in the folder of the images, and has their names; give it a suffix"
                 raise ConfigError(message, key=name.split()[0])
+            if part.path is not None and not os.path.isdir(folder):  # else each sample would be refused for it
+                problem = "is not a folder" if os.path.exists(folder) else "does not exist"
+                raise DatasetError(folder, f"{problem}; correct path of {name}, which begins where the command runs")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._root, self._parts)  # another process has no use for the names

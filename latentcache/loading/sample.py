@@ -234,7 +234,7 @@ class ManifestSamples:
         texts = starts + captions
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
             lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
-            reason = f"has {lines} captions, but number {line} was requested"
+            reason = f"has {counted(int(lines), 'caption')}, but number {line} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
         found = [hex_of(columns["image/keys"][images])]
         if self.facts.texts:

@@ -205,6 +205,9 @@ def test_refusals_are_no_failure_unless_strict(config_file: Path, run: Any, run_
     assert code == 0 and f"{photos}/bad.png: empty" in out and "torn5.png" not in out and "and 1 more: " in out
     assert "1 sample has no caption, and trains on the empty one: d.png" in out
     assert out.splitlines()[-1].startswith("ready: 5 of 12 samples in ")
+    assert out.rstrip().endswith(f"Next: latentcache browse {config_file}")
+    other = config_file.parent / "other"
+    assert run("precache", config_file, "--cache.path", other)[1].rstrip().endswith(f"latentcache browse {other}")
     assert "torn5.png" in run("precache", config_file, "--verbose")[1]
     assert [run_json(command, config_file)[0] for command in ("precache", "status")] == [0, 0]
     assert [run_json(command, config_file, "--strict")[0] for command in ("precache", "status")] == [1, 1]

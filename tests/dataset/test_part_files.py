@@ -169,6 +169,12 @@ def test_a_control_that_would_be_the_image_itself_is_refused(tmp_path: Path) -> 
         opened({"path": tmp_path}, control={"path": tmp_path})
 
 
+def test_a_folder_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    write_photo(tmp_path / "photos" / "a.png", 1)
+    with pytest.raises(DatasetError, match="nowhere.*does not exist; correct path of mask"):
+        opened({"path": tmp_path / "photos"}, mask={"path": tmp_path / "nowhere"})
+
+
 def test_an_image_whose_name_ends_like_a_part_is_a_sample_where_there_is_no_other(tmp_path: Path) -> None:
     for number, name in enumerate(("cat.png", "cat_1.png", "photo_1.png")):
         put(tmp_path / name, number)

@@ -110,7 +110,7 @@ def test_a_cache_of_latents(make_config: Callable[..., Config]) -> None:
 def test_captions_and_flips(make_config: Callable[..., Config], cache: LatentCache) -> None:
     batch = cache.batch(["a.png"], device="cpu", caption=1)
     assert batch["caption"] == ["a house in the rain"]
-    with pytest.raises(SampleError, match=r"'b\.png': has 1 captions, but number 1"):
+    with pytest.raises(SampleError, match=r"'b\.png': has 1 caption, but number 1"):
         cache.batch(["b.png"], device="cpu", caption=1)
     with pytest.raises(SampleError, match=r"has no flipped entry.*set `flip: true`"):
         cache.batch(["b.png"], device="cpu", flip=True)
