@@ -27,8 +27,6 @@ DropoutTo = Literal["empty", "zeros"]
 """What takes the place of a dropped caption: the entry of the empty text, or zeros."""
 Crops = Literal["first", "random"]
 """The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
-KnownVisit = tuple[int, int, int, int]
-"""An item, and the draw, the epoch and the seed that its choices follow from."""
 _POINTS = 1 << 20
 _CROP_BITS = 40  # of a code: above them is the number of the crop
 
@@ -41,19 +39,17 @@ class Visits(NamedTuple):
     seeds: np.ndarray
 
     @classmethod
-    def of(cls, known: Sequence[KnownVisit]) -> Visits:
-        """These visits, without their items."""
-        _, draws, epochs, seeds = zip(*known, strict=True)
+    def of(cls, indices: Sequence[int]) -> Visits:
+        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator."""
+        visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
+        draws, epochs, seeds = zip(*[(each.draw, each.epoch, each.seed) for each in visits], strict=True)
         of_variants = np.array([*map(_variant_seed, seeds)], np.uint64)
         return cls(np.array(draws, np.int64), np.array(epochs, np.int64), of_variants)
 
 
-def known_visit(index: int) -> KnownVisit:
-    """The visit of this item. A plain number gets a draw and a seed from torch's global generator."""
-    if isinstance(index, Visit):
-        return int(index), index.draw, index.epoch, index.seed
+def _plain_visit(index: int) -> Visit:
     draw, seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device="cpu").tolist()
-    return index, draw, 0, seed
+    return Visit.of(index, draw, 0, seed)
 
 
 @lru_cache(1 << 10)

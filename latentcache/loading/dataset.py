@@ -24,7 +24,7 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, KnownVisit, Visits, known_visit
+from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, Visits
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros, remembered
 from latentcache.location import kind_of
@@ -279,7 +279,7 @@ class LatentDataset(Dataset[Batch]):
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        codes = self._chosen([*map(known_visit, indices)]) if self.draws else [0] * len(indices)
+        codes = self._chosen(indices) if self.draws else [0] * len(indices)
 
         def find(asked: list[tuple[int, int]]) -> list[SampleRef]:
             numbers, chosen = np.array(asked, np.int64).T
@@ -290,11 +290,11 @@ class LatentDataset(Dataset[Batch]):
 
         return remembered(self._refs, [*zip(map(int, indices), codes, strict=True)], find)
 
-    def _chosen(self, visits: list[KnownVisit]) -> list[int]:
+    def _chosen(self, indices: Sequence[int]) -> list[int]:
         """What these visits choose: see `Chooser.codes`."""
-        chosen = np.zeros(len(visits), np.int64)
-        for part, places, items in self._items([visit[0] for visit in visits]):
-            chosen[places] = part.codes(items, Visits.of([visits[place] for place in places.tolist()]))
+        chosen = np.zeros(len(indices), np.int64)
+        for part, places, items in self._items(indices):
+            chosen[places] = part.codes(items, Visits.of([indices[place] for place in places.tolist()]))
         codes: list[int] = chosen.tolist()
         return codes
 

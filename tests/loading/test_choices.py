@@ -24,7 +24,7 @@ from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
-from latentcache.loading.choices import Choices, Chooser, Visits, known_visit
+from latentcache.loading.choices import Choices, Chooser, Visits
 from latentcache.loading.loader import LOOK_AHEAD
 from latentcache.loading.sampler import Visit
 from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
@@ -373,7 +373,7 @@ def test_the_empty_text_is_missed_under_its_own_name(path: Path, tmp_path: Path)
 def codes_of(choices: Choices, manifest: Manifest, visits: list[Visit], num_lines: int) -> Any:
     chooser, items = Chooser(manifest, choices), np.array(visits, np.int64)
     counts = np.full(len(visits), num_lines * manifest.variants)
-    codes = chooser.codes(Visits.of([*map(known_visit, visits)]), counts, items, np.zeros(len(visits), np.int64))
+    codes = chooser.codes(Visits.of(visits), counts, items, np.zeros(len(visits), np.int64))
     return chooser.decoded(codes)
 
 
