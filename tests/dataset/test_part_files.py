@@ -171,7 +171,7 @@ def test_a_control_that_would_be_the_image_itself_is_refused(tmp_path: Path) -> 
 
 def test_a_folder_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     write_photo(tmp_path / "photos" / "a.png", 1)
-    with pytest.raises(DatasetError, match="nowhere.*does not exist; correct path of mask"):
+    with pytest.raises(DatasetError, match=r"nowhere.*does not exist; correct path of mask"):
         opened({"path": tmp_path / "photos"}, mask={"path": tmp_path / "nowhere"})
 
 
