@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse_section_and_setting(arguments: Sequence[str]) -> None:
     """ConfigError for `--datasets.a.mask alpha` beside `--datasets.a.mask.path masks`, on which the parser trips."""
-    flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+    flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--datasets.")}
     for flag in sorted(flags):
         for other in sorted(flags):
             if other.startswith(f"{flag}."):

@@ -417,7 +417,7 @@ def test_choices_have_their_rates_and_are_independent() -> None:
 def test_each_cycle_has_each_variant_once(seed: int, item: int, variants: int, repeats: int, cycle: int) -> None:
     chooser = Chooser(Manifest("m", "train", repeats, COMMON, {}, variants=variants), Choices("random"))
     epochs, numbers = np.divmod(np.arange(cycle * variants, (cycle + 1) * variants), repeats)
-    visits = Visits.of([(item, 0, epoch, seed) for epoch in epochs.tolist()])
+    visits = Visits.of([Visit.of(item, 0, epoch, seed) for epoch in epochs.tolist()])
     dealt = chooser.deal(visits, np.full(variants, item), numbers)
     assert sorted(dealt.tolist()) == [*range(variants)]
 
