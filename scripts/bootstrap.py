@@ -73,9 +73,9 @@ def install(made: Environment = DEFAULT) -> None:
     if not has_quickstart_only(made):
         venv.create(made.path, with_pip=True, clear=made.path.exists())
     ours.touch()
-    if made.data:
-        pip_install(made, "--no-deps", made.data)
     pip_install(made, "-e", f".[{made.extras}]" if made.extras else ".")
+    if made.data:  # last: after it pip would report what it lacks as an error
+        pip_install(made, "--no-deps", made.data)
     (made.path / STAMP).write_text(made.stamp(), encoding="utf-8")
 
 
