@@ -79,7 +79,7 @@ def test_what_is_installed(quickstart: Any, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(bootstrap, "pip_install", lambda made, *what: done.append(what))
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text("first", encoding="utf-8")
-    little = [("--no-deps", "scikit-image"), ("-e", ".[encode,lora]")]
+    little = [("-e", ".[encode,lora]"), ("--no-deps", "scikit-image")]
     rest = ("-e", f".[{bootstrap.DEFAULT.extras}]")
     for wanted, expected in (
         (bootstrap.QUICKSTART, ["made", *little]),
