@@ -63,10 +63,6 @@ FUSED = ("cpu", "cuda", "mps", "xpu")
 """Types of devices for which torch has fused optimizer kernels."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-
-CHOICES = {
-    "mixed_precision": (("auto", *DTYPES), "auto: bf16 or fp16 on an accelerator, no on the CPU"),
-}
 SWITCHES = {
     "resume": "go on from the checkpoint in --out",
     "encode": "encode what the cache lacks before training, and what is found damaged in it; loads the models for that",
@@ -356,8 +352,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
         kind: dict[str, Any] = {"type": type(field.default), "help": f"default: {field.default}"}
         if isinstance(field.default, bool):
             kind = {"action": "store_true", "help": SWITCHES[field.name]}
-        elif field.name in CHOICES:
-            kind = dict(zip(("choices", "help"), CHOICES[field.name], strict=True))
+        elif field.name == "mixed_precision":
+            kind = {"choices": ("auto", *DTYPES), "help": "auto: bf16 or fp16 on an accelerator, no on the CPU"}
         names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
         parser.add_argument(*names, dest=field.name, default=field.default, **kind)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
