@@ -406,7 +406,7 @@ class RowTable(Mapping[str, Row]):
         return found
 
     def _num_twins(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Of rows whose images lie so: 2 where the second image is the mirrored first one, else 1."""
+        """How many entries a crop has in rows whose images lie so: 2 with the mirrored one, else 1. int64 [n]."""
         twins, several = np.ones(len(starts), np.int64), np.flatnonzero(ends - starts > 1)
         twins[several] += self.columns["image/geometry"][starts[several] + 1, _FLIP]
         return twins

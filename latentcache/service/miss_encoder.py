@@ -98,7 +98,7 @@ class _Miss:
 
     @property
     def num_bytes(self) -> int:
-        """Of the image."""
+        """Bytes of the image's file; 0 for a prompt."""
         task = self.tasks[0]
         return 0 if isinstance(task, TextTask) else len(task.sample.locator)
 
