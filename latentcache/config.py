@@ -550,6 +550,12 @@ class EncodeConfig(Section):
     """Threads that decode images. `auto`: one per core."""
 
 
+DropoutTo = Literal["empty", "zeros"]
+"""What takes the place of a dropped caption: the entry of the empty text, or zeros."""
+Crops = Literal["first", "random"]
+"""The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
+
+
 class TrainConfig(Section):
     """What a training chooses at each visit of a sample, as the options of `LatentDataset` do. No key depends on it."""
 
@@ -557,12 +563,12 @@ class TrainConfig(Section):
     """`random`: one of a sample's captions and of its variants; a number: always that caption, from 0."""
     caption_dropout: float = Field(0.0, ge=0, le=1)
     """Share of visits without a caption."""
-    dropout_to: Literal["empty", "zeros"] = "empty"
+    dropout_to: DropoutTo = "empty"
     """What a dropped caption becomes: the entry of the empty text, or zeros."""
     flips: Literal["both", "random", "none"] = "both"
     """Of datasets with `flip: true`: `both` sides are items of an epoch, which is twice as long; `random`: each visit
     draws one of them."""
-    crops: Literal["random", "first"] = "random"
+    crops: Crops = "random"
     """Of datasets with `variations`: one of the crops, or always that of the bucket rule."""
 
 

@@ -19,14 +19,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from latentcache.config import Crops, DropoutTo
 from latentcache.dataset.manifest import Manifest
 from latentcache.errors import StoreError
 from latentcache.loading.sampler import Visit, seed_of
 
-DropoutTo = Literal["empty", "zeros"]
-"""What takes the place of a dropped caption: the entry of the empty text, or zeros."""
-Crops = Literal["first", "random"]
-"""The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
 _POINTS = 1 << 20
 _CROP_BITS = 40  # of a code: above them is the number of the crop
 

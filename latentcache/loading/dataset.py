@@ -15,7 +15,7 @@ from blake3 import blake3
 from torch.utils.data import Dataset, default_collate
 from typing_extensions import Unpack
 
-from latentcache.config import CacheConfig, RemoteOptions, location_of
+from latentcache.config import CacheConfig, Crops, DropoutTo, RemoteOptions, location_of
 from latentcache.dataset.row_table import hex_of
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
@@ -24,7 +24,7 @@ from latentcache.families.scaling import Scaling
 from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.choices import Choices, Chooser, Crops, DropoutTo, Visits
+from latentcache.loading.choices import Choices, Chooser, Visits
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros, remembered
 from latentcache.location import kind_of
@@ -56,6 +56,10 @@ class _Samples:
         """The numbers of these items' rows, and which of them are mirrored: uint32 [n], bool [n]."""
         flips, places = np.divmod(numbers % max(1, self.num_once), max(1, len(self.usable)))
         return self.usable[places], flips > 0
+
+    def has_crops(self) -> bool:
+        """Whether any of its images has several crops."""
+        return bool((self.rows.num_crops(self.usable) > 1).any())
 
     def num_captions(self, numbers: np.ndarray) -> np.ndarray:
         """The number of caption entries of these rows: int64 [n]."""
@@ -189,8 +193,7 @@ class LatentDataset(Dataset[Batch]):
             self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
-        most = max(int(part.rows.num_crops(part.usable).max(initial=1)) for part in self._parts)
-        if crops == "random" and len(self) and most == 1:
+        if crops == "random" and len(self) and not any(part.has_crops() for part in self._parts):
             reason = f"crops is 'random', but each image of {', '.join(self.names)} has one crop"
             raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 

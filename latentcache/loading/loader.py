@@ -123,7 +123,7 @@ class _BatchMaker:
                 if self.loader.lost_key(problem, self.encoded) is not None:
                     raise  # the thread that trains encodes it: no model moves while that one computes
                 error = self.loader.explained(problem)
-                key = getattr(problem.__cause__, "key", "")  # another dataset may have a sample of this name
+                key = _lost_key(problem)  # another dataset may have a sample of this name
                 left = [ref for ref in refs if ref.sample_id != error.sample_id or key not in ref.keys]
                 if self.loader.damaged == "raise" or len(left) == len(refs):
                     raise error from problem.__cause__

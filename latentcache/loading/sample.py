@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
+from latentcache.config import DropoutTo
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import ROLES, geometry_of, hex_of
 from latentcache.errors import ModelError, SampleError, StoreError
@@ -152,7 +153,7 @@ class SampleRef(NamedTuple):
     caption: str = ""
     layout: Layout = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
     parts: tuple[tuple[str, Size], ...] = ()
-    dropped: Literal["empty", "zeros"] | None = None
+    dropped: DropoutTo | None = None
 
 
 class ManifestSamples:
