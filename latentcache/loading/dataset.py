@@ -57,10 +57,6 @@ class _Samples:
         flips, places = np.divmod(numbers % max(1, self.num_once), max(1, len(self.usable)))
         return self.usable[places], flips > 0
 
-    def has_crops(self) -> bool:
-        """Whether any of its images has several crops."""
-        return bool((self.rows.num_crops(self.usable) > 1).any())
-
     def num_captions(self, numbers: np.ndarray) -> np.ndarray:
         """The number of caption entries of these rows: int64 [n]."""
         return np.asarray(np.diff(self.rows.ranges("caption", numbers), axis=0)[0])
@@ -193,7 +189,8 @@ class LatentDataset(Dataset[Batch]):
             self._prepare_dropout()
         self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
-        if crops == "random" and len(self) and not any(part.has_crops() for part in self._parts):
+        several = ((part.rows.num_crops(part.usable) > 1).any() for part in self._parts)
+        if crops == "random" and len(self) and not any(several):
             reason = f"crops is 'random', but each image of {', '.join(self.names)} has one crop"
             raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 
