@@ -39,6 +39,15 @@ def canonical_json(value: Any) -> bytes:
     return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 
 
+def seed_of(*parts: str | int) -> int:
+    """The first 64 bits of the BLAKE3 digest of the parts as canonical JSON. Any integers will do.
+
+    The first part is what the seed is for. Sums and products of seed and epoch, as are usual, give one seed to several
+    pairs of them.
+    """
+    return int(digest(canonical_json(parts))[:16], 16)
+
+
 _is_key = re.compile(r"[0-9a-f]{64}").fullmatch
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from random import Random
 
 from latentcache.config import CaptionsConfig
-from latentcache.identity import canonical_json, digest
-
-_SEED_DIGITS = 16
+from latentcache.identity import seed_of
 
 
 def variants_of(caption: str, rule: CaptionsConfig) -> tuple[str, ...]:
@@ -21,7 +19,7 @@ def variants_of(caption: str, rule: CaptionsConfig) -> tuple[str, ...]:
     if rule.variants == 1:
         return (caption,)
     # Python promises that a whole number seeds the same stream in each of its versions.
-    first = int(digest(canonical_json([rule.seed, caption]))[:_SEED_DIGITS], 16)
+    first = seed_of(rule.seed, caption)
     tags = _split(caption, rule)
     return (caption, *(_varied(caption, tags, rule, Random(first + number)) for number in range(1, rule.variants)))
 

@@ -25,11 +25,12 @@ from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families import family_named
 from latentcache.families.base import Family
+from latentcache.identity import seed_of
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sample import no_texts
-from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
+from latentcache.loading.sampler import BucketBatchSampler, Visit
 from latentcache.models.denoiser import check_fits, load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share
 from latentcache.models.lora import load_lora, lora_settings, save_lora

@@ -22,7 +22,8 @@ import torch
 from latentcache.config import Crops, DropoutTo
 from latentcache.dataset.manifest import Manifest
 from latentcache.errors import StoreError
-from latentcache.loading.sampler import Visit, seed_of
+from latentcache.identity import seed_of
+from latentcache.loading.sampler import Visit
 
 _POINTS = 1 << 20
 _CROP_BITS = 40  # of a code: above them is the number of the crop

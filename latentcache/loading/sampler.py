@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from latentcache.errors import StoreError
-from latentcache.identity import canonical_json, digest
+from latentcache.identity import seed_of
 from latentcache.loading.pack_order import WINDOW, Places, pack_batches, split, spots_ahead
 
 if TYPE_CHECKING:  # it needs this module
@@ -43,14 +43,6 @@ class Visit(int):
         visit = cls(index)
         visit.draw, visit.epoch, visit.seed = draw, epoch, seed
         return visit
-
-
-def seed_of(purpose: str, *parts: int) -> int:
-    """The first 64 bits of the BLAKE3 digest of purpose and parts as canonical JSON. Any integers will do.
-
-    Sums and products of seed and epoch, as are usual, give one seed to several pairs of them.
-    """
-    return int(digest(canonical_json([purpose, *parts]))[:16], 16)
 
 
 def noise_generator(seed: int, epoch: int, position: int) -> torch.Generator:

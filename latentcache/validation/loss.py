@@ -14,7 +14,7 @@ from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, dtype_of
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
-from latentcache.identity import canonical_json, digest
+from latentcache.identity import canonical_json, digest, seed_of
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import no_texts
 from latentcache.models.running import uncached_autocast
@@ -29,7 +29,7 @@ from latentcache.validation.metrics import (
     TimestepBin,
     mean_of,
 )
-from latentcache.validation.noise_schedule import OFFSET_BITS, NoiseSchedule, index_in, strata
+from latentcache.validation.noise_schedule import NoiseSchedule, index_in, strata
 
 BATCH_SIZE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest relative difference of a sample's loss between two batch sizes, by the dtype of the denoiser or of autocast.
@@ -152,11 +152,6 @@ def _data_digest(view: LatentCache, name: str) -> str:
     return digest(canonical_json([images, captions, *([parts] if parts else [])]))
 
 
-def _seed_of(*parts: str | int) -> int:
-    """A seed of 64 bits that the parts determine."""
-    return int(digest(canonical_json(parts))[: OFFSET_BITS // 4], 16)
-
-
 @dataclass(frozen=True, slots=True)
 class _TimestepSample:
     """A pair of a sample (a batch of one on the device) and an index of the schedule."""
@@ -263,7 +258,7 @@ class _Measurement:
             name for name in sample if name not in ("latents", "add_time_ids") and sample[name].is_floating_point()
         ]
         sample |= {name: sample[name].to(self.dtype) for name in texts}
-        offset = _seed_of("timesteps", self.settings.seed, sample_id)
+        offset = seed_of("timesteps", self.settings.seed, sample_id)
         for stratum in self.strata:
             yield _TimestepSample(sample_id, index_in(stratum, offset), sample)
 
@@ -306,5 +301,5 @@ class _Measurement:
 
     def _noise(self, pair: _TimestepSample, shape: torch.Size) -> torch.Tensor:
         # Drawn on the CPU, one pair at a time: the noise depends on no device, no batch and no other sample.
-        generator = torch.Generator().manual_seed(_seed_of("noise", self.settings.seed, pair.sample_id, pair.index))
+        generator = torch.Generator().manual_seed(seed_of("noise", self.settings.seed, pair.sample_id, pair.index))
         return torch.randn(shape, generator=generator, dtype=torch.float32)

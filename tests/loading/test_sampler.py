@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
+from latentcache.identity import seed_of
 from latentcache.loading.choices import Choices
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator, seed_of
+from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator
 from latentcache.types import Bucket
 
 
