@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import re
-import tomllib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +19,11 @@ from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError
 from latentcache.config import BucketsConfig, Config, as_list, as_section
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.utils.durable_files import read_small_file
+
+if sys.version_info >= (3, 11):
+    import tomllib  # novermin
+else:
+    import tomli as tomllib
 
 MAX_BYTES = 1 << 24
 """The largest config file that is read."""
@@ -161,7 +166,8 @@ def is_list(annotation: Any) -> bool:
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds (one, or a list of them), or None for a plain value."""
     candidates = (annotation, *typing.get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    classes = (c for c in candidates if typing.get_origin(c) is None and isinstance(c, type))
+    return next((c for c in classes if issubclass(c, BaseModel)), None)
 
 
 def number_of_bytes(text: str, source: str) -> int:

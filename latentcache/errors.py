@@ -38,11 +38,14 @@ A message names the thing, the value met, the value allowed and the next step. T
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 NUM_LISTED = 20
 """How many offenders a message names; it counts the others."""
+
+logger = logging.getLogger("latentcache")
 
 
 def listed(lines: Iterable[str]) -> str:
@@ -52,6 +55,15 @@ def listed(lines: Iterable[str]) -> str:
     if len(lines) > NUM_LISTED:
         shown.append(f"\n  ... and {len(lines) - NUM_LISTED} more")
     return "".join(shown)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`error.add_note(note)`, which Python 3.10 lacks. Its tracebacks show no notes, so there the note is logged."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+        return
+    vars(error)["__notes__"] = [*getattr(error, "__notes__", []), note]
+    logger.error("%s: %s", type(error).__name__, note)
 
 
 class LatentCacheError(Exception):

@@ -34,7 +34,7 @@ def software_versions() -> Mapping[str, str]:
 
 def now() -> str:
     """The time in UTC, ISO 8601, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017  # the doctor runs in Python 3.10 too
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def provenance_json(**facts: Any) -> dict[str, Any]:

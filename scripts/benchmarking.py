@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def environment(
     """Where and when a benchmark runs. `folder` is where it writes, by default the current one."""
     pages = os.sysconf("SC_PHYS_PAGES")
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "num_cores": os.cpu_count(),
         "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),

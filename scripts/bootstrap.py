@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import threading
 import time
-import venv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,8 @@ class Environment:
     """A virtual environment in the project's root: its folder, the file of its releases, and the extras in it.
 
     `data` is a package that is installed without its dependencies, for its files. `wider` is an environment in the same
-    folder that has all of this one too.
+    folder that has all of this one too. `interpreter` is the Python that it is
+    made with, if not this one.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Environment:
     extras: str = ""
     data: str = ""
     wider: Environment | None = None
+    interpreter: str = ""
 
     @property
     def path(self) -> Path:
@@ -42,7 +43,7 @@ class Environment:
 
     def stamp(self) -> str:
         """What the environment is made from. It is rebuilt when this changes."""
-        digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT} {self.extras} {self.data}".encode())
+        digest = hashlib.sha256(f"{sys.version_info[:2]} {self.interpreter} {ROOT} {self.extras} {self.data}".encode())
         for name in ("pyproject.toml", self.constraints):
             digest.update((ROOT / name).read_bytes())
         return digest.hexdigest()
@@ -60,8 +61,9 @@ QUICKSTART = Environment(".venv", "constraints.txt", "encode,lora", data="scikit
 
 def install(made: Environment = DEFAULT) -> None:
     """Make the environment, unless it is there and up to date. Raises CalledProcessError if pip fails."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - this script is what an older Python runs first
-        sys.exit(f"latentcache needs Python 3.11 or newer, but this is {sys.version.split()[0]}")
+    if sys.version_info < (3, 11):
+        needed = "the pinned releases need Python 3.11 or newer (latentcache itself runs on 3.10)"
+        sys.exit(f"{needed}, but this is {sys.version.split()[0]}")
     ours = made.path / "made-by-latentcache"
     if made.stamped() in {each.stamp() for each in (made, made.wider) if each is not None}:
         return
@@ -71,7 +73,7 @@ def install(made: Environment = DEFAULT) -> None:
         )
     print(f"installing into {made.name} (a few minutes the first time) ...", file=sys.stderr, flush=True)
     if not has_quickstart_only(made):
-        venv.create(made.path, with_pip=True, clear=made.path.exists())
+        subprocess.run([made.interpreter or sys.executable, "-m", "venv", "--clear", str(made.path)], check=True)
     ours.touch()
     pip_install(made, "-e", f".[{made.extras}]" if made.extras else ".")
     if made.data:  # last: after it pip would report what it lacks as an error

@@ -8,8 +8,9 @@ has nothing but what `pip install latentcache` brings, at its lowest releases bu
 and source distribution, used from outside of the repository; `windows`, tests of the store, precaching, loading and
 the service under the rules of Windows (tests/helpers/windows_rules.py); `cuda`, the tests of `sim` on a CUDA device
 where there is one.
-`--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
-which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
+`--lane NAME` runs this lane alone, without the checks, and may come several times. Three lanes run only so: `floor`,
+which is `core` on Python 3.10 and torch 2.4.1, whose wheel brings gigabytes of CUDA libraries; `deepspeed`, which
+installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
 releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
 """
 
@@ -48,6 +49,7 @@ LANES = (
     "wheel",
     "windows",
     "cuda",
+    "floor",
     "deepspeed",
     "onetrainer-pins",
 )
@@ -59,10 +61,11 @@ WINDOWS_TESTS = (
 NOT_ON_WINDOWS = "not takes_the_place_of_a_damaged_file and not full_disk"
 """A damaged pack that the index does not know may be mapped: there the file stays until the server starts again. And
 the full disk is made by way of `os.write`, in whose place the rules have their own."""
-OPT_IN = ("deepspeed", "onetrainer-pins")
+OPT_IN = ("floor", "deepspeed", "onetrainer-pins")
 IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test")
 CORE = bootstrap.Environment(".venv-core", "constraints-core.txt")
+FLOOR = bootstrap.Environment(".venv-floor", "constraints-floor.txt", interpreter="python3.10")
 PINS_TESTS = (
     *("tests/integrations", "tests/models", "tests/families"),
     *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
@@ -128,8 +131,9 @@ def installed(environment: bootstrap.Environment) -> bool:
 
 def lane_elsewhere(name: str, *arguments: str) -> bool:
     """Whether a lane passes that runs in an environment of its own, or under the rules of another system."""
-    if name == "core":  # pytest is not there
-        return installed(CORE) and lane(name, python=str(CORE.python), program=["tests/golden/read_with_core.py"])
+    if name in ("core", "floor"):  # pytest is not there
+        made = CORE if name == "core" else FLOOR
+        return installed(made) and lane(name, python=str(made.python), program=["tests/golden/read_with_core.py"])
     if name == "wheel":
         return lane(name, program=["tests/wheel/use_wheel.py"])
     if name == "windows":

@@ -142,6 +142,15 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert undeclared <= {"pillow_jxl", "wandb"}, undeclared
 
 
+def test_it_asks_for_no_newer_python_than_it_says() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=")
+    options = ("--quiet", "--no-tips", "--violations", f"--target={oldest}-")
+    command = [str(Path(sys.executable).with_name("vermin")), *options, str(PACKAGE)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 def test_every_layer_and_owner_exists() -> None:
     there = {module.parts[0].removesuffix(".py") for module in MODULES}
     assert set().union(*LAYERS) == there

@@ -17,7 +17,8 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -361,12 +362,23 @@ def import_checkpoint(path: str | Path) -> ImportedCheckpoint:
     return ImportedCheckpoint(path, content, **parts)
 
 
+@contextmanager
+def _allowed(classes: list[Any]) -> Iterator[None]:
+    """`torch.load` reads these classes too. torch 2.4 cannot take that back, and allows them from then on."""
+    if not hasattr(torch.serialization, "safe_globals"):  # it came with torch 2.5
+        torch.serialization.add_safe_globals(classes)
+        yield
+        return
+    with torch.serialization.safe_globals(classes):
+        yield
+
+
 def _read(path: Path, *, mmap: bool = False) -> Any:
     if path.suffix == ".safetensors":
         raise CheckpointError(path, "is no torch.save file; read it with safetensors.torch.load_file")
     try:
         # An empty `bytes` is pickled as a call of its class, which is the only plain data that torch refuses.
-        with torch.serialization.safe_globals([bytes]):
+        with _allowed([bytes]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}") from error

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -231,7 +231,7 @@ def prune(
     path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
-    keep, began = partial(keys_in_use, manifests, unfinished=unfinished), datetime.now(UTC)
+    keep, began = partial(keys_in_use, manifests, unfinished=unfinished), datetime.now(timezone.utc)
     report = prune_store(path, keep, max_bytes=limit, dry_run=dry_run)
     if unfinished and not dry_run:
         manifests.give_up(began)

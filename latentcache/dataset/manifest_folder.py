@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
 
@@ -185,7 +185,8 @@ class ManifestFolder:
     def unfinished(self) -> dict[str, str]:
         """The names of runs that began and did not finish, with the time when the first one of each started."""
         begun = sorted([(_written(self.path / file), name) for file, name in self._notes()], reverse=True)
-        return {name: datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds") for at, name in begun if at}
+        times = {name: datetime.fromtimestamp(at, timezone.utc) for at, name in begun if at}
+        return {name: time.isoformat(timespec="seconds") for name, time in times.items()}
 
     def give_up(self, before: datetime) -> None:
         """End runs that began before this time and did not finish, of any owner."""

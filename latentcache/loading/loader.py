@@ -16,7 +16,7 @@ import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import Sent, Transfer, transfer_to
-from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError, add_note
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
@@ -108,7 +108,7 @@ class _BatchMaker:
             return self._read(planned, refs or self.loader.dataset.refs(self._items(planned)))
         except Exception as error:
             items = ", ".join(map(str, planned.numbers[:16]))
-            error.add_note(f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")
+            add_note(error, f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")
             raise
 
     def _read(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:

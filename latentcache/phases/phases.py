@@ -12,7 +12,7 @@ import torch
 from latentcache.devices.audit import audit
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
-from latentcache.errors import PhaseError
+from latentcache.errors import PhaseError, add_note
 from latentcache.families import DENOISERS
 from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, managed_by
 from latentcache.phases.state import BlockSwap, ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
@@ -219,7 +219,7 @@ class Phases:
         try:
             self._apply(phase, weights, self._model.modules if modes else {})
         except Exception as error:
-            error.add_note(REPAIR)
+            add_note(error, REPAIR)
             raise
         self._audit(phase, weights)
 

@@ -16,7 +16,7 @@ import torch
 
 from latentcache.devices.optimizer import unwrapped
 from latentcache.devices.tensor_location import is_swapped_in
-from latentcache.errors import PhaseError
+from latentcache.errors import PhaseError, add_note
 from latentcache.phases.state import Modules, Snapshot, parameters
 
 REPAIR = "Make room, then call Phases.place()"
@@ -111,7 +111,7 @@ class Weights(Snapshot):
         try:
             self._memory.put_all([(tensor, device, None) for _, tensor, _ in self._tensors[part]])
         except Exception as error:
-            error.add_note(f"{part} was not put on {device}: all of it is where it was")
+            add_note(error, f"{part} was not put on {device}: all of it is where it was")
             raise
 
     def restore_buffers(self) -> None:

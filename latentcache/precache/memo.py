@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 
 from latentcache.errors import StoreError
+from latentcache.utils import sqlite_codes
 from latentcache.utils.durable_files import remove_whole
 
 FLUSH_ROWS = 1000
@@ -24,7 +25,7 @@ _NOTED_DAYS = 30
 """How old the note of a row's last use may become: writing it in each run would cost as much as reading it."""
 _CHECKSUM_BYTES = 8
 _NAMES_AT_ONCE = 500
-_DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_DAMAGE = {0, sqlite_codes.ERROR, sqlite_codes.CORRUPT, sqlite_codes.NOTADB, sqlite_codes.FORMAT}
 """Errors that say that the file is no memo; others may pass."""
 
 logger = logging.getLogger("latentcache")
@@ -134,7 +135,7 @@ class Memo(MutableMapping[str, str]):
 
     def _is_damage(self, error: sqlite3.Error) -> bool:
         """Whether the error says that the file is no memo. Without a file nothing is there to be removed."""
-        return self.is_shared and getattr(error, "sqlite_errorcode", sqlite3.SQLITE_NOTADB) & 0xFF in _DAMAGE
+        return self.is_shared and sqlite_codes.primary_code(error) in _DAMAGE
 
     def _connected(self, *, is_empty: bool = False) -> sqlite3.Connection:
         """A connection to the file; to an empty database in memory where it is only read, and not there."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.bucket import PROBES, BucketTransport
@@ -170,7 +170,7 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
     """
     transport.check()
     manifests, report = RemoteManifests(transport, read_only=dry_run), PruneReport(transport.url, grace_h, dry_run)
-    oldest = datetime.now(UTC) - timedelta(hours=grace_h)  # by this machine's clock
+    oldest = datetime.now(timezone.utc) - timedelta(hours=grace_h)  # by this machine's clock
     limit = oldest.timestamp()
     if not dry_run:
         _check_clock(transport)
@@ -218,7 +218,7 @@ def _check_clock(transport: Transport) -> None:
     """StoreError if this machine's clock is far from the store's: packs would go too early, or never."""
     name = f"{PROBES}/{new_pack_id()}"
     transport.write(name, b"", version=ANY_VERSION)
-    now, probe = datetime.now(UTC).timestamp(), transport.list(PROBES).get(name)
+    now, probe = datetime.now(timezone.utc).timestamp(), transport.list(PROBES).get(name)
     transport.remove([name])
     if probe is not None and abs(off_s := now - probe.modified) > _MAX_OFF_S:  # None: another run removed it
         problem = f"this machine's clock is {off_s:+,.0f} s off the store's, and the grace time compares the two"

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anyio
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
@@ -172,7 +173,7 @@ class Gate:
             yield
             return
         try:
-            async with asyncio.timeout(limits.queue_s):
+            with anyio.fail_after(limits.queue_s):
                 await self._turns.acquire()
         except TimeoutError:
             num, step = limits.max_requests, "Retry a little later"
@@ -212,7 +213,7 @@ class _Exchange:
             return await self._receive()
         stall_s = self._limits.stall_s
         try:
-            async with asyncio.timeout(stall_s):
+            with anyio.fail_after(stall_s):
                 message = await self._receive()
         except TimeoutError:
             detail = f"no byte of the body came for {stall_s:g} s"

@@ -9,9 +9,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Self
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from typing_extensions import TypeVarTuple, Unpack
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -94,7 +95,7 @@ class ServiceState:
             anyio.CapacityLimiter, (limits.num_threads, limits.num_view_threads, limits.max_uploads)
         )
 
-    async def read(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+    async def read(self, function: Callable[[Unpack[_Arguments]], _Result], *arguments: Unpack[_Arguments]) -> _Result:
         """Run what reads the store, in a thread."""
         try:
             return await run_sync(function, *arguments, limiter=self._readers)
@@ -105,11 +106,13 @@ class ServiceState:
             self.telemetry.damaged.inc()
             raise
 
-    async def change(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+    async def change(
+        self, function: Callable[[Unpack[_Arguments]], _Result], *arguments: Unpack[_Arguments]
+    ) -> _Result:
         """Run what changes the cache, in a thread. It ends in any case."""
         return await run_sync(function, *arguments, limiter=self._writers)
 
-    async def view(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+    async def view(self, function: Callable[[Unpack[_Arguments]], _Result], *arguments: Unpack[_Arguments]) -> _Result:
         """Run what reads whole manifests, or is for a person: few threads, so that trainers need not wait for it."""
         return await run_sync(function, *arguments, limiter=self._viewers)
 

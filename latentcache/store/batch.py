@@ -102,7 +102,8 @@ def _padded(
     try:
         if not DTYPES[dtype].is_floating_point and rule.value != int(rule.value):
             raise ValueError("it is no whole number")
-        value = as_array(torch.full((), rule.value, dtype=DTYPES[dtype], device=CPU))
+        filled = torch.float32 if dtype.startswith("float8") else DTYPES[dtype]  # torch 2.4 cannot fill float8
+        value = as_array(torch.full((), rule.value, dtype=filled, device=CPU).to(DTYPES[dtype]))
     except (RuntimeError, ValueError, OverflowError) as error:
         raise StoreError(f"field {name}: {rule.value} cannot be padded with in {dtype}: {error}") from error
     tensor, target = _new_tensor(dtype, (len(arrays), length, *arrays[0].shape[2:]), empty)

@@ -23,7 +23,9 @@ from diskcache.core import DBNAME, MODE_RAW
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store.entry import is_pack_id
 from latentcache.store.layout import PackRow
+from latentcache.utils import sqlite_codes
 from latentcache.utils.locks import locked
+from latentcache.utils.sqlite_codes import primary_code
 
 TIMEOUT_S = 60.0
 JOURNAL_MODE = "delete"
@@ -52,7 +54,7 @@ MAX_VALUE_BYTES = 1 << 23
 _BEFORE_ALL = -(1 << 63)
 _PAGE_BYTES = 4096
 _PASSING_S, _POLL_S = 2.0, 0.05
-_UNREACHABLE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM)
+_UNREACHABLE = (sqlite_codes.IOERR, sqlite_codes.CANTOPEN, sqlite_codes.NOMEM)
 
 
 process_lock = threading.RLock()
@@ -241,7 +243,7 @@ class Index:
             except BaseException as error:
                 connection.close()
                 # A live writer's journal can look like a dead one's for a moment, which a reader may not roll back.
-                passes = self.read_only and _code(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+                passes = self.read_only and primary_code(error) in (sqlite_codes.READONLY, sqlite_codes.CANTOPEN)
                 if not passes or time.monotonic() >= until:
                     raise
             time.sleep(_POLL_S)
@@ -258,24 +260,20 @@ class Index:
 
     def _typed(self, error: BaseException) -> StoreError:
         """What an error of SQLite, of diskcache or of the system means for the index."""
-        code = _code(error)
-        if isinstance(error, diskcache.Timeout) or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        code = primary_code(error)
+        if isinstance(error, diskcache.Timeout) or code in (sqlite_codes.BUSY, sqlite_codes.LOCKED):
             detail = f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
             return StoreBusyError(self.path, detail)
-        if code == sqlite3.SQLITE_FULL:
+        if code == sqlite_codes.FULL:
             return StorageFullError(self.path, _PAGE_BYTES)
-        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
+        if code in (sqlite_codes.READONLY, sqlite_codes.PERM) or isinstance(error, PermissionError):
             # Where the file can be written it is the database's header that says no.
             if self.read_only or not os.access(self._database, os.W_OK):
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
         elif isinstance(error, FileExistsError | NotADirectoryError):
             return IndexDamagedError(self.path, "it is no folder")
-        elif code == sqlite3.SQLITE_CANTOPEN and not self._database.exists():
+        elif code == sqlite_codes.CANTOPEN and not self._database.exists():
             return IndexDamagedError(self.path, "it does not exist")
         elif isinstance(error, OSError) or code in _UNREACHABLE:
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))
-
-
-def _code(error: BaseException) -> int:
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
-from latentcache.errors import StoreError
+from latentcache.errors import StoreError, add_note
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ def noted_on(first: BaseException | None, problem: str) -> Iterator[None]:
     except Exception as error:
         if first is None:
             raise
-        first.add_note(f"latentcache: {problem}: {error}")
+        add_note(first, f"latentcache: {problem}: {error}")
         logger.error("%s: %s", problem, error)
 
 

@@ -10,9 +10,10 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+from typing_extensions import Self
 
 from latentcache.errors import ConfigError, MetricsError, StoreError, UnsafeStoreError
 from latentcache.utils.durable_files import read_small_file

@@ -45,7 +45,7 @@ def padded(tensors, rule):
     length = rule.length or max(map(len, tensors))
     rows, own = [], []
     for tensor in tensors:
-        rest = torch.full((length - len(tensor), *tensor.shape[1:]), rule.value, dtype=tensor.dtype)
+        rest = torch.tensor(rule.value).to(tensor.dtype).repeat(length - len(tensor), *tensor.shape[1:])
         first = len(tensor) - min(rule.num_last, len(tensor)) if rule.side == "right" else 0
         rows.append(torch.cat([bits(part) for part in (tensor[:first], rest, tensor[first:])]))
         own.append([True] * first + [False] * len(rest) + [True] * (len(tensor) - first))

@@ -16,6 +16,7 @@ from latentcache.errors import (
     ItemsError,
     PipelineError,
     ReadOnlyError,
+    add_note,
 )
 from latentcache.identity import canonical_json
 from latentcache.integrations.onetrainer.items import (
@@ -185,7 +186,7 @@ class CacheModule:
                 values |= self._read(key, tensors_only=plain is not None)
             except (EntryDamagedError, EntryMissingError) as error:
                 name = next(iter(passed.values()), f"item {place[1]}")
-                error.add_note(f"{name}: start the training again, from its last backup: it encodes this item again")
+                add_note(error, f"{name}: start the training again, from its last backup: it encodes this item again")
                 raise
         return values
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def time(text: str) -> str:
         moment = datetime.fromisoformat(text)
     except ValueError:
         return text
-    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC") if moment.tzinfo else text
+    return moment.astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if moment.tzinfo else text
 
 
 def static(name: str) -> str:
