@@ -45,7 +45,7 @@ from latentcache.config import Config
 from latentcache.config_file import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row, RowTableBuilder
+from latentcache.dataset.row_table import Ref, Row, RowTableBuilder
 from latentcache.dataset.samples import SETTLED_NS
 from latentcache.store import DiskStore
 from latentcache.store.entry import DTYPES
@@ -250,8 +250,8 @@ def huge(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def sample_row(number: int, num_samples: int) -> Row:
     sample_id = f"{number // 1000:06d}/{number}.jpg"
     size = SIZES[number % len(SIZES)]
-    image = ImageRef(key_of(number), Geometry(size, size, Crop(0, 0), size))
-    caption = CaptionRef(f"photo number {number}, of a grey wall in the evening", key_of(num_samples + number))
+    image = Ref(key_of(number), Geometry(size, size, Crop(0, 0), size))
+    caption = Ref.of_text(f"photo number {number}, of a grey wall in the evening", key_of(num_samples + number))
     return Row(sample_id, f"/data/photos/{sample_id}", key_of(-1 - number), (image,), (caption,))
 
 

@@ -28,7 +28,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
@@ -263,8 +263,8 @@ def write_cache(
     rows = {}
     for number in range(num_samples):
         size, name = size_of(number), str(number)
-        image = ImageRef(record("image", number % num_entries).key, Geometry(size, size, Crop(0, 0), size))
-        caption = CaptionRef(f"photo {number}", record("text", number % num_entries).key)
+        image = Ref(record("image", number % num_entries).key, Geometry(size, size, Crop(0, 0), size))
+        caption = Ref.of_text(f"photo {number}", record("text", number % num_entries).key)
         rows[name] = Row(name, name, None, (image,), (caption,))
     with DiskStore(path) as store:
         store.add(entries())

@@ -20,8 +20,7 @@ def variants_of(caption: str, rule: CaptionsConfig) -> tuple[str, ...]:
         return (caption,)
     # Python promises that a whole number seeds the same stream in each of its versions.
     first = seed_of(rule.seed, caption)
-    tags = _split(caption, rule)
-    return (caption, *(_varied(caption, tags, rule, Random(first + number)) for number in range(1, rule.variants)))
+    return (caption, *(varied(caption, rule, Random(first + number)) for number in range(1, rule.variants)))
 
 
 def varied(caption: str, rule: CaptionsConfig, stream: Random) -> str:
@@ -30,16 +29,8 @@ def varied(caption: str, rule: CaptionsConfig, stream: Random) -> str:
     A rule that neither shuffles nor drops leaves the text as it is, but for the secondary separator. Any other joins
     the tags again, by a comma and a space whatever the separator is.
     """
-    return _varied(caption, _split(caption, rule), rule, stream)
-
-
-_Tags = tuple[list[str], list[str], list[str]]
-"""The tags that stay first, those that move, and those that stay last."""
-
-
-def _varied(caption: str, tags: _Tags, rule: CaptionsConfig, stream: Random) -> str:
     if rule.shuffle or rule.drop:
-        first, moved, last = tags[0], [*tags[1]], tags[2]
+        first, moved, last = _split(caption, rule)
         if rule.shuffle:
             stream.shuffle(moved)
         if rule.drop:  # after the shuffle, from the same stream
@@ -50,8 +41,11 @@ def _varied(caption: str, tags: _Tags, rule: CaptionsConfig, stream: Random) -> 
     return caption
 
 
-def _split(caption: str, rule: CaptionsConfig) -> _Tags:
-    """The tags of a caption. An empty one is a tag, unless `keep_separator` is in the caption: as in sd-scripts."""
+def _split(caption: str, rule: CaptionsConfig) -> tuple[list[str], list[str], list[str]]:
+    """The tags of a caption that stay first, those that move, and those that stay last.
+
+    An empty one is a tag, unless `keep_separator` is in the caption: as in sd-scripts.
+    """
     if rule.keep_separator and rule.keep_separator in caption:
         # What follows a third separator is part of the last tags, with the separator.
         parts = [*caption.split(rule.keep_separator, 2), ""][:3]

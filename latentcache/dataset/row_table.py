@@ -22,9 +22,9 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, Final, Literal, get_args
 
@@ -54,7 +54,7 @@ COLUMNS: Mapping[str, tuple[str, int, str | None]] = {
 and the column that has as many rows, but for offsets, which have one more."""
 _ENTRIES = {"image": "images", "caption": "captions", "part": "parts"}
 """Column prefix -> attribute of a `Row`."""
-_SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8), "extent": slice(6, 9)}
+_SIZES = {"resized_size": slice(2, 4), "target_size": slice(6, 8), "extent": slice(6, 9)}
 _FLIP = 9
 """Where these lie in a geometry."""
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
@@ -69,43 +69,34 @@ Trust = Literal["verified", "unverified"]
 PartRole = Literal["control", "mask", "masked image"]
 """What a companion of an image is: an image that the model is given with the text, the weights of the loss, or the
 image without what the mask covers."""
+RefRole = Literal["image", "caption"] | PartRole
 _TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
 ROLES: tuple[PartRole, ...] = get_args(PartRole)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRef:
-    """One image entry of a sample."""
-
-    key: str
-    geometry: Geometry
-    trust: Trust = "verified"
+NO_GEOMETRY = Geometry(Size(0, 0), Size(0, 0), Crop(0, 0), Size(0, 0))
+"""That of a text."""
 
 
 @dataclass(frozen=True, slots=True)
-class CaptionRef:
-    """A text of a sample. `key` is that of its entry; empty where it was not encoded."""
+class Ref:
+    """One entry of a sample: of its image, of a text, or of a companion of the image.
 
-    text: str
-    key: str
-    trust: Trust = "verified"
-
-
-@dataclass(frozen=True, slots=True)
-class PartRef:
-    """One entry of a companion of an image. `source` is the digest of the bytes that it was made of.
-
-    That of a masked image is the digest of its mask: that of its image is the row's.
+    `key` is empty for a text that was not encoded. `source` is the digest of the bytes that a companion was made of;
+    for a masked image these are its mask's. The digest of the image itself is the row's.
     """
 
-    role: PartRole
     key: str
-    geometry: Geometry
-    source: str
+    geometry: Geometry = NO_GEOMETRY
     trust: Trust = "verified"
+    role: RefRole = "image"
+    source: str = ""
+    text: str = ""
 
-
-_Ref = ImageRef | CaptionRef | PartRef
+    @classmethod
+    def of_text(cls, text: str, key: str, trust: Trust = "verified") -> Ref:
+        """The entry of a text of a sample."""
+        return cls(key, trust=trust, role="caption", text=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +113,12 @@ class Row:
     sample_id: str
     path: str
     source: str | None
-    images: tuple[ImageRef, ...]
-    captions: tuple[CaptionRef, ...]
+    images: tuple[Ref, ...]
+    captions: tuple[Ref, ...]
     refusal: Refusal | None = None
-    parts: tuple[PartRef, ...] = ()
+    parts: tuple[Ref, ...] = ()
 
-    def refs(self) -> tuple[_Ref, ...]:
+    def refs(self) -> tuple[Ref, ...]:
         """All entries: images, then captions, then companions."""
         return (*self.images, *self.captions, *self.parts)
 
@@ -140,12 +131,12 @@ class Row:
         """The number of crops of its image."""
         return max(1, sum(not ref.geometry.flip for ref in self.images))
 
-    def images_of(self, crop: int) -> tuple[ImageRef, ...]:
+    def images_of(self, crop: int) -> tuple[Ref, ...]:
         """The image in this crop and, if the dataset flips, its mirrored twin."""
         num = len(self.images) // self.num_crops
         return self.images[crop * num : (crop + 1) * num]
 
-    def named_parts(self, *, flip: bool | None = None, crop: int | None = None) -> Iterator[tuple[str, PartRef]]:
+    def named_parts(self, *, flip: bool | None = None, crop: int | None = None) -> Iterator[tuple[str, Ref]]:
         """Each companion with its name: `control 1`, `control 2`, `mask`, `masked image`.
 
         With `flip` only those mirrored so, with `crop` only those that go with this crop of the image.
@@ -186,7 +177,7 @@ class Row:
         return line
 
 
-def _with_trust(ref: _Ref, **facts: Any) -> dict[str, Any]:
+def _with_trust(ref: Ref, **facts: Any) -> dict[str, Any]:
     return facts if ref.trust == "verified" else {**facts, "trust": ref.trust}
 
 
@@ -239,10 +230,9 @@ class RowTable(Mapping[str, Row]):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> RowTable:
-        """A table of these rows, of different samples. ValueError: see `RowTableBuilder.add`."""
-        builder, values = RowTableBuilder(), iter(rows)
-        while chunk := list(islice(values, _CHUNK)):
-            builder.add(chunk)
+        """A table of these rows, of different samples. ValueError: see `RowTableBuilder`."""
+        builder = RowTableBuilder()
+        builder.add(rows)
         return builder.finish()
 
     def check(self) -> None:
@@ -317,23 +307,27 @@ class RowTable(Mapping[str, Row]):
             sample_id,
             path if columns["folder/is_whole"].item(folder) else path + sample_id,
             source.hex() if any(source) else None,
-            tuple(ImageRef(key, geometry_of(columns["image/geometry"][at]), trust)
-                  for at, key, trust in self._entries("image", number)),
-            tuple(CaptionRef(self.caption_texts[at], key, trust)
-                  for at, key, trust in self._entries("caption", number)),
+            self._refs("image", number),
+            self._refs("caption", number),
             self.refusals.get(number),
-            tuple(PartRef(ROLES[columns["part/role"].item(at)], key, geometry_of(columns["part/geometry"][at]),
-                          columns["part/source"][at].tobytes().hex(), trust)
-                  for at, key, trust in self._entries("part", number)),
-        )  # fmt: skip
+            self._refs("part", number),
+        )
 
-    def _entries(self, name: str, number: int) -> Iterator[tuple[int, str, Trust]]:
-        """Place, key and trust of each entry of a row."""
-        columns, offsets = self.columns, self.columns[f"{name}/offsets"]
-        keys, unverified = columns[f"{name}/keys"], columns[f"{name}/unverified"]
+    def _refs(self, name: str, number: int) -> tuple[Ref, ...]:
+        """The entries of a row that are in the columns of this prefix."""
+        columns, offsets, found = self.columns, self.columns[f"{name}/offsets"], list[Ref]()
         for at in range(offsets.item(number), offsets.item(number + 1)):
-            key = keys[at].tobytes()
-            yield at, key.hex() if any(key) else "", _TRUSTS[unverified.item(at)]
+            digest, trust = columns[f"{name}/keys"][at].tobytes(), _TRUSTS[columns[f"{name}/unverified"].item(at)]
+            key = digest.hex() if any(digest) else ""
+            if name == "caption":
+                found.append(Ref.of_text(self.caption_texts[at], key, trust))
+                continue
+            ref = Ref(key, geometry_of(columns[f"{name}/geometry"][at]), trust)
+            if name == "part":
+                role, source = ROLES[columns["part/role"].item(at)], columns["part/source"][at].tobytes().hex()
+                ref = replace(ref, role=role, source=source)
+            found.append(ref)
+        return tuple(found)
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
@@ -371,10 +365,11 @@ class RowTable(Mapping[str, Row]):
                 keys = keys[has_key(keys)]
             yield from _hex_in_turn(keys)
 
-    def first_sizes(self, name: Literal["original_size", "target_size", "extent"]) -> np.ndarray:
-        """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2].
+    def first_sizes(self, name: str) -> np.ndarray:
+        """For each row a size of its first image, resized_size or target_size: (height, width).
 
-        `extent`: (height, width, num_frames) of the target, with 0 frames of an image. int32 [n, 3].
+        int32 [n, 2], zeros without images. `extent`: (height, width, num_frames) of the target, int32 [n, 3], with 0
+        frames of an image.
         """
         numbers, offsets = self.columns["image/geometry"][:, _SIZES[name]], self.columns["image/offsets"]
         found = np.zeros((len(self), numbers.shape[1]), np.int32)
@@ -463,6 +458,16 @@ class RowTable(Mapping[str, Row]):
         refused = self.columns["refusal/rows"]
         return np.setdiff1d(np.arange(len(self), dtype=np.uint32), refused, assume_unique=True)
 
+    def without_caption(self) -> np.ndarray:
+        """The numbers of the usable rows with no text but the empty one, ascending."""
+        ends = self.columns["caption/text/offsets"][self.columns["caption/offsets"]]
+        return np.intersect1d(np.flatnonzero(ends[:-1] == ends[1:]), self.usable())
+
+    def mostly_cut(self) -> np.ndarray:
+        """The numbers of the usable rows whose first crop keeps less than half of the image, ascending."""
+        resized, target = (self.first_sizes(name).astype(np.int64).prod(1) for name in ("resized_size", "target_size"))
+        return np.intersect1d(np.flatnonzero(2 * target < resized), self.usable())
+
     def rows_with_captions(self, flags: np.ndarray) -> np.ndarray:
         """The numbers of the usable rows with a caption whose flag is set, ascending. `flags`: bool [captions]."""
         return np.intersect1d(self.rows_of({"caption": np.flatnonzero(flags)}), self.usable())
@@ -514,44 +519,55 @@ class _Values(ValuesView[Row]):
 
 
 class RowTableBuilder:
-    """Collects rows, some at a time, and makes a table of them. After `finish` it is used up."""
+    """Collects rows, whole or with their entries one by one, and makes a table of them. Then it is used up.
+
+    ValueError for a key or a source that is no digest.
+    """
 
     def __init__(self) -> None:
         self._columns = {name: array(code, [0] * name.endswith("/offsets")) for name, (code, *_) in COLUMNS.items()}
         self._last_folder: tuple[str, bool] | None = None
-        self._num_rows = 0
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add rows. ValueError, adding none, for a key or a source that is no digest."""
-        refs = {name: [ref for row in rows for ref in getattr(row, plural)] for name, plural in _ENTRIES.items()}
-        keys = {name: [ref.key for ref in found] for name, found in refs.items()}
-        keys["caption"] = [key or _NO_DIGEST for key in keys["caption"]]
-        digests = {f"{name}/keys": _bytes_of("key", found) for name, found in keys.items()}
-        digests["part/source"] = _bytes_of("source", [ref.source for ref in refs["part"]])
-        digests["source"] = _bytes_of("source", [_NO_DIGEST if row.source is None else row.source for row in rows])
-        columns = self._columns
-        for name, data in digests.items():
-            columns[name].frombytes(data)
-        for name, plural in _ENTRIES.items():
-            columns[f"{name}/unverified"].extend([ref.trust != "verified" for ref in refs[name]])
-            self._add_offsets(f"{name}/offsets", [len(getattr(row, plural)) for row in rows])
-        for name in ("image", "part"):
-            for ref in refs[name]:
-                columns[f"{name}/geometry"].extend(_numbers_of(ref.geometry))
-        columns["part/role"].extend([ROLES.index(ref.role) for ref in refs["part"]])
-        self._add_texts("caption/text", [ref.text for ref in refs["caption"]])
-        self._add_texts("sample_id", [row.sample_id for row in rows])
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add rows of different samples."""
         for row in rows:
-            self._add_path(row.path, row.sample_id)
-        first = self._num_rows
-        self.add_refusals((first + at, row.refusal) for at, row in enumerate(rows) if row.refusal is not None)
-        self._num_rows += len(rows)
+            self.start(row.sample_id, row.path, row.source, row.refusal)
+            for ref in row.refs():
+                self.put(ref.role, ref.key, geometry_bytes(ref.geometry), ref.source, ref.text, ref.trust)
+
+    def start(self, sample_id: str, path: str, source: str | None, refusal: Refusal | None = None) -> None:
+        """Begin a row, whose entries follow by `put`."""
+        columns = self._columns
+        if refusal is not None:
+            self.add_refusals([(len(columns["folder/of"]), refusal)])
+        columns["source"].frombytes(_bytes_of("source", _NO_DIGEST if source is None else source))
+        self._add_text("sample_id", sample_id)
+        self._add_path(path, sample_id)
+        for name in ("image/offsets", "caption/offsets", "part/offsets"):
+            columns[name].append(columns[name][-1])
+
+    def put(
+        self, role: RefRole, key: str, geometry: bytes, source: str = "", text: str = "", trust: Trust = "verified"
+    ) -> None:
+        """Add an entry to the last row: see `Ref`. `geometry` is that of `geometry_bytes`."""
+        columns, name = self._columns, role if role in ("image", "caption") else "part"
+        columns[f"{name}/offsets"][-1] += 1
+        columns[f"{name}/unverified"].append(trust != "verified")
+        if role == "caption":
+            columns["caption/keys"].frombytes(_bytes_of("key", key or _NO_DIGEST))
+            self._add_text("caption/text", text)
+            return
+        columns[f"{name}/keys"].frombytes(_bytes_of("key", key))
+        columns[f"{name}/geometry"].frombytes(geometry)
+        if role != "image":
+            columns["part/source"].frombytes(_bytes_of("source", source))
+            columns["part/role"].append(ROLES.index(role))
 
     def add_refusals(self, refusals: Iterable[tuple[int, Refusal]]) -> None:
         """Add refusals of rows, by their numbers, which ascend."""
         for number, refusal in refusals:
             self._columns["refusal/rows"].append(number)
-            self._add_texts("refusal/text", [json.dumps(refusal.to_json())])
+            self._add_text("refusal/text", json.dumps(refusal.to_json()))
 
     def _add_path(self, path: str, sample_id: str) -> None:
         """Most paths are one folder and the sample_id: the folder is kept once for rows that follow each other."""
@@ -559,18 +575,14 @@ class RowTableBuilder:
         folder = path if is_whole else path[: len(path) - len(sample_id)]
         if (folder, is_whole) != self._last_folder:
             self._last_folder = folder, is_whole
-            self._add_texts("folder", [folder])
+            self._add_text("folder", folder)
             self._columns["folder/is_whole"].append(is_whole)
         self._columns["folder/of"].append(len(self._columns["folder/is_whole"]) - 1)
 
-    def _add_texts(self, name: str, texts: Sequence[str]) -> None:
-        encoded = [text.encode(_CODEC, _ERRORS) for text in texts]
-        self._add_offsets(f"{name}/offsets", map(len, encoded))
-        self._columns[f"{name}/values"].frombytes(b"".join(encoded))
-
-    def _add_offsets(self, name: str, lengths: Iterable[int]) -> None:
-        column = self._columns[name]
-        column.extend(islice(accumulate(lengths, initial=column[-1]), 1, None))
+    def _add_text(self, name: str, text: str) -> None:
+        values = self._columns[f"{name}/values"]
+        values.frombytes(text.encode(_CODEC, _ERRORS))
+        self._columns[f"{name}/offsets"].append(len(values))
 
     def finish(self) -> RowTable:
         """The table."""
@@ -604,6 +616,11 @@ def _numbers_of(geometry: Geometry) -> tuple[int, ...]:
     """The row of a geometry in its column."""
     original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
     return (*original, *resized, *crop, *target, num_frames or 0, flip)
+
+
+def geometry_bytes(geometry: Geometry) -> bytes:
+    """The row of a geometry in its column, as `RowTableBuilder.put` takes it."""
+    return array("i", _numbers_of(geometry)).tobytes()
 
 
 def geometry_of(numbers: np.ndarray) -> Geometry:
@@ -643,9 +660,8 @@ def _hex_in_turn(digests: np.ndarray) -> Iterator[str]:
     return chain.from_iterable(hex_of(digests[first : first + _CHUNK]) for first in range(0, len(digests), _CHUNK))
 
 
-def _bytes_of(what: str, digests: Sequence[str]) -> bytes:
-    """The bytes of digests in hexadecimal digits, joined. ValueError for the first that is no digest."""
-    wrong = next((digest for digest in digests if not is_key(digest)), None)
-    if wrong is not None:
-        raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
-    return bytes.fromhex("".join(digests))
+def _bytes_of(what: str, digest: str) -> bytes:
+    """The bytes of a digest in hexadecimal digits. ValueError for what is none."""
+    if not is_key(digest):
+        raise ValueError(f"{what} is {digest!r:.80}, where 64 hexadecimal digits are needed")
+    return bytes.fromhex(digest)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from latentcache.config import PROMPTS_PREFIX, DatasetConfig, Name
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, check_geometry
+from latentcache.dataset.row_table import Ref, Row, check_geometry
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
@@ -207,8 +207,8 @@ class _Import:
             mask = self._entry(item, "mask", {"mask": item.mask}, source)
             writer.add(mask)
             made_of = source or mask.record.identity["imported"]["digest"]
-            parts = (*parts, PartRef("mask", mask.record.key, item.geometry, made_of, "unverified"))
-        images = (*row.images, ImageRef(entry.record.key, item.geometry, "unverified"))
+            parts = (*parts, Ref(mask.record.key, item.geometry, "unverified", "mask", made_of))
+        images = (*row.images, Ref(entry.record.key, item.geometry, "unverified"))
         path = str(item.image_path or item.path)
         self._rows[item.sample_id] = replace(row, path=path, source=source, images=images, parts=parts)
         self._report.num_images += 1
@@ -267,7 +267,7 @@ class _Import:
         for sample_id in item.sample_ids:
             row = self._rows.get(sample_id) or Row(sample_id, item.path, None, (), ())
             if all(ref.key != key for ref in row.captions):
-                row = replace(row, captions=(*row.captions, CaptionRef(item.caption or "", key, "unverified")))
+                row = replace(row, captions=(*row.captions, Ref.of_text(item.caption or "", key, "unverified")))
             self._rows[sample_id] = row
         self._report.num_texts += 1
         self._report.num_unknown_captions += item.caption is None

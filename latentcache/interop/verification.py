@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import filter_of_trainer
 from latentcache.dataset.folder import CaptionFileSource
 from latentcache.dataset.images import probe
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.scaling import latents_from_moments, posterior_std
@@ -25,13 +25,12 @@ from latentcache.precache.encodings import load_models
 from latentcache.precache.preparation import Preparations, TextKeys
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import ServingModels
-from latentcache.precache.tasks import ImageTask, Task, TextTask
+from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace
 from latentcache.store.entry import DTYPES
 from latentcache.types import Entry, Refusal
 from latentcache.utils.progress import Progress
 
-Ref = TypeVar("Ref", ImageRef, CaptionRef)
 _FARTHEST_DRAW = 1.25
 """An honest draw's root mean square distance from the mean, at most, in deviations of the posterior. It is 1 on
 average, and within a few percent of it for the smallest latents."""
@@ -106,7 +105,7 @@ class Verifier:
             self._compute_dtypes["text"] = DTYPES[encodings.text.compute_dtype]
         self._preparations = Preparations(self._dataset, encodings, "")
         self._texts = TextKeys(models.family, models.tokenizers, encodings.text, "")
-        self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
+        self._expected: dict[str, list[tuple[Row, Ref]]] = {}
         """Key of an encoded entry -> the imported ones that should equal it."""
 
     def verify(self, rows: Mapping[str, Row], progress: Progress) -> None:
@@ -137,7 +136,7 @@ class Verifier:
 
     # What is encoded
 
-    def _image_tasks(self, refs: Sequence[tuple[Row, ImageRef]]) -> Iterator[ImageTask]:
+    def _image_tasks(self, refs: Sequence[tuple[Row, Ref]]) -> Iterator[Task]:
         for row, ref in self._drawn(refs):
             if row.source is None:
                 self._refuse(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
@@ -157,9 +156,9 @@ class Verifier:
             identity = replace(identity, preparation=replace(identity.preparation, resample=resample))
             key = key_of(identity.to_json())
             if self._expect(key, row, ref):
-                yield ImageTask(key, identity, sample, _FILES, self._dataset.images)
+                yield Task(key, identity, sample, _FILES, self._dataset.images)
 
-    def _text_tasks(self, refs: Sequence[tuple[Row, CaptionRef]]) -> Iterator[TextTask]:
+    def _text_tasks(self, refs: Sequence[tuple[Row, Ref]]) -> Iterator[Task]:
         for row, ref in self._drawn(refs):
             if self._store.record(ref.key).identity["source"] is None:
                 self._refuse(row, "missing", "its caption is not known, so it cannot be encoded again")
@@ -167,7 +166,7 @@ class Verifier:
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
             if self._expect(key, row, ref):
-                yield TextTask(key, identity, Sample(row.sample_id, row.path), ref.text)
+                yield Task(key, identity, Sample(row.sample_id, row.path), caption=ref.text)
 
     def _drawn(self, refs: Sequence[tuple[Row, Ref]]) -> list[tuple[Row, Ref]]:
         """The entries to encode again: each once, however many samples share it."""
@@ -176,7 +175,7 @@ class Verifier:
         num = len(pool) if self._num_entries == "all" else min(self._num_entries, len(pool))
         return random.Random(0).sample(pool, num)
 
-    def _expect(self, key: str, row: Row, ref: ImageRef | CaptionRef) -> bool:
+    def _expect(self, key: str, row: Row, ref: Ref) -> bool:
         """Compare the entry with what is encoded under `key`. False if that is to be encoded already."""
         expected = self._expected.setdefault(key, [])
         expected.append((row, ref))

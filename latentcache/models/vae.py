@@ -32,7 +32,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 TILE = 512
-"""Side of a tile in pixels, at most. diffusers takes the VAE's sample_size: an image of 1024x1024 would not be cut."""
+"""Side of a tile in pixels, at most. By default diffusers takes the VAE's sample_size, which is 1024 for SDXL: an image
+of 1024x1024 would not be cut, so that tiling would save no memory just where it is needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from latentcache.identity import ImageEncoding, TextEncoding, canonical_json, di
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, ImageTask
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Task
 from latentcache.store.entry import DTYPES, dtype_name
 from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled
@@ -148,10 +148,10 @@ def choose_encodings(
     )
 
 
-def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Sequence[ImageTask]]) -> Encodings:
+def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Sequence[Task]]) -> Encodings:
     """The encodings with the batch size of the VAE for the largest of these images. Each clip is encoded alone."""
-    shapes = (task.identity.preparation.geometry for batch in batches for task in batch)
-    largest = max((math.prod(shape.target_size) for shape in shapes if shape.num_frames is None), default=0)
+    shapes = (shape for batch in batches for task in batch if (shape := task.geometry) and shape.num_frames is None)
+    largest = max((math.prod(shape.target_size) for shape in shapes), default=0)
     if not largest:
         return encodings
     vae, requested = encodings.vae, None if encode.batch_size == "auto" else encode.batch_size

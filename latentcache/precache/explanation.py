@@ -10,7 +10,7 @@ from typing import Any
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import ImageRef, PartRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import SampleError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
@@ -99,7 +99,7 @@ def _explained(manifest: Manifest, sample_id: str, reasons: Mapping[str, str], t
     }
 
 
-def _which(row: Row, ref: ImageRef | PartRef) -> str:
+def _which(row: Row, ref: Ref) -> str:
     """Which of several entries of one image it is."""
     crop = " at {},{}".format(*ref.geometry.crop_top_left) if row.num_crops > 1 else ""
     return crop + (" flipped" if ref.geometry.flip else "")

@@ -27,7 +27,7 @@ from latentcache.models.vae import encode_images, keep_output, problems
 from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.report import Failure, timed
-from latentcache.precache.tasks import ImageTask, num_threads
+from latentcache.precache.tasks import Task, num_threads
 from latentcache.store.entry import DTYPES
 from latentcache.types import Entry
 from latentcache.utils.concurrency import bounded_map
@@ -46,7 +46,7 @@ class ImageStage(EncodingStage):
         super().__init__(context, context.encodings.vae)
         self._encodings = context.encodings
 
-    def run(self, batches: Sequence[Sequence[ImageTask]]) -> None:
+    def run(self, batches: Sequence[Sequence[Task]]) -> None:
         """Encode the batches."""
         context, threads = self._context, num_threads(self._context.encode)
         with ExitStack() as stack:
@@ -66,7 +66,7 @@ class ImageStage(EncodingStage):
     # Decoding threads
 
     def _all_groups(
-        self, batches: Sequence[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
+        self, batches: Sequence[Sequence[Task]], executor: ThreadPoolExecutor, num_ahead: int
     ) -> Generator[Iterator[Item], None, None]:
         """All groups (`_groups`): of all images, then of all clips, each alone."""
         images = [batch for batch in batches if not _is_clip(batch[0])]
@@ -75,11 +75,11 @@ class ImageStage(EncodingStage):
         yield from self._groups(clips, executor, CLIPS_AHEAD)
 
     def _groups(
-        self, batches: Iterable[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
+        self, batches: Iterable[Sequence[Task]], executor: ThreadPoolExecutor, num_ahead: int
     ) -> Generator[Iterator[Item], None, None]:
         """The batches' images, each when it is decoded, in order."""
         to_decode, to_encode = tee(filter(None, map(self._context.claim, batches)))
-        decoded = bounded_map(executor, ImageTask.pixels, chain.from_iterable(to_decode), num_ahead)
+        decoded = bounded_map(executor, Task.pixels, chain.from_iterable(to_decode), num_ahead)
         try:
             for batch in to_encode:
                 if self._context.is_stopped():
@@ -88,7 +88,7 @@ class ImageStage(EncodingStage):
         finally:
             decoded.close()
 
-    def _decoded(self, decoded: Iterator[tuple[ImageTask, Future[np.ndarray]]], num_images: int) -> Iterator[Item]:
+    def _decoded(self, decoded: Iterator[tuple[Task, Future[np.ndarray]]], num_images: int) -> Iterator[Item]:
         """The next images, without those that are refused."""
         for _ in range(num_images):
             task, future = next(decoded)
@@ -110,7 +110,7 @@ class ImageStage(EncodingStage):
             np.stack([item.data for item in items], out=pixels.numpy())
             encodings = self._encodings
             given = self._transfer.upload(pixels)
-            kept = given[..., 3:] if given.shape[-1] > 3 else None  # of masked images: see `ImageTask.pixels`
+            kept = given[..., 3:] if given.shape[-1] > 3 else None  # of masked images: see `Task.pixels`
             moments = encode_images(models, given[..., :3], encodings.family, encodings.facts, kept=kept)
             return self._transfer.download({"moments": moments})
 
@@ -142,14 +142,14 @@ class MaskStage:
     def __init__(self, context: RunContext):
         self._context = context
 
-    def run(self, batches: Sequence[Sequence[ImageTask]]) -> None:
+    def run(self, batches: Sequence[Sequence[Task]]) -> None:
         """Make the masks of these batches."""
         context, threads = self._context, num_threads(self._context.encode)
         context.progress.start("make masks", sum(map(len, batches)))
         tasks = chain.from_iterable(filter(None, map(context.claim, batches)))
         with ExitStack() as stack:
             executor = stack.enter_context(ThreadPoolExecutor(threads, "latentcache-mask"))
-            for task, made in stack.enter_context(closing(bounded_map(executor, ImageTask.pixels, tasks, 2 * threads))):
+            for task, made in stack.enter_context(closing(bounded_map(executor, Task.pixels, tasks, 2 * threads))):
                 try:
                     record = task.record(models={}, device="cpu", computed_dtype="uint8")
                     context.store(Entry(record, {"mask": torch.from_numpy(made.result())}))
@@ -161,5 +161,5 @@ class MaskStage:
         context.progress.finish()
 
 
-def _is_clip(task: ImageTask) -> bool:
-    return task.identity.preparation.geometry.num_frames is not None
+def _is_clip(task: Task) -> bool:
+    return task.geometry is not None and task.geometry.num_frames is not None

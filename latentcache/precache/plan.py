@@ -24,7 +24,7 @@ from latentcache.dataset.captions import variants_of
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTableBuilder, hex_of
+from latentcache.dataset.row_table import RowTableBuilder, hex_of
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
@@ -35,12 +35,12 @@ from latentcache.precache.preparation import Controls, Preparations, Shape, Text
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
 from latentcache.precache.report import Report
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, ImageTask, Plan, Shard, TextTask, num_threads
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Plan, Shard, Task, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
-from latentcache.utils.wording import MAX_NAMED, counted, size
+from latentcache.utils.wording import counted, size
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
@@ -73,14 +73,13 @@ class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 
 _FACTS = msgspec.json.Decoder(_FileFacts)
 
-
 _Entry = tuple[str, Shape, str]
 """The key of an entry of an image, its shape, and the digest of the file that it is made of: of a masked image that of
-its mask, for the image's own is the row's."""
-
-
-_Planned = tuple[Sample | Refusal, Row, Sequence[_Entry]]
-"""A sample, its row, and the entries of its images; a refused one has none."""
+its mask, for the image's own is that of the sample."""
+_Text = tuple[str, str]
+"""The key of a text, empty where none is encoded, and the text."""
+_Planned = tuple[Sample, str, Sequence[_Entry], Sequence[_Text]]
+"""A sample that is not refused, the digest of its image, and its entries."""
 
 
 def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
@@ -146,7 +145,7 @@ class _DatasetPlanner:
         # A table's rows have several images, and the path of a row does not say which is read.
         column = dataset.source.image_column if dataset.source.kind == "parquet" else ""
         self._memo_prefix = f"image/2 {digest((dataset.images.model_dump_json() + frames + column).encode())} "
-        self._preparations = Preparations(dataset, encodings, salt)
+        self._preparations, self._rows = Preparations(dataset, encodings, salt), RowTableBuilder()
         self._texts = TextKeys(family, models.tokenizers, encodings.text, salt)
         self._videos = threading.Semaphore(VIDEOS_AT_ONCE)
         self._source = open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
@@ -174,7 +173,6 @@ class _DatasetPlanner:
         only: frozenset[str] | None,
     ) -> None:
         """Plan the dataset, of which `only` these samples if they are named."""
-        rows = RowTableBuilder()
         samples = (sample for sample in self._source.samples() if only is None or sample.sample_id in only)
         while chunk := list(islice(samples, CHUNK)):
             planned: list[_Planned] = []
@@ -182,12 +180,13 @@ class _DatasetPlanner:
                 if stop.is_set():
                     raise Stopped
                 planned += self._planned(sample, facts)
-            rows.add([row for _, row, _ in planned])
-            present = self._entries.store.find({key for _, row, _ in planned for key in row.keys()})
+            found = {key for _, _, entries, _ in planned for key, _, _ in entries}
+            found |= {key for _, _, _, texts in planned for key, _ in texts if key}
+            present = self._entries.store.find(found)
             for each in planned:
                 self._sort(*each, present)
             progress.advance(len(chunk))
-        name, table = self._dataset.name, rows.finish()
+        name, table = self._dataset.name, self._rows.finish()
         if only is None and (num_lost := self._history.num_lost(table)):
             logger.warning(
                 "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
@@ -272,7 +271,7 @@ class _DatasetPlanner:
         return facts
 
     def _planned(self, sample: Sample | Refusal, facts: Sequence[_FileFacts] | Refusal) -> Sequence[_Planned]:
-        """A sample's row and entries; nothing where its name is taken."""
+        """Give a sample its row, and return its entries; nothing where it is refused, or its name is taken."""
         report, sample_id, path = self._plan.report, sample.sample_id, sample.path
         report.num_samples += 1
         if sample_id in self._seen:
@@ -281,30 +280,20 @@ class _DatasetPlanner:
             report.refused.append(Refusal(sample_id, path, "duplicate", detail))
             return ()
         self._seen.add(sample_id)
-        image, refusal = None, facts if isinstance(facts, Refusal) else None
-        entries: list[_Entry] = []
-        if not isinstance(facts, Refusal):
-            image = facts[0].source
-            try:
-                sizes = [each.size for each in facts]
-                shapes = self._preparations.shapes(sizes, facts[0].num_frames, path, image)
-            except ImageRefused as refused:
-                refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
-            else:
-                sources = [each.source for each in facts]
-                numbered = [(shape, sources[shape.role.number]) for shape in shapes]
-                key = self._preparations.key
-                entries = [(key(shape, image, source), shape, source) for shape, source in numbered]
-        if refusal is not None:
+        image = None if isinstance(facts, Refusal) else facts[0].source
+        try:
+            if isinstance(facts, Refusal):
+                raise ImageRefused(facts.path, facts.reason, facts.detail)
+            sizes = [each.size for each in facts]
+            shapes = self._preparations.shapes(sizes, facts[0].num_frames, path, image)
+        except ImageRefused as refused:
+            refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
             report.refused.append(refusal)
-            return [(sample, Row(sample_id, path, image, (), (), refusal), ())]
-        assert isinstance(sample, Sample)  # a refused one has no facts
-        if not sample.has_caption:
-            report.num_missing_captions += 1
-            report.missing_captions += [sample_id] if report.num_missing_captions <= MAX_NAMED else []
-        if entries[0][1].is_mostly_cut:
-            report.num_mostly_cut += 1
-            report.mostly_cut += [sample_id] if report.num_mostly_cut <= MAX_NAMED else []
+            self._rows.start(sample_id, path, image, refusal)
+            return ()
+        assert isinstance(sample, Sample) and image is not None  # a refused one has no facts
+        key, put = self._preparations.key, self._rows.put
+        entries = [(key(shape, image, source := facts[shape.role.number].source), shape, source) for shape in shapes]
         if self._dataset.variations > 1:
             self._count_crops(entries)
         controls = self._controls(self._read_with_texts(entries))
@@ -312,10 +301,13 @@ class _DatasetPlanner:
         # Equal captions are one; not where each has a weight, which it would give to the next one.
         captions = sample.captions if rule.weights else dict.fromkeys(sample.captions)
         variants = [variants_of(caption, rule) for caption in captions]
-        texts = [CaptionRef(text, self._text_key(text, controls)) for each in variants for text in each]
-        images = [ImageRef(key, shape.geometry) for key, shape, _ in entries if shape.role.part is None]
-        parts = [PartRef(part, key, shape.geometry, of) for key, shape, of in entries if (part := shape.role.part)]
-        return [(sample, Row(sample_id, path, image, tuple(images), tuple(texts), None, tuple(parts)), entries)]
+        texts = [(self._text_key(text, controls), text) for each in variants for text in each]
+        self._rows.start(sample_id, path, image)
+        for made, shape, source in entries:
+            put(shape.role.part or "image", made, shape.column, source)
+        for made, text in texts:
+            put("caption", made, b"", text=text)
+        return [(sample, image, entries, texts)]
 
     def _text_key(self, text: str, controls: Controls) -> str:
         """The key of a text; empty where none is encoded."""
@@ -345,33 +337,30 @@ class _DatasetPlanner:
         identity = self._preparations.identity
         return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
 
-    def _sort(self, sample: Sample | Refusal, row: Row, entries: Sequence[_Entry], present: set[str]) -> None:
+    def _sort(
+        self, sample: Sample, image: str, entries: Sequence[_Entry], texts: Sequence[_Text], present: set[str]
+    ) -> None:
         """Count a sample's entries, and make tasks of the misses."""
-        if isinstance(sample, Refusal):
-            return
         for at, entry in enumerate(entries):
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
                 crop = at % self._num_each // self._preparations.num_twins
-                facts = image_facts(source, shape.geometry, crop, row.source if shape.mask else None)
-                reason = self._history.why(row.sample_id, row.source, shape.role.name, key, facts)
-                task = self._image_task(sample, row.source, entry)
+                facts = image_facts(source, shape.geometry, crop, image if shape.mask else None)
+                reason = self._history.why(sample.sample_id, image, shape.role.name, key, facts)
+                task = self._image_task(sample, image, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
-        for number, ref in enumerate(row.captions):
-            key, text = ref.key, ref.text
+        for number, (key, text) in enumerate(texts):
             if key and self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 read = self._read_with_texts(entries)
-                variant = number % self._num_variants
-                caption, controls = row.captions[number - variant].text, [(of, shape.geometry) for _, shape, of in read]
-                facts = text_facts(caption, text, controls or None)
-                reason = self._history.why(row.sample_id, row.source, "text_encoding", key, facts)
-                images = tuple(self._image_task(sample, row.source, each) for each in read)
-                identity = self._texts.identity(text, self._controls(read))
-                text_task = TextTask(key, identity, sample, text, images, is_variant=variant > 0)
-                self._entries.add(text_task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
+                caption, controls = texts[number - number % self._num_variants][1], self._controls(read)
+                facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)
+                reason = self._history.why(sample.sample_id, image, "text_encoding", key, facts)
+                images = tuple(self._image_task(sample, image, each) for each in read)
+                task = Task(key, self._texts.identity(text, controls), sample, caption=text, controls=images)
+                self._entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
 
-    def _image_task(self, sample: Sample, image: str | None, entry: _Entry) -> ImageTask:
+    def _image_task(self, sample: Sample, image: str, entry: _Entry) -> Task:
         """The task of an entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
         identity = self._preparations.identity_of(shape, image, source)
@@ -379,4 +368,4 @@ class _DatasetPlanner:
         is_alpha = role.part in ("mask", "masked image") and self._preparations.takes_alpha
         file = sample if role.number == 0 or is_alpha or mask else sample.parts[role.number - 1]
         mask_file = None if mask is None else sample if is_alpha else sample.parts[mask.role.number - 1]
-        return ImageTask(key, identity, file, self._source, self._dataset.images, is_alpha, mask_file)
+        return Task(key, identity, file, self._source, self._dataset.images, is_alpha, mask_file)

@@ -23,7 +23,7 @@ from latentcache.dataset.buckets import fit_like, is_alike
 from latentcache.dataset.clips import num_frames_of_clip
 from latentcache.dataset.images import preparation_policy, with_filter
 from latentcache.dataset.masks import mask_policy
-from latentcache.dataset.row_table import PartRole
+from latentcache.dataset.row_table import PartRole, geometry_bytes
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.base import Family
 from latentcache.identity import (
@@ -78,17 +78,17 @@ class Shape:
     """What all entries of one role and geometry share. `image_key` gives the key of the entry of a source.
 
     Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`. `mask` is the shape
-    of what covers a masked image: its keys depend on two sources, see `Preparations.key`.
+    of what covers a masked image: its keys depend on two sources, see `Preparations.key`. `column` is the geometry as
+    a manifest has it.
     """
 
     role: Role
     geometry: Geometry
+    column: bytes
     image_key: Callable[[str], str]
     group: Hashable
     group_size: int
     num_bytes: int
-    is_mostly_cut: bool
-    """Whether the crop keeps less than half of the image."""
     mask: Shape | None = None
 
 
@@ -235,17 +235,16 @@ class Preparations:
         return geometry
 
     def _shape(self, role: Role, geometry: Geometry) -> Shape:
-        key = keys_like(self.identity(role, "", geometry))
+        key, column = keys_like(self.identity(role, "", geometry)), geometry_bytes(geometry)
         if role.encoding is None:
             num_bytes = math.prod(geometry.target_size) // self.downscale**2
-            return Shape(role, geometry, key, "mask", MASK_BATCH_SIZE, num_bytes, False)
+            return Shape(role, geometry, column, key, "mask", MASK_BATCH_SIZE, num_bytes)
         output = role.encoding.output
         # A clip alone: a group of them would not fit into memory.
         group_size = self._encodings.image_group_size if geometry.num_frames is None else 1
         num_bytes = self._encodings.image_bytes(geometry, output)
-        is_mostly_cut = geometry.kept_share < 0.5
         group = (geometry.extent, output, role.part == "masked image")  # whose pixels have a channel more
-        return Shape(role, geometry, key, group, group_size, num_bytes, is_mostly_cut)
+        return Shape(role, geometry, column, key, group, group_size, num_bytes)
 
 
 def _buckets_of(buckets: BucketsConfig, area: int) -> BucketsConfig:

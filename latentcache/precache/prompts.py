@@ -11,7 +11,7 @@ from typing import Any
 from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests, update_manifest
-from latentcache.dataset.row_table import CaptionRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
@@ -23,7 +23,7 @@ from latentcache.precache.encodings import TextEncodings, choose_text_encodings,
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.reasons import History, text_causes, text_facts
 from latentcache.precache.report import Failure, Report
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, TextTask
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, Task
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
@@ -139,11 +139,13 @@ def plan_prompts(
     tasks = [prompt_task(text, keys, negative=negative) for text, negative in dict.fromkeys(texts)]
     present = entries.store.find({task.key for task in tasks})
     for task in tasks:
-        encoding, sample_id = task.identity.encoding, task.sample.sample_id
-        if entries.is_miss(task.key, present, "text", encoding.recipe, TEXT_BATCH_SIZE):
-            part = "text_encoding" if sample_id == prompt_id(task.caption) else "negative_encoding"
+        sample_id = task.sample.sample_id
+        is_negative = sample_id != prompt_id(task.caption)
+        recipe = (encodings.negative if is_negative else encodings.text).recipe
+        if entries.is_miss(task.key, present, "text", recipe, TEXT_BATCH_SIZE):
+            part = "negative_encoding" if is_negative else "text_encoding"
             reason = history.why(sample_id, None, part, task.key, text_facts(task.caption, task.caption))
-            entries.add(task, encoding.recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
+            entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
     return Manifest(name, "prompts", 1, common, {task.sample.sample_id: prompt_row(task) for task in tasks})
 
 
@@ -168,19 +170,19 @@ def prompt_keys(encodings: TextEncodings, models: Models, salt: str) -> PromptKe
     return {negative: TextKeys(encodings.family, models.tokenizers, each, salt) for negative, each in both.items()}
 
 
-def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> TextTask:
+def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> Task:
     """A prompt as a text entry to encode: the one that a precache run with this prompt in `validation` makes.
 
     ConfigError for a family that reads texts with control images.
     """
     check_prompts(keys[negative].family, [text])
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
-    return TextTask(key_of(identity.to_json()), identity, Sample(sample_id, sample_id), text)
+    return Task(key_of(identity.to_json()), identity, Sample(sample_id, sample_id), caption=text)
 
 
-def prompt_row(task: TextTask) -> Row:
+def prompt_row(task: Task) -> Row:
     """The row of a prompt in the manifest of prompts."""
-    return Row(task.sample.sample_id, task.sample.path, None, (), (CaptionRef(task.caption, task.key),))
+    return Row(task.sample.sample_id, task.sample.path, None, (), (Ref.of_text(task.caption, task.key),))
 
 
 def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
@@ -210,7 +212,7 @@ def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], mo
     )
 
 
-def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, models: Models, store: Store) -> None:
+def _encode(batches: Sequence[Sequence[Task]], encodings: TextEncodings, models: Models, store: Store) -> None:
     limit = encodings.family.token_limit(models.tokenizers(), encodings.text.settings)
     sample_ids = {task.key: task.sample.sample_id for batch in batches for task in batch}
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row, RowTable
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.identity import PartIdentity
 from latentcache.types import Geometry
 
@@ -121,7 +121,7 @@ class History:
         return ", ".join(cause for _, cause in _causes(before, now)) or LOST
 
 
-def _known(row: Row, name: str, variants: int) -> list[tuple[ImageRef | PartRef | CaptionRef, Facts]]:
+def _known(row: Row, name: str, variants: int) -> list[tuple[Ref, Facts]]:
     """The entries of this name that a row has, each with what it was made of."""
     crops = range(row.num_crops)
     if name == "image":
@@ -179,7 +179,7 @@ def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
 
 
-def _why_imported(known: Sequence[tuple[ImageRef | PartRef | CaptionRef, Facts]], key: str) -> str:
+def _why_imported(known: Sequence[tuple[Ref, Facts]], key: str) -> str:
     """Why the entry `key` is a miss, of a sample that was imported. `known` is what was imported of it."""
     if not known:
         return NEW

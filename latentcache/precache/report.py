@@ -33,8 +33,8 @@ class Report:
     mostly_cut: list[str] = field(default_factory=list)
     """The sample_ids of the first of them."""
     num_truncated_captions: int = 0
-    """Samples with a caption that has more tokens than the text encoders read. Of a cache elsewhere, captions that
-    this run encoded."""
+    """Samples with a caption that has more tokens than the text encoders read. Of a cache elsewhere, those whose
+    captions this run encoded."""
     truncated_captions: list[str] = field(default_factory=list)
     """The sample_ids of the first of them."""
     num_retried_in_float32: int = 0

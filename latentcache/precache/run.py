@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.row_table import Row
+from latentcache.dataset.row_table import Row, RowTable
 from latentcache.dataset.sources import open_source
 from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
@@ -110,7 +111,7 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
                 if not dry_run:
                     run.encode()
                 if only is None:
-                    run.count_cut_captions()
+                    run.count_samples()
             except Stopped:
                 report.interrupted = True
             finally:
@@ -221,22 +222,37 @@ class _Run:
             self._encode_here(failures, ["mask"] if self.remote_encoders else list(plan.batches))
             if self.remote_encoders is not None and (plan.batches["text"] or plan.batches["image"]):
                 self._encode_remotely(self.remote_encoders, failures)
-        failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
-        report.refused += failed
-        report.failed = [refusal.path for refusal in failed]
+        for number, manifest in enumerate(plan.manifests):
+            if failed := failures.refusals(manifest):
+                report.refused += failed.values()
+                report.failed += [refusal.path for refusal in failed.values()]
+                plan.manifests[number] = manifest.with_rows(manifest.rows.with_refusals(failed))
         if not report.interrupted and self.only is None:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
 
-    def count_cut_captions(self) -> None:
-        """Count them in all of the datasets, as the records on this disk say; elsewhere, those encoded by this run."""
-        if isinstance(store := self.workspace.store, DiskStore):
-            captions, report = CutCaptions(store), self.report
+    def count_samples(self) -> None:
+        """Count the samples that are not refused, but may not be as the user thinks.
+
+        Cut captions are counted by the records on this disk; of a cache elsewhere, the stage counts what it encodes.
+        """
+        report, store = self.report, self.workspace.store
+        captions = CutCaptions(store) if isinstance(store, DiskStore) else None
+        if captions is not None:
             report.num_truncated_captions, report.truncated_captions = 0, []
-            for table in (manifest.rows for manifest in self._plan.manifests if manifest.role != "prompts"):
+        for table in (manifest.rows for manifest in self._plan.manifests if manifest.role != "prompts"):
+
+            def names(numbers: np.ndarray, table: RowTable = table) -> list[str]:
+                return [table.sample_ids[number] for number in numbers[:MAX_NAMED].tolist()]
+
+            lacking, mostly_cut = table.without_caption(), table.mostly_cut()
+            report.num_missing_captions += len(lacking)
+            report.missing_captions = [*report.missing_captions, *names(lacking)][:MAX_NAMED]
+            report.num_mostly_cut += len(mostly_cut)
+            report.mostly_cut = [*report.mostly_cut, *names(mostly_cut)][:MAX_NAMED]
+            if captions is not None:
                 cut = table.rows_with_captions(captions.flags_of(table.columns["caption/keys"]))
-                first = [table.row(number).sample_id for number in cut[:MAX_NAMED].tolist()]
-                report.add_truncated(*first, count=len(cut))
+                report.add_truncated(*names(cut), count=len(cut))
 
     def _context(self, store: Callable[[Entry], None], fail: Callable[[str, Failure], None]) -> RunContext:
         encode, progress = self.config.encode, self.progress

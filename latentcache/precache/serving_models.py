@@ -10,13 +10,14 @@ from contextlib import ExitStack
 from latentcache.config import Config
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceError, ModelError
+from latentcache.identity import TextIdentity
 from latentcache.models.model_loader import Models
 from latentcache.models.running import encoders_placed, free_cached_memory
 from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, for_images
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.report import Failure, Report
-from latentcache.precache.tasks import ImageTask, Task, TextTask
+from latentcache.precache.tasks import Task
 from latentcache.precache.text_stage import TextStage
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
@@ -76,8 +77,7 @@ class ServingModels:
             self.unload()  # the encoders of the other kind leave the device
             encodings = self._on_device(kind)
         if kind == "image":
-            images = [task for task in tasks if isinstance(task, ImageTask)]
-            encodings = for_images(encodings, self._config.encode, [images])
+            encodings = for_images(encodings, self._config.encode, [tasks])
         context = RunContext(
             self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop or threading.Event()
         )
@@ -85,7 +85,7 @@ class ServingModels:
         for task in tasks:
             groups.setdefault((group_of or _group_of)(task), []).append(task)
         stage = TextStage(context) if kind == "text" else ImageStage(context)
-        stage.run(list(groups.values()))  # type: ignore[arg-type]  # the tasks are of one kind
+        stage.run(list(groups.values()))
         if crowded:
             self.unload()  # as above
             left = [task for task in tasks if task.key in crowded]
@@ -142,8 +142,7 @@ class ServingModels:
 
 def _group_of(task: Task) -> Hashable:
     """What the members of a batch share."""
-    if isinstance(task, ImageTask):
-        geometry = task.identity.preparation.geometry
-        return geometry.extent if geometry.num_frames is None else task.key  # a clip alone, as in a plan
-    assert isinstance(task, TextTask)
-    return task.identity.encoding.recipe
+    if isinstance(task.identity, TextIdentity):
+        return task.identity.encoding.recipe
+    geometry = task.identity.preparation.geometry
+    return geometry.extent if geometry.num_frames is None else task.key  # a clip alone, as in a plan

@@ -21,11 +21,11 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.masks import kept_by, laid_mask, luma, prepare_mask
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.identity import ImageIdentity, MaskIdentity, TextIdentity, digest
+from latentcache.identity import Identity, ImageIdentity, MaskIdentity, TextIdentity, digest
 from latentcache.precache.report import Report
 from latentcache.provenance import provenance_json
 from latentcache.store.base import Store
-from latentcache.types import Kind, Record
+from latentcache.types import Geometry, Kind, Record
 
 TEXT_BATCH_SIZE = 16
 """Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
@@ -42,37 +42,43 @@ def num_threads(encode: EncodeConfig) -> int:
     return (os.cpu_count() or 1) if encode.num_workers == "auto" else encode.num_workers
 
 
+_ANY_IMAGES = ImagesConfig()
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One entry to encode. `sample` is the first one that has it."""
+    """One entry to encode: an image, a control image, a mask or a text. `sample` is the first one that has it.
+
+    Images and masks are read from `source`; of a companion `sample` is that of its own file. `is_alpha`: the mask is
+    the alpha channel of its image. `mask` is what the mask of a masked image is read of. `caption` is a text as it was
+    given, the source of whose identity is the digest of what the tokenizer gets of it. `controls` are the images that
+    are read together with a text.
+    """
 
     key: str
-    identity: ImageIdentity | MaskIdentity | TextIdentity
+    identity: Identity
     sample: Sample
+    source: SampleSource | None = None
+    images: ImagesConfig = _ANY_IMAGES
+    is_alpha: bool = False
+    mask: Sample | None = None
+    caption: str = ""
+    controls: tuple[Task, ...] = ()
 
     @property
     def kind(self) -> Kind:
         """The kind of the entry."""
         return self.identity.kind
 
+    @property
+    def geometry(self) -> Geometry | None:
+        """That of an image, a control image or a mask; None of a text."""
+        return None if isinstance(self.identity, TextIdentity) else self.identity.preparation.geometry
+
     def record(self, **made: Any) -> Record:
         """The record of the entry that was made of it now; `made` is what `provenance_json` takes of the making."""
         provenance = provenance_json(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
         return Record(self.key, self.kind, self.identity.to_json(), provenance)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTask(Task):
-    """An image, a control image or a mask, which is read from `source`. `sample` is that of the file that is read.
-
-    `is_alpha`: the mask is the alpha channel of its image. `mask` is what the mask of a masked image is read of.
-    """
-
-    identity: ImageIdentity | MaskIdentity
-    source: SampleSource
-    images: ImagesConfig
-    is_alpha: bool = False
-    mask: Sample | None = None
 
     def pixels(self) -> np.ndarray:
         """What the encoder gets: uint8 [H, W, 3]; of a clip [frames, H, W, 3]; the weights of a mask [1, h, w].
@@ -80,9 +86,12 @@ class ImageTask(Task):
         A masked image has a fourth channel: how much of each pixel is left. The bytes that are decoded are hashed, so
         that the entry fits its key. Raises ImageRefused.
         """
-        identity, preparation = self.identity, self.identity.preparation
+        identity = self.identity
         if isinstance(identity, MaskIdentity):
-            return prepare_mask(self._weights(self.sample, identity.source), preparation.geometry, identity.downscale)
+            weights, geometry = self._weights(self.sample, identity.source), identity.preparation.geometry
+            return prepare_mask(weights, geometry, identity.downscale)
+        assert isinstance(identity, ImageIdentity), "a text has no pixels"
+        preparation = identity.preparation
         data, path = self._data(self.sample, identity.source), self.sample.path
         if preparation.geometry.num_frames is not None:
             return decode_clip(data, path, self.images, preparation)
@@ -99,23 +108,11 @@ class ImageTask(Task):
         return pixels if self.is_alpha else luma(pixels)
 
     def _data(self, sample: Sample, source: str) -> bytes:
+        assert self.source is not None, "a text is not read"
         data = self.source.read(sample)
         if digest(data) != source:
             raise ImageRefused(sample.path, "changed", "the file changed during the run; run precache again")
         return data
-
-
-@dataclass(frozen=True, slots=True)
-class TextTask(Task):
-    """A text. `caption` is as it was given; the source of the identity is the digest of what the tokenizer gets of it.
-
-    `controls` are the images that are read together with it. `is_variant`: it was made of a caption.
-    """
-
-    identity: TextIdentity
-    caption: str
-    controls: tuple[ImageTask, ...] = ()
-    is_variant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

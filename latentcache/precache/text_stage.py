@@ -17,7 +17,7 @@ from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import text_dtypes
 from latentcache.precache.report import Failure, timed
-from latentcache.precache.tasks import TextTask
+from latentcache.precache.tasks import Task
 from latentcache.store.entry import DTYPES
 from latentcache.types import Entry
 from latentcache.utils.concurrency import bounded_map
@@ -45,8 +45,10 @@ class TextStage(EncodingStage):
         self._parts_ahead: dict[str, Any] = {}
         self._limit = 0
         """Tokens that the text encoders read."""
+        self._cut: set[str] = set()
+        """The samples that count as cut: one counts once, however many variants its caption has."""
 
-    def run(self, batches: Sequence[Sequence[TextTask]]) -> None:
+    def run(self, batches: Sequence[Sequence[Task]]) -> None:
         """Encode the batches, each of one recipe."""
         context, family = self._context, self._family
         with ExitStack() as stack:
@@ -68,7 +70,7 @@ class TextStage(EncodingStage):
         self._context.report.placement |= {f"{name}{ending}": note for name, note in notes.items()}
         return {**encoders, **self._context.models.tokenizers()}
 
-    def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[Item]]:
+    def _groups(self, batches: Iterable[Sequence[Task]], executor: ThreadPoolExecutor) -> Iterator[list[Item]]:
         """The batches with their tokens, tokenized a few groups ahead."""
         for batch, made in bounded_map(
             executor, self._tokens, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD
@@ -81,7 +83,7 @@ class TextStage(EncodingStage):
             if left:
                 yield [Item(task, each) for task, each in zip(left, tokens, strict=True)]
 
-    def _tokens(self, batch: Sequence[TextTask]) -> tuple[dict[str, Failure], Sequence[Any]]:
+    def _tokens(self, batch: Sequence[Task]) -> tuple[dict[str, Failure], Sequence[Any]]:
         """Why texts cannot be read, by key, since a control image of theirs cannot; and the tokens of the others."""
         family = self._family
         if not family.text_reads_control:
@@ -143,8 +145,10 @@ class TextStage(EncodingStage):
             }
             record = self._record(item, encoders, dtypes[0], note, num_tokens=item.data.num_tokens)
             context.store(Entry(record, kept, frozenset(masks)))
-            if item.data.num_tokens > self._limit and not item.task.is_variant:  # a cut caption counts once
-                context.report.add_truncated(item.task.sample.sample_id)
+            sample_id = item.task.sample.sample_id
+            if item.data.num_tokens > self._limit and sample_id not in self._cut:
+                self._cut.add(sample_id)
+                context.report.add_truncated(sample_id)
 
 
 def _num_lost(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from latentcache.precache.encodings import Encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.report import Failure, Report
 from latentcache.precache.serving_models import ServingModels
-from latentcache.precache.tasks import ImageTask, Task, TextTask
+from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind
@@ -75,7 +75,7 @@ class RayEncoder:
             writer.add(entry)
             made.add(entry.record.key)
 
-        tasks = [task for task in tasks if not isinstance(task, TextTask) or self._reads_as_planned(task, problems)]
+        tasks = [task for task in tasks if task.kind != "text" or self._reads_as_planned(task, problems)]
         if not tasks or self._stop.is_set():
             return Report()
         if tasks[0].kind != self._kind:
@@ -102,9 +102,9 @@ class RayEncoder:
         return workspace
 
     def _with_source(self, task: Task, number: int) -> Task:
-        return replace(task, source=self._sources[number]) if isinstance(task, ImageTask) else task
+        return replace(task, source=self._sources[number]) if task.kind != "text" else task
 
-    def _reads_as_planned(self, task: TextTask, problems: dict[str, Failure]) -> bool:
+    def _reads_as_planned(self, task: Task, problems: dict[str, Failure]) -> bool:
         """Whether the tokenizer gets here what the key was made of: other versions clean and render texts otherwise."""
         if self._texts.source(task.caption) == task.identity.source:
             return True

@@ -24,7 +24,7 @@ from latentcache.errors import ClusterError, ConfigError, LatentCacheError
 from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import ImageTask, Plan, Shard, Task
+from latentcache.precache.tasks import Plan, Shard, Task
 from latentcache.scaleout.encoder import RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress
@@ -284,9 +284,9 @@ def _calls(
             work.append([])
             for task in batch:
                 number = 0
-                if isinstance(task, ImageTask):
+                if task.source is not None:
                     number, _ = sources.setdefault(id(task.source), (len(sources), task.source))
-                    task = replace(task, source=None)  # type: ignore[arg-type]
+                    task = replace(task, source=None)
                 work[-1].append((task, number))
         yield work
 

@@ -15,7 +15,7 @@ from typing_extensions import Self, override
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.row_table import ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,
@@ -33,7 +33,7 @@ from latentcache.precache.preparation import Preparations
 from latentcache.precache.prompts import add_prompts, prompt_keys, prompt_row, prompt_task, prompts_common
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import ServingModels
-from latentcache.precache.tasks import ImageTask, Task, TextTask
+from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Kind, Refusal
 
@@ -99,7 +99,7 @@ class _Miss:
     def num_bytes(self) -> int:
         """Bytes of the image's file; 0 for a prompt."""
         task = self.tasks[0]
-        return 0 if isinstance(task, TextTask) else len(task.sample.locator)
+        return 0 if task.kind == "text" else len(task.sample.locator)
 
 
 class MissEncoder:
@@ -148,7 +148,7 @@ class MissEncoder:
 
     # What is requested
 
-    def prompt(self, text: str, *, negative: bool = False) -> TextTask:
+    def prompt(self, text: str, *, negative: bool = False) -> Task:
         """The entry of a prompt, as it is, or of a negative prompt. EncodeError for what is not Unicode text."""
         try:
             text.encode()
@@ -157,7 +157,7 @@ class MissEncoder:
             raise EncodeError(detail, part="tokenizer", problem="bad-caption") from error
         return prompt_task(text, self._prompt_keys, negative=negative)
 
-    def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[ImageRef, ImageTask]]:
+    def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[Ref, Task]]:
         """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.
 
         `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
@@ -170,8 +170,8 @@ class MissEncoder:
         sample, found = Sample(name, name, locator=data), []
         for shape in preparations.shapes([size], num_frames, name):
             key, identity = shape.image_key(source), preparations.identity(shape.role, source, shape.geometry)
-            task = ImageTask(key, identity, sample, self._uploads, chosen.images)
-            found.append((ImageRef(key, shape.geometry), task))
+            task = Task(key, identity, sample, self._uploads, chosen.images)
+            found.append((Ref(key, shape.geometry), task))
         return found
 
     def _dataset(self, name: str | None) -> tuple[DatasetConfig, Preparations]:
@@ -332,7 +332,7 @@ class MissEncoder:
             if error := errors.get(miss.key):
                 miss.future.set_exception(error)
                 continue
-            rows = {task.sample.sample_id: prompt_row(task) for task in miss.tasks if isinstance(task, TextTask)}
+            rows = {task.sample.sample_id: prompt_row(task) for task in miss.tasks if task.kind == "text"}
             if rows and not self._new_rows:
                 self._due_at = time.monotonic() + _WAIT_S
             self._new_rows |= rows
@@ -355,7 +355,7 @@ class MissEncoder:
 
 
 def _refusal(task: Task, failure: Failure) -> LatentCacheError:
-    if isinstance(task, TextTask):
+    if task.kind == "text":
         detail = f"{task.sample.sample_id}: {failure.detail}"
         return EncodeError(detail, part="text_encoder", problem=failure.reason)
     return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)

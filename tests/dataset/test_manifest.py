@@ -18,7 +18,7 @@ import pytest
 
 from latentcache.dataset.manifest import MARK, Manifest, manifest_parts, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder, keys_in_use
-from latentcache.dataset.row_table import COLUMNS, CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import COLUMNS, Ref, Row
 from latentcache.errors import DatasetError, StorageFullError
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
@@ -28,12 +28,9 @@ GEOMETRY = Geometry(Size(100, 200), Size(64, 128), Crop(0, 3), Size(64, 120), Tr
 
 def manifest(*sample_ids: str, name: str = "photos") -> Manifest:
     rows = [
-        Row(s, f"/x/{s}", "d" * 64, (ImageRef("a" * 64, GEOMETRY),), (CaptionRef(f"of {s}", "b" * 64),))
-        for s in sample_ids
+        Row(s, f"/x/{s}", "d" * 64, (Ref("a" * 64, GEOMETRY),), (Ref.of_text(f"of {s}", "b" * 64),)) for s in sample_ids
     ]
-    rows[1:2] = [
-        replace(row, parts=(PartRef("mask", "c" * 64, GEOMETRY, "e" * 64, "unverified"),)) for row in rows[1:2]
-    ]
+    rows[1:2] = [replace(row, parts=(Ref("c" * 64, GEOMETRY, "unverified", "mask", "e" * 64),)) for row in rows[1:2]]
     rows.append(Row("bad", "/x/bad", None, (), (), Refusal("bad", "/x/bad", "empty", "0 bytes")))
     return Manifest(name, "train", 2, COMMON, {row.sample_id: row for row in rows})
 

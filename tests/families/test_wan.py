@@ -24,7 +24,7 @@ from latentcache.models.vae import encode_images, keep_output, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import TextTask
+from latentcache.precache.tasks import Task
 from latentcache.scaleout.encoder import RayEncoder
 from latentcache.types import Padding
 from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise
@@ -212,7 +212,9 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
     texts = TextKeys(WAN, models.tokenizers, planned.text, "")
     clean = pipeline_wan.basic_clean
     monkeypatch.setattr(pipeline_wan, "basic_clean", lambda text: clean(text.replace("cafÃ©", "café")))
-    tasks = [TextTask(texts.key(text), texts.identity(text), Sample(text, text), text) for text in ("cafÃ©", "a cat")]
+    tasks = [
+        Task(texts.key(text), texts.identity(text), Sample(text, text), caption=text) for text in ("cafÃ©", "a cat")
+    ]
     monkeypatch.setattr(pipeline_wan, "basic_clean", clean)
     encoder = RayEncoder(config, planned, [])
     problems, report = encoder.encode([[(task, 0) for task in tasks]])

@@ -14,7 +14,7 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, prepare, with_filter
 from latentcache.dataset.manifest import Manifest, Role
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.families import sdxl
 from latentcache.identity import (
     SCHEMA,
@@ -114,8 +114,8 @@ def write_cache(
         image = image_entry(sample_id, path, pixels, source, geometry)
         texts = {caption: text_entry(sample_id, caption, len(caption.split()) + 2) for caption in captions[sample_id]}
         entries += [image, *texts.values()]
-        refs = tuple(CaptionRef(caption, text.record.key) for caption, text in texts.items())
-        rows[sample_id] = Row(sample_id, str(path), source, (ImageRef(image.record.key, geometry),), refs)
+        refs = tuple(Ref.of_text(caption, text.record.key) for caption, text in texts.items())
+        rows[sample_id] = Row(sample_id, str(path), source, (Ref(image.record.key, geometry),), refs)
     with DiskStore(cache) as store:
         for kind in ("image", "text"):
             store.add([entry for entry in entries if entry.record.kind == kind])

@@ -10,7 +10,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.families import DEFAULT, FamilyName, family_named
 from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of
@@ -99,7 +99,7 @@ def fill(
         text = text_entry(number, length, {"kind": "text", "of": number, "length": length, "common": common})
         size = bucket_of(number)
         geometry = Geometry(size, size, Crop(0, 0), size)
-        images, captions = (ImageRef(image.record.key, geometry),), (CaptionRef(f"photo {number}", text.record.key),)
+        images, captions = (Ref(image.record.key, geometry),), (Ref.of_text(f"photo {number}", text.record.key),)
         rows[str(number)] = Row(str(number), str(number), None, images, captions)
         entries += [image, text]
     prompts = {}
@@ -107,7 +107,7 @@ def fill(
         identity = prompt_identity(common, "a cat", negative=negative)
         entry = text_entry(900 + negative, NEGATIVE_ROWS if negative else 5, identity)
         sample_id = prompt_id("a cat", negative=negative)
-        prompts[sample_id] = Row(sample_id, sample_id, None, (), (CaptionRef("a cat", entry.record.key),))
+        prompts[sample_id] = Row(sample_id, sample_id, None, (), (Ref.of_text("a cat", entry.record.key),))
         entries.append(entry)
     store.add(entries)
     manifest = Manifest(name, "train", 1, common, rows)

@@ -8,7 +8,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.identity import key_of
 from latentcache.remote.transport import ANY_VERSION, REMOVALS, Transport, packs_in, read_pack, removals_in
 from latentcache.store import DiskStore
@@ -51,8 +51,8 @@ def make_manifest(name: str = "served", num_samples: int = NUM_SAMPLES) -> Manif
         size = Size(64, 128) if number % 2 else Size(128, 64)
         geometry = Geometry(size, size, Crop(0, 0), size)
         sample_id = f"{number}.png"
-        caption = CaptionRef(f"caption {number // SHARED_CAPTIONS}", text.record.key)
-        rows[sample_id] = Row(sample_id, sample_id, None, (ImageRef(image.record.key, geometry),), (caption,))
+        caption = Ref.of_text(f"caption {number // SHARED_CAPTIONS}", text.record.key)
+        rows[sample_id] = Row(sample_id, sample_id, None, (Ref(image.record.key, geometry),), (caption,))
     return Manifest(name, "train", 1, COMMON, rows)
 
 

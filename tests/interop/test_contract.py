@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from latentcache.config import Config
-from latentcache.dataset.row_table import PartRef
+from latentcache.dataset.row_table import Ref
 from latentcache.errors import ReadOnlyError, SampleError, StoreError
 from latentcache.interop.formats import kohya, musubi, webdataset
 from latentcache.interop.formats.kohya import KohyaCache
@@ -177,7 +177,7 @@ def test_samples_with_parts_that_the_format_has_no_place_for_are_listed(tmp_path
     cache = cache_for(module, "a.png", "b.png")
     manifest = cache.manifest("foreign")
     row = manifest.rows["a.png"]
-    part = PartRef(role, row.images[0].key, row.images[0].geometry, "0" * 64, "unverified")
+    part = Ref(row.images[0].key, row.images[0].geometry, "unverified", role, "0" * 64)
     cache.manifests.write(replace(manifest, rows={**manifest.rows, "a.png": replace(row, parts=(part,))}))
     cache.refresh()
     report = module.export(cache, "foreign", tmp_path / "out")

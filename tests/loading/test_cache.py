@@ -15,7 +15,7 @@ from helpers.pack_damage import damage
 
 from latentcache import LatentCache
 from latentcache.config import PROMPTS_PREFIX, Config
-from latentcache.dataset.row_table import CaptionRef
+from latentcache.dataset.row_table import Ref
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.status import status, verify
@@ -140,7 +140,7 @@ def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> 
     cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
     [manifest] = cache.datasets()
     rows = dict(manifest.rows)
-    rows["b.png"] = replace(rows["b.png"], captions=(CaptionRef("odd", key_of(identity)),))
+    rows["b.png"] = replace(rows["b.png"], captions=(Ref.of_text("odd", key_of(identity)),))
     cache.manifests.write(manifest.with_rows(rows))
     cache.refresh()
     unequal = r"equal shapes and dtypes: field 'prompt_embeds' .* in a\.png and .* in b\.png"

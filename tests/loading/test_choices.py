@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
@@ -69,16 +69,18 @@ def rows_of(first: int, variants: int, entries: list[Entry]) -> dict[str, Row]:
                 entry_of("image", 1000 + value, latents=(4, 2, 2)),
                 entry_of("mask", value, mask=(1, *cells)),
             )
-            images.append(ImageRef(image.record.key, geometry))
-            parts.append(PartRef("control", control.record.key, replace(geometry, target_size=Size(16, 16)), "c" * 64))
-            parts.append(PartRef("mask", mask.record.key, geometry, "d" * 64))
+            images.append(Ref(image.record.key, geometry))
+            parts.append(
+                Ref(control.record.key, replace(geometry, target_size=Size(16, 16)), "verified", "control", "c" * 64)
+            )
+            parts.append(Ref(mask.record.key, geometry, "verified", "mask", "d" * 64))
             entries += [image, control, mask]
         parts.sort(key=lambda part: part.role)
         captions = []
         for line in range(1 + number % 3):
             for variant in range(variants):
                 text = text_of(1000 * number + 100 * line + variant)
-                captions.append(CaptionRef(f"{1000 * number + 100 * line + variant}", text.record.key))
+                captions.append(Ref.of_text(f"{1000 * number + 100 * line + variant}", text.record.key))
                 entries.append(text)
         rows[f"{number}"] = Row(f"{number}", f"{number}", None, tuple(images), tuple(captions), None, tuple(parts))
     return rows
@@ -91,7 +93,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Manifest("main", "train", 2, COMMON, rows_of(0, VARIANTS, entries), variants=VARIANTS),
         Manifest("class", "train", 1, COMMON, rows_of(NUM, 1, entries), weights=WEIGHTS, loss_weight=0.25),
     ]
-    prompt = Row(prompt_id(""), prompt_id(""), None, (), (CaptionRef("", entries[0].record.key),))
+    prompt = Row(prompt_id(""), prompt_id(""), None, (), (Ref.of_text("", entries[0].record.key),))
     manifests.append(Manifest(prompts_name(COMMON), "prompts", 1, COMMON, {prompt.sample_id: prompt}))
     with DiskStore(path) as store:
         for at in range(0, len(entries), 40):
@@ -324,7 +326,7 @@ def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: 
     text = entry_of("text", 1.0, prompt_embeds=(3, 8), prompt_attention_mask=(3,))
     image = entry_of("image", 1.0, latents=(16, 2, 2))
     size = Size(16, 16)
-    refs = (ImageRef(image.record.key, Geometry(size, size, Crop(0, 0), size)),), (CaptionRef("a", text.record.key),)
+    refs = (Ref(image.record.key, Geometry(size, size, Crop(0, 0), size)),), (Ref.of_text("a", text.record.key),)
     common = COMMON | {"family": "chroma", "text_encoding": recipe}
     message = r"each text of chroma has a length of its own.*by its mask"
     with DiskStore(tmp_path) as store:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.pack_order import Places
@@ -41,8 +41,8 @@ def make_cache(path: Path, num_packs: int = 6, per_pack: int = 12) -> Path:
                     entries[kind].append(Entry(Record(keys[kind], kind, identity, {}), tensors))  # type: ignore[arg-type]
             geometry = Geometry(size, size, Crop(0, 0), size)
             images, captions = (
-                (ImageRef(keys["image"], geometry),),
-                (CaptionRef(f"number {number // 2}", keys["text"]),),
+                (Ref(keys["image"], geometry),),
+                (Ref.of_text(f"number {number // 2}", keys["text"]),),
             )
             rows[str(number)] = Row(str(number), str(number), None, images, captions)
         for kind in entries:

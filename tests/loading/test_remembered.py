@@ -14,7 +14,7 @@ import torch
 from loading import plain
 
 from latentcache import LatentCache, LatentDataset
-from latentcache.dataset.row_table import CaptionRef
+from latentcache.dataset.row_table import Ref
 from latentcache.errors import SampleError
 from latentcache.identity import key_of
 from latentcache.loading import sample
@@ -88,7 +88,7 @@ def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache)
     assert manifest is not None
     rows = dict(manifest.rows)
     a, b = rows["a.png"], rows["b.png"]
-    rows["a.png"] = replace(a, captions=(CaptionRef("edited", a.captions[1].key),))
+    rows["a.png"] = replace(a, captions=(Ref.of_text("edited", a.captions[1].key),))
     rows["b.png"] = replace(b, refusal=Refusal("b.png", "b.png", "corrupt", "a test says so"))
     cache.manifests.write(replace(manifest, rows=rows))
     assert cache.batch(WIDE, device="cpu")["caption"] == ["a red house", "a blue car", "a tree"]
@@ -106,7 +106,7 @@ def test_a_refresh_while_a_batch_is_read_counts_for_the_next(
     manifest = cache.manifests.read("photos")
     assert manifest is not None
     row = manifest.rows["a.png"]
-    edited = replace(row, captions=(CaptionRef("edited", row.captions[1].key),))
+    edited = replace(row, captions=(Ref.of_text("edited", row.captions[1].key),))
     rows = cache.store.rows
 
     def refresh_then(keys: Any) -> Any:

@@ -158,6 +158,7 @@ def test_misses_that_cannot_be_encoded_are_named(make_config: Callable[..., Conf
     (photos / "none.png").write_bytes(b"")
     first, second = run_precache(make_config()), run_precache(make_config())
     for report in (first, second):
+        assert report.num_missing_captions == 1, "a refused sample is not trained on the empty caption"
         assert report.failed == report.to_json()["failed"] == [str(photos / "damaged.png")]
         assert report.num_misses == report.num_encoded + len(report.failed) and report.num_refused == 2
     lines = second.to_text().splitlines()

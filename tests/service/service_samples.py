@@ -10,7 +10,7 @@ from helpers.serving import RunningServer
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
@@ -39,9 +39,9 @@ def manifest(name: str, entries: list[Entry]) -> Manifest:
     }
     rows = {}
     for number, each in enumerate(entries):
-        caption = CaptionRef(f"a {'Red' if number % 2 else 'blue'} house, number {number}, Müller", each.record.key)
+        caption = Ref.of_text(f"a {'Red' if number % 2 else 'blue'} house, number {number}, Müller", each.record.key)
         name_of = f"photo{number}.jpg"
-        rows[name_of] = Row(name_of, f"/photos/{name_of}", None, (ImageRef(each.record.key, geometry),), (caption,))
+        rows[name_of] = Row(name_of, f"/photos/{name_of}", None, (Ref(each.record.key, geometry),), (caption,))
     return Manifest(name, "train", 1, common, rows)
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.service.auth import Access
 from latentcache.service.page.text import query_of, static, url
 from latentcache.service.page.views import FILTERS
@@ -215,7 +215,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     row = clean.rows["000.png"]
     rows = {}
     for number, text in enumerate(HOSTILE):
-        captions = (CaptionRef(text, row.captions[0].key), CaptionRef("", row.captions[0].key))
+        captions = (Ref.of_text(text, row.captions[0].key), Ref.of_text("", row.captions[0].key))
         refusal = Refusal(text, text, "corrupt", text) if number % 5 == 4 else None
         rows[text] = Row(text, text, row.source, row.images, captions, refusal)
     ManifestFolder(folder / "cache" / "manifests").write(Manifest("photos", "train", 1, COMMON, rows))

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.service.auth import Access
 from latentcache.service.page.text import url
 
@@ -237,7 +237,7 @@ def test_axe_finds_no_violation(open_page: OpenPage, base: str, scheme: str) -> 
 
 def test_hostile_texts_do_nothing(open_page: OpenPage, tmp_path: Path) -> None:
     row = photo_cache(tmp_path, 2).rows["000.png"]
-    rows = {text: replace(row, sample_id=text, captions=(CaptionRef(text, row.captions[0].key),)) for text in HOSTILE}
+    rows = {text: replace(row, sample_id=text, captions=(Ref.of_text(text, row.captions[0].key),)) for text in HOSTILE}
     manifest = Manifest("photos", "train", 1, COMMON, dict[str, Row](rows))
     ManifestFolder(tmp_path / "cache" / "manifests").write(manifest)
     with page_of(tmp_path / "cache", show_photos=True) as base:

@@ -22,7 +22,7 @@ from store_samples import same
 from latentcache import LatentCache
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
-from latentcache.dataset.row_table import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
@@ -55,7 +55,7 @@ def write_manifest(cache: Path, numbers: set[int]) -> None:
 
     rows = {}
     for number in sorted(numbers):
-        row = Row(str(number), str(number), None, (ImageRef(key(number), GEOMETRY),), ())
+        row = Row(str(number), str(number), None, (Ref(key(number), GEOMETRY),), ())
         rows[row.sample_id] = row
     ManifestFolder(cache / "manifests").write(Manifest("all", "train", 1, COMMON, rows))
 
@@ -245,7 +245,7 @@ def test_a_reader_of_another_process(cache: Path, kill: bool) -> None:
 
 
 def test_a_caption_ref_counts_too(cache: Path) -> None:
-    row = Row("a", "a", None, (), (CaptionRef("a", key(7)),))
+    row = Row("a", "a", None, (), (Ref.of_text("a", key(7)),))
     ManifestFolder(cache / "manifests").write(Manifest("texts", "train", 1, COMMON, {"a": row}))
     shrink(cache, 0)
     assert left(cache) == {0, 4, 7}

@@ -16,7 +16,7 @@ from helpers.remote_samples import entries_of, make_manifest
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import CaptionRef
+from latentcache.dataset.row_table import Ref
 from latentcache.errors import DatasetError, StorageFullError, StoreError
 from latentcache.remote.transfer import End, Move, merged, transfer
 from latentcache.store import DiskStore
@@ -171,7 +171,7 @@ def test_what_moved_before_an_error_is_reported(tmp_path: Path, run_json: Run) -
 def test_a_sample_in_both_manifests(tmp_path: Path) -> None:
     """The later one counts, but for a refusal of what was encoded from the same image."""
     ours, theirs = make_manifest("photos", 4), make_manifest("photos", 3)
-    changed = replace(theirs.rows["1.png"], captions=(CaptionRef("another", key_of_image(9)),))
+    changed = replace(theirs.rows["1.png"], captions=(Ref.of_text("another", key_of_image(9)),))
     refusal = Refusal("2.png", "2.png", "decode", "out of memory")
     mine = replace(ours, rows={**ours.rows, "2.png": replace(ours.rows["2.png"], images=(), refusal=refusal)})
     both = merged(replace(theirs, rows={**theirs.rows, "1.png": changed}), mine)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.images import decode
-from latentcache.dataset.row_table import CaptionRef, ImageRef, PartRef, Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
 from latentcache.service.page.thumbnails import webp_of
@@ -43,7 +43,7 @@ class EntryDetails:
     """An entry of a sample. `problem` says why it is a miss; then there is no record, nor is there of a text alone."""
 
     name: str
-    ref: ImageRef | CaptionRef | PartRef
+    ref: Ref
     record: Record | None
     fields: Description
     problem: str
@@ -113,7 +113,7 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     }
 
 
-def _details(store: Store, name: str, ref: ImageRef | CaptionRef | PartRef) -> EntryDetails:
+def _details(store: Store, name: str, ref: Ref) -> EntryDetails:
     if not ref.key:
         return EntryDetails(name, ref, None, {}, "")
     try:

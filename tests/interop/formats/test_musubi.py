@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from latentcache import unpadded
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.row_table import PartRef
+from latentcache.dataset.row_table import Ref
 from latentcache.interop.formats import musubi
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
@@ -91,7 +91,7 @@ def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
     manifest = cache.manifest("foreign")
     cat, dog = (manifest.rows[name] for name in ("cat.png", "dog.png"))
     (other,) = dog.images
-    control = PartRef("control", other.key, other.geometry, "0" * 64, "unverified")
+    control = Ref(other.key, other.geometry, "unverified", "control", "0" * 64)
     missing = replace(control, key="f" * 64)
     rows = {"cat.png": replace(cat, parts=(control,)), "dog.png": replace(dog, parts=(missing,))}
     cache.manifests.write(replace(manifest, rows=rows))
