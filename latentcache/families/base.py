@@ -1,8 +1,7 @@
 """What a model family declares: its parts, its latent space, how it reads text, and what its denoiser expects.
 
-A family is one file, which precaching, loading and validation ask: they name no family. Only the readers of other
-trainers' caches do, since each trainer has names of its own. Reading a cache loads these files, so they import
-diffusers and transformers only when a model is run.
+A family is one file, which precaching, loading, validation, imports and exports ask: they name no family. Reading a
+cache loads these files, so they import diffusers and transformers only when a model is run.
 
 Legend: B items, C latent channels, F latent frames, h and w latent rows and columns, L text rows, D features.
 """
@@ -21,6 +20,7 @@ import torch
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families.hidden_states import HiddenStates
+from latentcache.families.scaling import Scaling
 from latentcache.types import Geometry, Padding
 
 Role = Literal["vae", "text_encoder", "tokenizer"]
@@ -109,7 +109,8 @@ class LatentSpace:
     `is_video`: they are [C, F, h, w], one latent frame of the first frame, and one of each `frames_factor` more.
     `draws`: the model is trained with draws from the posterior; without it with its mean, as the family's pipelines
     encode images. `preview`: where one is known. `others`: channels of the VAEs of some of its models, and their pixels
-    a row.
+    a row. `published`: the scaling of the published VAE, whose constants trainers write into their code; None where
+    the VAE's weights alone have it.
     """
 
     channels: int
@@ -119,6 +120,27 @@ class LatentSpace:
     draws: bool = True
     preview: Preview | None = None
     others: Mapping[int, int] = field(default_factory=dict)
+    published: Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFiles:
+    """How the cache of another trainer has this family.
+
+    The names of files say `architecture`, and the metadata `title`, where there is some. `is_scaled`: latents are. The
+    names of texts' files end with `text_suffix`, and `texts` maps the names in them to fields. `has_resolutions`: names
+    in files of latents end with the resolution. `has_mask`: that in a file of a text says which rows are padding.
+    `needs_control`: the trainer trains it with a control image only.
+    """
+
+    architecture: str
+    title: str = ""
+    is_scaled: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
+    text_suffix: str = ""
+    has_resolutions: bool = False
+    has_mask: bool = True
+    needs_control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +280,8 @@ class Family(ABC):
     lora_targets: ClassVar[Sequence[str]] = ("to_q", "to_k", "to_v", "to_out.0")
     repositories: ClassVar[tuple[str, ...]] = ()
     """Hub ids of models of this family, for the documentation."""
+    trainer_files: ClassVar[Mapping[str, TrainerFiles]] = {}
+    """By the names of formats (`interop.formats`) that have it. A family that inherits from this one has its own."""
 
     # Parts
 

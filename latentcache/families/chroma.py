@@ -8,8 +8,19 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    KL_VAE,
+    T5_SETTINGS,
+    Caption,
+    Encoded,
+    LatentSpace,
+    Part,
+    TextField,
+    TrainerFiles,
+    Upload,
+)
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
+from latentcache.families.scaling import FLUX_VAE
 from latentcache.types import Padding
 
 _MASK = "prompt_attention_mask"
@@ -27,13 +38,14 @@ class Chroma(PackedFamily):
     pipeline_name = "ChromaPipeline"
     pipeline_names = ("ChromaImg2ImgPipeline", "ChromaInpaintPipeline")
     repositories = ("lodestones/Chroma1-HD", "lodestones/Chroma1-Base")
+    trainer_files = {"simpletuner": TrainerFiles("chroma")}
     parts = {
         "vae": KL_VAE,
         "text_encoder": Part("text_encoder", "transformers.T5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
     denoiser_class = "diffusers.ChromaTransformer2DModel"
-    latent = LatentSpace(16)
+    latent = LatentSpace(16, published=FLUX_VAE)
     fields = {"prompt_embeds": TextField("joint_attention_dim", Padding(), (4096,))}
     max_length = 512
 

@@ -9,9 +9,20 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    KL_VAE,
+    T5_SETTINGS,
+    Caption,
+    Encoded,
+    LatentSpace,
+    Part,
+    TextField,
+    TrainerFiles,
+    Upload,
+)
 from latentcache.families.clip import CLIP_SETTINGS, pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
+from latentcache.families.scaling import FLUX_VAE
 
 _GUIDANCE = 3.5
 """Of the distilled guidance while training: the default of diffusers' train_dreambooth_lora_flux.py."""
@@ -24,6 +35,17 @@ class Flux(PackedFamily):
     pipeline_name = "FluxPipeline"
     pipeline_names = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxKontext*", "FluxControl*", "FluxFillPipeline")
     repositories = ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell")
+    trainer_files = {
+        "kohya": TrainerFiles("flux", is_scaled=True, text_suffix="_flux_te.npz", has_resolutions=True),
+        "simpletuner": TrainerFiles("flux"),
+        "musubi": TrainerFiles(
+            "fk",
+            "flux_kontext",
+            is_scaled=True,
+            texts={"t5_vec": "prompt_embeds", "clip_l_pooler": "pooled_prompt_embeds"},
+            needs_control=True,
+        ),
+    }
     parts = {
         "vae": KL_VAE,
         "text_encoder": Part("text_encoder", "transformers.CLIPTextModel", settings=CLIP_SETTINGS),
@@ -32,7 +54,7 @@ class Flux(PackedFamily):
         "tokenizer_2": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
     denoiser_class = "diffusers.FluxTransformer2DModel"
-    latent = LatentSpace(16)
+    latent = LatentSpace(16, published=FLUX_VAE)
     fields = {
         "prompt_embeds": TextField("joint_attention_dim", features=(4096,), encoder="text_encoder_2"),
         "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,), has_rows=False),

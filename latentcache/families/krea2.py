@@ -9,9 +9,20 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    LLM_SETTINGS,
+    MASK,
+    Caption,
+    Encoded,
+    LatentSpace,
+    Part,
+    TextField,
+    TrainerFiles,
+    Upload,
+)
 from latentcache.families.packed import PackedFamily
 from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
+from latentcache.families.scaling import WAN_VAE
 from latentcache.types import Padding
 
 _LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
@@ -33,6 +44,10 @@ class Krea2(PackedFamily):
     pipeline_settings = ("is_distilled",)
     pipeline_options = {"text_encoder_select_layers": _LAYERS}
     repositories = ("krea/Krea-2-Raw",)
+    trainer_files = {
+        "simpletuner": TrainerFiles("krea2"),
+        "musubi": TrainerFiles("kr2", "krea2", is_scaled=True, texts={"varlen_krea2_vl_embed": "prompt_embeds"}),
+    }
     parts = {
         "vae": QwenImage.parts["vae"],
         # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
@@ -45,7 +60,7 @@ class Krea2(PackedFamily):
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
     denoiser_class = "diffusers.Krea2Transformer2DModel"
-    latent = LatentSpace(16, is_video=True)
+    latent = LatentSpace(16, is_video=True, published=WAN_VAE)
     fields = {"prompt_embeds": TextField("text_hidden_dim", Padding(512, num_last=_NUM_SUFFIX), (12, 2560))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, _LAYERS)), "num_dropped": NUM_DROPPED}

@@ -19,9 +19,11 @@ from latentcache.families.base import (
     LatentSpace,
     Part,
     TextField,
+    TrainerFiles,
     Upload,
 )
 from latentcache.families.packed import PackedFamily
+from latentcache.families.scaling import WAN_VAE
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (
@@ -58,7 +60,11 @@ class QwenImage(PackedFamily):
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
     denoiser_class = "diffusers.QwenImageTransformer2DModel"
-    latent = LatentSpace(16, is_video=True)
+    latent = LatentSpace(16, is_video=True, published=WAN_VAE)
+    trainer_files = {
+        "simpletuner": TrainerFiles("qwen_image"),
+        "musubi": TrainerFiles("qi", "qwen_image", is_scaled=True, texts={"varlen_vl_embed": "prompt_embeds"}),
+    }
     fields = {"prompt_embeds": TextField("joint_attention_dim", Padding(), (3584,))}
     max_length = 512
     longest: ClassVar[int | None] = 1024

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import KL_VAE, LatentSpace, Part, TextField, TimestepSampling
+from latentcache.families.base import KL_VAE, LatentSpace, Part, TextField, TimestepSampling, TrainerFiles
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
+from latentcache.families.scaling import Scaling
 
 
 class SD15(ClipFamily):
@@ -22,6 +23,7 @@ class SD15(ClipFamily):
     )
     pipeline_options = {"requires_safety_checker": False}
     repositories = ("stable-diffusion-v1-5/stable-diffusion-v1-5",)
+    trainer_files = {"kohya": TrainerFiles("sd"), "simpletuner": TrainerFiles("sd1x")}
     parts = {
         "vae": KL_VAE,
         "text_encoder": Part("text_encoder", "transformers.CLIPTextModel", settings=CLIP_SETTINGS),
@@ -30,7 +32,7 @@ class SD15(ClipFamily):
     denoiser = "unet"
     denoiser_class = "diffusers.UNet2DConditionModel"
     denoiser_settings = {"addition_embed_type": None}
-    latent = LatentSpace(4)
+    latent = LatentSpace(4, published=Scaling(0.18215))
     vae_overflows = False  # its config is older than the setting, and its pipelines compute in float16
     fields = {"prompt_embeds": TextField("cross_attention_dim", features=(768,))}
     recipe = {"family": "sd15"}

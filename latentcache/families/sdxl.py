@@ -9,8 +9,9 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import KL_VAE, LatentSpace, Part, Preview, TextField, TimestepSampling
+from latentcache.families.base import KL_VAE, LatentSpace, Part, Preview, TextField, TimestepSampling, TrainerFiles
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
+from latentcache.families.scaling import Scaling
 from latentcache.types import Geometry
 
 SCALING_FACTOR = 0.13025
@@ -25,6 +26,7 @@ class SDXL(ClipFamily):
     pipeline_names = ("StableDiffusionXL*",)
     pipeline_options = {"add_watermarker": False}
     repositories = ("stabilityai/stable-diffusion-xl-base-1.0",)
+    trainer_files = {"kohya": TrainerFiles("sdxl", text_suffix="_te_outputs.npz"), "simpletuner": TrainerFiles("sdxl")}
     parts = {
         "vae": KL_VAE,
         "text_encoder": Part("text_encoder", "transformers.CLIPTextModel", settings=CLIP_SETTINGS),
@@ -40,6 +42,7 @@ class SDXL(ClipFamily):
         preview=Preview(
             ((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150, 140, 130), scaling_factor=SCALING_FACTOR
         ),
+        published=Scaling(SCALING_FACTOR),
     )
     fields = {
         "prompt_embeds": TextField("cross_attention_dim", features=(2048,)),

@@ -25,8 +25,10 @@ from latentcache.families.base import (
     Part,
     TextField,
     TimestepSampling,
+    TrainerFiles,
     Upload,
 )
+from latentcache.families.scaling import WAN_VAE
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (
@@ -49,13 +51,17 @@ class Wan(Family):
         *(f"Wan-AI/Wan2.1-T2V-{size}-Diffusers" for size in ("1.3B", "14B")),
         *(f"Wan-AI/Wan2.2-{size}-Diffusers" for size in ("T2V-A14B", "TI2V-5B")),
     )
+    trainer_files = {
+        "simpletuner": TrainerFiles("wan", has_mask=False),
+        "musubi": TrainerFiles("wan", "wan", is_scaled=True, texts={"varlen_t5": "prompt_embeds"}),
+    }
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLWan", VAE_WEIGHTS, _VAE_SETTINGS),
         "text_encoder": Part("text_encoder", "transformers.UMT5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
     denoiser_class, second_denoiser = "diffusers.WanTransformer3DModel", "transformer_2"
-    latent = LatentSpace(16, is_video=True, draws=False, others={48: 16})
+    latent = LatentSpace(16, is_video=True, draws=False, others={48: 16}, published=WAN_VAE)
     has_clips = True
     patch = 2
     fields = {"prompt_embeds": TextField("text_dim", Padding(length=_ROWS), (4096,))}

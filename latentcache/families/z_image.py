@@ -17,9 +17,11 @@ from latentcache.families.base import (
     LatentSpace,
     Part,
     TextField,
+    TrainerFiles,
     Upload,
     padded,
 )
+from latentcache.families.scaling import FLUX_VAE
 from latentcache.types import Padding
 
 
@@ -33,6 +35,10 @@ class ZImage(Family):
     pipeline_name = "ZImagePipeline"
     pipeline_names = ("ZImageImg2ImgPipeline", "ZImageInpaintPipeline", "ZImageControlNet*")
     repositories = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
+    trainer_files = {
+        "simpletuner": TrainerFiles("z_image"),
+        "musubi": TrainerFiles("zi", "z_image", texts={"varlen_llm_embed": "prompt_embeds"}),
+    }
     parts = {
         "vae": KL_VAE,
         "text_encoder": Part("text_encoder", "transformers.Qwen3Model", settings=QWEN3_SETTINGS),
@@ -40,7 +46,7 @@ class ZImage(Family):
     }
     denoiser_class = "diffusers.ZImageTransformer2DModel"
     unused_weights = ("norm_final.weight",)
-    latent = LatentSpace(16)
+    latent = LatentSpace(16, published=FLUX_VAE)
     patch = 2
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512

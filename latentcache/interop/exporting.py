@@ -46,7 +46,7 @@ class ExportCaption:
     num_tokens: int | None
     """Tokens of the caption, uncut; None where they were not counted."""
     others: tuple[str, ...]
-    """What else is stored of it, as Chroma's mask of texts with their padding."""
+    """What else is stored of it, as the mask of a text with its padding."""
 
 
 @dataclass(frozen=True, slots=True)

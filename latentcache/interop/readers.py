@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,7 +16,8 @@ from latentcache.dataset.images import probe
 from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, DatasetError
-from latentcache.families import family_named
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import TrainerFiles
 from latentcache.types import Geometry, Refusal, Size
 
 _MAX_SIDE = 1 << 20
@@ -121,15 +122,21 @@ def keeps_padding(family: str) -> bool:
     return all(field.padding is None for field in family_named(family).fields.values())
 
 
-def chosen_family(
-    asked: str | None, roots: Iterable[str], names: re.Pattern[str], known: Mapping[str, str], format_name: str
-) -> str:
+def layouts_of(format_name: str) -> dict[str, TrainerFiles]:
+    """How a format has each of the families that it has, by their names."""
+    # Their own: one that inherits from another family has other files.
+    declared = {name: vars(type(family_named(name))).get("trainer_files", {}) for name in FAMILIES}
+    return {name: files[format_name] for name, files in declared.items() if format_name in files}
+
+
+def chosen_family(asked: str | None, roots: Iterable[str], names: re.Pattern[str], format_name: str) -> str:
     """The family of a format's files: `asked`, else the only one that the names of files in and below `roots` say.
 
-    The group `arch` of `names` is an architecture, and `known` maps those that can be read to families. Without any
-    the first known one is taken. ConfigError for a family that the format does not have, and where files of several
-    lie side by side. DatasetError for a root that cannot be read.
+    The group `arch` of `names` is an architecture. Without any of a known family the first known one is taken.
+    ConfigError for a family that the format does not have, and where files of several lie side by side. DatasetError
+    for a root that cannot be read.
     """
+    known = {layout.architecture: name for name, layout in layouts_of(format_name).items()}
     if asked is not None:
         return check_family(asked, known.values(), format_name)
     walks = (found for root in roots for found in walk(root) if not isinstance(found, Refusal))

@@ -8,36 +8,16 @@ import statistics
 import torch
 
 from latentcache.errors import ConfigError, DatasetError
-from latentcache.families import DEFAULT
+from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
-from latentcache.families.sdxl import SCALING_FACTOR
 
 UNSCALED_STD = 7.7
-"""Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""
+"""Median standard deviation of unscaled latents of DEFAULT: the scaling factor was chosen to bring it near 1."""
 FIRST_LOOK = 64
 """A wrong claim is found after so many latents, before the rest is read."""
 
 _LEAST_SPREAD = 2.0
 """Latents of some images have a standard deviation of 0.8, those of others of 1.2."""
-_FLUX = Scaling(0.3611, 0.1159)
-# The defaults of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are the same.
-_WAN = Scaling(
-    rule="mean_std",
-    mean=(
-        *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
-        *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
-    ),
-    std=(
-        *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
-        *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916),
-    ),
-)
-_PUBLISHED = {
-    "sdxl": Scaling(SCALING_FACTOR),
-    "sd15": Scaling(0.18215),
-    **dict.fromkeys(("flux", "chroma", "z-image"), _FLUX),
-    **dict.fromkeys(("qwen-image", "krea2", "wan"), _WAN),
-}
 
 
 def published_scaling(family: str) -> Scaling:
@@ -45,13 +25,14 @@ def published_scaling(family: str) -> Scaling:
 
     ConfigError where it is in the VAE's weights alone.
     """
-    if family not in _PUBLISHED:
+    found = family_named(family).latent.published
+    if found is None:
         raise ConfigError(
             f"how latents of {family} are scaled stands in the weights of its VAE, which a foreign cache does not "
             "have: precache them",
             key="family",
         )
-    return _PUBLISHED[family]
+    return found
 
 
 class ScaleCheck:
@@ -89,7 +70,7 @@ class ScaleCheck:
             return
         scaled = True in self._claims
         met, expected = (median, 1.0) if scaled else (median * self._spread, self._spread)
-        model = "SDXL" if self._family == DEFAULT else self._family
+        model = self._family.upper() if self._family == DEFAULT else self._family
         raise DatasetError(
             self._path,
             f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "

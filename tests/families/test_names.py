@@ -11,7 +11,7 @@ import latentcache
 from latentcache.families import DEFAULT, DEFAULT_REPOSITORY, FAMILIES, family_named
 
 PACKAGE = Path(latentcache.__file__).parent
-MAY_NAME = ("families", "integrations", "interop")
+MAY_NAME = ("families", "integrations", "interop/formats")
 """Folders about families, and about other people's programs and files."""
 SUFFIXES = {".py", ".html", ".css", ".js", ".json", ".yaml", ".txt"}
 SCRIPT = re.compile(r"\btrain_\w+\.py\b")
@@ -31,8 +31,7 @@ def texts() -> list[tuple[str, str]]:
     found = []
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE)
-        searched = path.suffix in SUFFIXES and name.parts[0] not in MAY_NAME and "tiny_photos" not in name.parts
-        if searched:
+        if path.suffix in SUFFIXES and not name.as_posix().startswith((*MAY_NAME, "models/tiny_photos")):
             found.append((name.as_posix(), SCRIPT.sub("", path.read_text(encoding="utf-8"))))
     return found
 

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from latentcache.families import FAMILIES
-from latentcache.interop.formats.musubi import ARCHITECTURES
+from latentcache.interop.readers import layouts_of
 
-SHORT = {each.family: short for short, each in ARCHITECTURES.items() if each.family in FAMILIES}
+LAYOUTS = layouts_of("musubi")
+SHORT = {family: layout.architecture for family, layout in LAYOUTS.items() if family in FAMILIES}
 """Family -> the architecture in the names of its files."""
 # Published constants: unscaled latents of FLUX.1's VAE deviate by 2.8.
 _STD = {"z-image": 2.8}
@@ -27,7 +28,7 @@ def latents_of(family: str, seed: int, height: int = 64, width: int = 128) -> to
 def texts_of(family: str, seed: int) -> dict[str, torch.Tensor]:
     """Key without dtype -> tensor, of few features: 5 rows and more, which follow from the seed; of FLUX.1 512."""
     generator = torch.Generator().manual_seed(seed)
-    names = list(ARCHITECTURES[SHORT[family]].texts)
+    names = list(LAYOUTS[family].texts)
     rows = 512 if family == "flux" else 5 + seed
     shape = (rows, 3, 8) if family == "krea2" else (rows, 8)
     found = {names[0]: torch.randn(shape, generator=generator).bfloat16()}
@@ -50,13 +51,13 @@ def write_latents(
 ) -> Path:
     """The file of an image of `size` = (width, height)."""
     path = folder / f"{stem}_{size[0]:04d}x{size[1]:04d}_{SHORT[family]}.safetensors"
-    metadata = {"architecture": ARCHITECTURES[SHORT[family]].name, "width": str(size[0]), "height": str(size[1])}
+    metadata = {"architecture": LAYOUTS[family].title, "width": str(size[0]), "height": str(size[1])}
     return _write(path, named({latents_key(latents): latents}) | more, metadata)
 
 
 def write_text(folder: Path, family: str, stem: str, caption: str, texts: dict[str, torch.Tensor]) -> Path:
     path = folder / f"{stem}_{SHORT[family]}_te.safetensors"
-    return _write(path, named(texts), {"architecture": ARCHITECTURES[SHORT[family]].name, "caption1": caption})
+    return _write(path, named(texts), {"architecture": LAYOUTS[family].title, "caption1": caption})
 
 
 def write_cache(folder: Path, family: str, samples: dict[str, str]) -> None:

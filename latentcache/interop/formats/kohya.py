@@ -38,6 +38,7 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
+from latentcache.families.base import TrainerFiles
 from latentcache.families.clip import LONG_BY_ROWS
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportCaption, ExportOptions, ExportSample
@@ -48,6 +49,7 @@ from latentcache.interop.readers import (
     ForeignText,
     SourceImages,
     chosen_family,
+    layouts_of,
     pixel_pair,
     refusing,
 )
@@ -56,13 +58,9 @@ from latentcache.loading.cache import LatentCache
 from latentcache.types import Bucket, Geometry, Refusal, Size
 
 Tensors = Mapping[str, torch.Tensor]
-SUFFIXES = {"sdxl": "_te_outputs.npz", "flux": "_flux_te.npz"}
-"""How the names of a family's text files end. kohya keeps no texts of SD 1.5."""
 NOTE_MASK_UNKNOWN = "t5_attn_mask is not known and was written as all ones: kohya reads it with apply_t5_attn_mask only"
 _FLAG, _MASK = "apply_t5_attn_mask", "t5_attn_mask"
-ARCHITECTURES = {"sdxl": "sdxl", "sd": "sd15", "flux": "flux"}
-"""The architecture in a file's name -> the family. `sd` is SD 2 too, which has no texts here."""
-_OTHER_TEXTS = (*SUFFIXES.values(), "_sd3_te.npz")
+_OTHER_TEXT = "_sd3_te.npz"
 NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
 NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
 NOTE_MASK = "alpha_mask was imported as the sample's mask"
@@ -119,7 +117,9 @@ class KohyaCache:
         if not os.path.isdir(root):
             raise DatasetError(root, "is not a folder")
         self._root = Path(root)
-        self.family = chosen_family(family, [str(root)], _LATENT_NAME, ARCHITECTURES, self.format)
+        self.family = chosen_family(family, [str(root)], _LATENT_NAME, self.format)
+        self._layouts = layouts_of(self.format)
+        self._layout = self._layouts[self.family]
         try:
             self._images = SourceImages(root if images is None else images, caption_extension=caption_extension)
         except DatasetError:
@@ -140,9 +140,10 @@ class KohyaCache:
 
     def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
         """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
-        suffix = next((each for each in _OTHER_TEXTS if name.endswith(each)), None)
+        texts = (*filter(None, (each.text_suffix for each in self._layouts.values())), _OTHER_TEXT)
+        suffix = next((each for each in texts if name.endswith(each)), None)
         if suffix is not None:
-            if suffix != SUFFIXES.get(self.family):
+            if suffix != self._layout.text_suffix:
                 raise ForeignFileRefused(path, "unsupported-format", f"it holds no text of {self.family}")
             yield self._text(name.removesuffix(suffix), path)
             return
@@ -150,11 +151,11 @@ class KohyaCache:
         if match is None or self._images.with_stem(name.removesuffix(".npz")):  # an image may have such a name itself
             yield from self._latents(name.removesuffix(".npz"), path, None)
             return
-        if ARCHITECTURES.get(match["arch"]) != self.family:
+        if match["arch"] != self._layout.architecture:
             detail = f"it is of the architecture {match['arch']}, not of {self.family}"
             raise ForeignFileRefused(path, "unsupported-format", detail)
         legacy = f"{PurePosixPath(match['base']).name}.npz"
-        if legacy in present and self.family != "flux":
+        if legacy in present and not self._layout.has_resolutions:
             detail = f"kohya uses {legacy} in the same folder in its place; so does the import"
             raise ForeignFileRefused(path, "duplicate", detail)
         yield from self._latents(match["base"], path, Size(int(match["height"]), int(match["width"])))
@@ -182,7 +183,7 @@ class KohyaCache:
                     path=str(path),
                     image_path=image,
                     latents=tensor_in(arrays[name], name, path, ndim=3),
-                    is_scaled=self.family == "flux",
+                    is_scaled=self._layout.is_scaled,
                     output="sample",
                     geometry=replace(geometry, flip=flip),
                     note="; ".join(notes) or None,
@@ -214,11 +215,11 @@ class KohyaCache:
     # Text
 
     def _text(self, base: str, path: Path) -> ForeignText:
-        embeds, pooled = _read_text(self.family, read_npz(path), path)
+        embeds, pooled = _read_text(self._layout, read_npz(path), path)
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
-        length = LONG_BY_ROWS.get(len(embeds)) if self.family == "sdxl" else None
+        length = None if self._layout.has_resolutions else LONG_BY_ROWS.get(len(embeds))
         return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note, length)
 
 
@@ -293,9 +294,9 @@ def _array_of(arrays: Tensors, name: str, path: Path) -> torch.Tensor:
     return arrays[name]
 
 
-def _read_text(family: str, arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_text(layout: TrainerFiles, arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The caption's prompt_embeds [L, D] and pooled_prompt_embeds [P]. Raises ForeignFileRefused."""
-    if family == "flux":
+    if layout.has_resolutions:
         return _read_flux(arrays, path)
     names = ("hidden_state1", "hidden_state2", "pool2")
     first, second, pooled = (tensor_in(arrays.get(each), each, path, ndim=2 - (each == "pool2")) for each in names)
@@ -345,10 +346,9 @@ def export(
     """
     if buckets is not None and buckets.rule != "kohya":
         raise ConfigError(f"the buckets are of rule {buckets.rule}, the files for kohya", key="buckets")
-    run = Export("kohya", cache, name, folder, options, families=ARCHITECTURES.values(), takes={"mask"})
-    rule, family = _rule_of(run, buckets), run.family.name
-    architecture = next(each for each, named in ARCHITECTURES.items() if named == family)
-    with_resolution = with_resolution or family == "flux"
+    run = Export("kohya", cache, name, folder, options, families=layouts_of("kohya"), takes={"mask"})
+    rule, layout = _rule_of(run, buckets), layouts_of("kohya")[run.family.name]
+    with_resolution = with_resolution or layout.has_resolutions
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
@@ -360,10 +360,10 @@ def export(
             run.skip(sample, "other-bucket", f"{other}: {REMEDY}")
         else:
             run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
-            latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{architecture}.npz")
-            if run.write(latents, _npz_bytes(_latent_arrays(sample, masks, with_resolution, run)), sample):
+            latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{layout.architecture}.npz")
+            if run.write(latents, _npz_bytes(_latent_arrays(sample, masks, with_resolution, layout, run)), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
-        _export_text(sample, base, run)
+        _export_text(sample, base, layout, run)
     return run.report
 
 
@@ -395,45 +395,44 @@ def _other_bucket(sample: ExportSample, rule: BucketRule | None) -> str | None:
     return f"its bucket is {geometry.target_size}, cut from {geometry.resized_size}; that of {rule} is {would}"
 
 
-def _export_text(sample: ExportSample, base: Path, run: Export) -> None:
-    if run.family.name not in SUFFIXES:
+def _export_text(sample: ExportSample, base: Path, layout: TrainerFiles, run: Export) -> None:
+    if not layout.text_suffix:
         run.report.note(f"kohya caches no texts of {run.family.name}: it encodes captions as it trains")
         return
     if not sample.captions:
         return
-    arrays = _text_arrays(run.family.name, sample.captions[0], run.report)
+    arrays = _text_arrays(layout, sample.captions[0], run.report)
     if isinstance(arrays, str):
         run.skip(sample, "unsupported-format", arrays)
     else:
-        path = base.with_name(base.name + SUFFIXES[run.family.name])
+        path = base.with_name(base.name + layout.text_suffix)
         run.report.num_texts += run.write(path, _npz_bytes(arrays), sample)
     if len(sample.captions) > 1:
         run.report.note(NOTE_FIRST_CAPTION)
 
 
 def _latent_arrays(
-    sample: ExportSample, masks: list[torch.Tensor], with_resolution: bool, run: Export
+    sample: ExportSample, masks: list[torch.Tensor], with_resolution: bool, layout: TrainerFiles, run: Export
 ) -> dict[str, np.ndarray]:
     geometry, report = sample.geometry, run.report
+
+    def written(latents: torch.Tensor) -> np.ndarray:
+        return (run.scaling.apply(latents) if layout.is_scaled else latents).contiguous().numpy()
+
     spare = Size(*(whole - side for whole, side in zip(geometry.resized_size, geometry.target_size, strict=True)))
     if geometry.crop_top_left != (spare.height // 2, spare.width // 2):
         report.note("the crop is not kohya's: its time ids will not say what was done")
     arrays = {
-        "latents": _written(sample.latents, run),
+        "latents": written(sample.latents),
         "original_size": np.array([geometry.original_size.width, geometry.original_size.height], dtype=np.int64),
         "crop_ltrb": np.array(contain_rule(geometry.original_size, geometry.target_size), dtype=np.float64),
     }
     if sample.flipped is not None:
-        arrays["latents_flipped"] = _written(sample.flipped, run)
+        arrays["latents_flipped"] = written(sample.flipped)
     for mask in masks:  # at most one
         arrays["alpha_mask"] = mask[0].numpy().repeat(_PIXELS, axis=0).repeat(_PIXELS, axis=1) / np.float32(255)
     height, width = sample.latents.shape[1:]
     return {f"{name}_{height}x{width}": array for name, array in arrays.items()} if with_resolution else arrays
-
-
-def _written(latents: torch.Tensor, run: Export) -> np.ndarray:
-    """The latents as a file of kohya's has them: FLUX.1's are scaled there, others are not."""
-    return (run.scaling.apply(latents) if run.family.name == "flux" else latents).contiguous().numpy()
 
 
 def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -443,13 +442,13 @@ def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     return file.getvalue()
 
 
-def _text_arrays(family: str, caption: ExportCaption, report: ExportReport) -> dict[str, np.ndarray] | str:
+def _text_arrays(layout: TrainerFiles, caption: ExportCaption, report: ExportReport) -> dict[str, np.ndarray] | str:
     """The arrays of a caption, or why it has none."""
     embeds, pooled = caption.prompt_embeds, caption.pooled_prompt_embeds
     assert pooled is not None, "both families have pooled embeddings"
     if embeds.dtype is not torch.float16:
         embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16
-    if family == "flux":
+    if layout.has_resolutions:
         return _flux_arrays(embeds, pooled.to(embeds.dtype), caption.num_tokens, report)
     # The second encoder's hidden states are as wide as its pooled output.
     width = embeds.shape[1] - pooled.shape[0]

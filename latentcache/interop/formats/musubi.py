@@ -1,6 +1,6 @@
 """musubi-tuner's caches: one folder of safetensors files, `<name>_{W:04d}x{H:04d}_<arch>` and `<name>_<arch>_te`.
 
-W and H are those of the image, `<name>` its file's name without suffix and folder, `<arch>` the architecture. Latents:
+W and H are those of the image, `<name>` its file's name without suffix and folder, `<arch>` the layout. Latents:
 `latents_{F}x{H}x{W}_{dtype}` [C, h, w], of Qwen-Image, Krea 2 and Wan [C, F, h, w]; of Z-Image unscaled, of others
 scaled. Metadata: `architecture`, `width`, `height`. Text: `varlen_<what>_{dtype}` has a row for each token, without
 padding; FLUX.1's has its padding. Metadata: `architecture`, `caption1`. Latents of control images
@@ -10,14 +10,15 @@ padding; FLUX.1's has its padding. Metadata: `architecture`, `caption1`. Latents
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
 from typing_extensions import Unpack
 
+from latentcache.families.base import TrainerFiles
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
+from latentcache.interop.readers import layouts_of
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.store.entry import dtype_name
@@ -30,33 +31,6 @@ NOTE_FLIPPED = "musubi-tuner has no flipped latents: they were not exported"
 NOTE_UNKNOWN = "a text was imported without its caption, which musubi-tuner's file names: it was not exported"
 
 _VERSION = "1.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one architecture's files are laid out. `name` is that in metadata; `texts` maps keys to fields."""
-
-    family: str
-    name: str
-    texts: Mapping[str, str]
-    is_scaled: bool = True
-    needs_control: bool = False
-    """Whether musubi-tuner trains it with a control image only."""
-
-
-ARCHITECTURES = {
-    "fk": Architecture(
-        "flux",
-        "flux_kontext",
-        {"t5_vec": "prompt_embeds", "clip_l_pooler": "pooled_prompt_embeds"},
-        needs_control=True,
-    ),
-    "zi": Architecture("z-image", "z_image", {"varlen_llm_embed": "prompt_embeds"}, is_scaled=False),
-    "qi": Architecture("qwen-image", "qwen_image", {"varlen_vl_embed": "prompt_embeds"}),
-    "kr2": Architecture("krea2", "krea2", {"varlen_krea2_vl_embed": "prompt_embeds"}),
-    "wan": Architecture("wan", "wan", {"varlen_t5": "prompt_embeds"}),
-}
-"""By the short name in a file's name."""
 
 
 def export(
@@ -73,10 +47,9 @@ def export(
     there: its first. FLUX.1 is trained there with one control image (Kontext): samples without are skipped, and
     listed, and so are clips. Raises what `Export` does.
     """
-    short_of = {each.family: short for short, each in ARCHITECTURES.items()}
-    run = Export("musubi", cache, name, folder, options, families=short_of.keys(), takes={"control"})
-    short = short_of[run.family.name]
-    architecture = ARCHITECTURES[short]
+    layouts = layouts_of("musubi")
+    run = Export("musubi", cache, name, folder, options, families=layouts, takes={"control"})
+    layout = layouts[run.family.name]
     run.report.note(NOTE_BUCKETS)
     sample_of: dict[str, str] = {}
     for sample in run.samples():
@@ -85,50 +58,50 @@ def export(
             continue
         # Texts have no size in their names: samples of one name would be trained with one caption.
         other = sample_of.setdefault(sample.stem.name, sample.sample_id)
-        if why := _why_not(sample, architecture, other, len(controls)):
+        if why := _why_not(sample, layout, other, len(controls)):
             run.skip(sample, *why)
             continue
         base = Path(folder, sample.stem.name)
         height, width = sample.geometry.original_size
         tensors = {}
         for kind, latents in (("latents", sample.latents), *(("latents_control", control) for control in controls)):
-            values = (run.scaling.apply(latents) if architecture.is_scaled else latents).to(dtype)
+            values = (run.scaling.apply(latents) if layout.is_scaled else latents).to(dtype)
             sides = (1, *values.shape[1:]) if values.ndim == 3 else tuple(values.shape[1:])
             tensors[f"{kind}_{'x'.join(map(str, sides))}_{dtype_name(values)}"] = values
-        path = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{short}.safetensors")
-        data = _file(tensors, architecture, {"width": str(width), "height": str(height)})
+        path = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{layout.architecture}.safetensors")
+        data = _file(tensors, layout, {"width": str(width), "height": str(height)})
         run.report.num_images += run.write(path, data, sample)
         run.report.note(None if sample.flipped is None else NOTE_FLIPPED)
-        _export_text(sample, base.with_name(f"{base.name}_{short}_te.safetensors"), architecture, run)
+        _export_text(sample, base.with_name(f"{base.name}_{layout.architecture}_te.safetensors"), layout, run)
     return run.report
 
 
-def _why_not(sample: ExportSample, architecture: Architecture, other: str, num_controls: int) -> tuple[str, str] | None:
+def _why_not(sample: ExportSample, layout: TrainerFiles, other: str, num_controls: int) -> tuple[str, str] | None:
     """Reason and detail of a sample that its files cannot hold. `other` is the first sample of its name."""
     if sample.geometry.num_frames is not None:
         return "unsupported-format", "it is a clip: images alone are exported"
     if other != sample.sample_id:
         return "duplicate", f"{other} has the same name in another folder, and one folder has the files of both"
-    if num_controls != int(architecture.needs_control):
-        needed = "one control image (Kontext)" if architecture.needs_control else "no control image"
-        detail = f"musubi-tuner trains {architecture.family} with {needed}: this sample has {num_controls}"
+    if num_controls != int(layout.needs_control):
+        needed = "one control image (Kontext)" if layout.needs_control else "no control image"
+        detail = f"musubi-tuner trains {layout.title} with {needed}: this sample has {num_controls}"
         return "unsupported-format", detail
     return None
 
 
-def _export_text(sample: ExportSample, path: Path, architecture: Architecture, run: Export) -> None:
+def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Export) -> None:
     if not sample.captions:
         return
     caption = sample.captions[0]
     if caption.text is None:
         run.report.note(NOTE_UNKNOWN)
         return
-    fields = {name: getattr(caption, field) for name, field in architecture.texts.items()}
+    fields = {name: getattr(caption, field) for name, field in layout.texts.items()}
     tensors = {f"{name}_{dtype_name(tensor)}": tensor for name, tensor in fields.items()}
-    run.report.num_texts += run.write(path, _file(tensors, architecture, {"caption1": caption.text}), sample)
+    run.report.num_texts += run.write(path, _file(tensors, layout, {"caption1": caption.text}), sample)
     run.report.note(NOTE_FIRST_CAPTION if len(sample.captions) > 1 else None)
 
 
-def _file(tensors: Mapping[str, torch.Tensor], architecture: Architecture, metadata: Mapping[str, str]) -> bytes:
+def _file(tensors: Mapping[str, torch.Tensor], layout: TrainerFiles, metadata: Mapping[str, str]) -> bytes:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return save(contiguous, {"architecture": architecture.name, "format_version": _VERSION, **metadata})
+    return save(contiguous, {"architecture": layout.title, "format_version": _VERSION, **metadata})

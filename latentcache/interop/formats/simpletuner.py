@@ -37,22 +37,12 @@ from latentcache.interop.readers import (
     bucket_of,
     chosen_family,
     keeps_padding,
+    layouts_of,
     pixel_pair,
     refusing,
 )
 from latentcache.types import Crop, Geometry, Refusal, Size
 
-ARCHITECTURES = {
-    "sdxl": "sdxl",
-    "sd1x": "sd15",
-    "flux": "flux",
-    "chroma": "chroma",
-    "z_image": "z-image",
-    "qwen_image": "qwen-image",
-    "krea2": "krea2",
-    "wan": "wan",
-}
-"""The model in the name of a text's file -> the family. Names of latents do not say it."""
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded crop fits as (left, top) and as (top, left): the first was assumed"
 
@@ -108,9 +98,9 @@ class SimpleTunerCache:
         found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
         self._sizes = RecordedSizes(found, self._images)
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
-        self.family = chosen_family(family, self._folders, _TEXT_NAME, ARCHITECTURES, self.format)
-        self._architecture = next(each for each, known in ARCHITECTURES.items() if known == self.family)
-        self._family = family_named(self.family)
+        self.family = chosen_family(family, self._folders, _TEXT_NAME, self.format)
+        self._family, self._layout = family_named(self.family), layouts_of(self.format)[self.family]
+        self._architecture = self._layout.architecture
 
     def items(self) -> Iterator[ForeignItem]:
         """Images in the order of their samples, then texts, then files that belong to no sample, as refusals."""
@@ -161,7 +151,7 @@ class SimpleTunerCache:
             raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
         num_dimensions = 2 + len(fields["prompt_embeds"].features)
         embeds = tensor_in(content["prompt_embeds"], "prompt_embeds", path, ndim=num_dimensions)
-        mask = None if self.family == "wan" else content.get("attention_masks", content.get("attention_mask"))
+        mask = content.get("attention_masks", content.get("attention_mask")) if self._layout.has_mask else None
         pooled = content.get("pooled_prompt_embeds") if "pooled_prompt_embeds" in fields else None
         if pooled is not None:
             pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))

@@ -26,7 +26,7 @@ from latentcache.interop.exporting import NOTE_FIRST_CAPTION
 from latentcache.interop.formats import kohya
 from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.importing import import_cache
-from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText, layouts_of
 from latentcache.interop.verification import Verification
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
@@ -474,7 +474,8 @@ def test_a_folder_with_files_of_two_families_needs_the_family(tmp_path: Path) ->
     for family, channels in (("sdxl", 4), ("flux", 16)):
         (image,), (text,), refused = split(KohyaCache(tmp_path, family=family))
         assert image.latents.shape[0] == channels and image.is_scaled == (family == "flux")
-        assert text.path.endswith(kohya.SUFFIXES[family]) and reasons(refused) == ["unsupported-format"] * 2
+        assert text.path.endswith(layouts_of("kohya")[family].text_suffix)
+        assert reasons(refused) == ["unsupported-format"] * 2
 
 
 def test_sd15_has_unscaled_latents_and_no_texts(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from helpers.foreign_samples import BUCKET, Foreign, imported
-from helpers.musubi_files import SHORT, latents_of, texts_of, write_cache
+from helpers.musubi_files import LAYOUTS, SHORT, latents_of, texts_of, write_cache
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -33,7 +33,7 @@ def cache_of(family: str, folder: str = "") -> LatentCache:
         name, is_scaled = f"{folder}{stem}.png", family != "z-image"
         latents = latents_of(family, seed)
         found.append(ForeignImage(name, "f", None, latents, is_scaled, "mean", fit(Size(160, 320), BUCKET)))
-        fields = musubi.ARCHITECTURES[SHORT[family]].texts
+        fields = LAYOUTS[family].texts
         texts = {fields[key]: tensor for key, tensor in texts_of(family, seed).items()}
         found.append(ForeignText((name,), "f", caption, texts["prompt_embeds"], texts.get("pooled_prompt_embeds")))
     cache, report = imported(Foreign(found, family=family))
