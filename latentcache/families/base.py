@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -180,7 +180,6 @@ class Caption:
 
 Encoded = dict[str, torch.Tensor]
 """Field -> [B, ...] on the encoders' device. `<field>_mask` (bool [B, L]) says which rows of a field are kept."""
-Upload = Callable[[torch.Tensor], torch.Tensor] | None
 
 
 def padded(texts: Sequence[torch.Tensor]) -> Encoded:
@@ -366,12 +365,10 @@ class Family(ABC):
         return int(recipe.get("max_length", self.max_length))
 
     @abstractmethod
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
         """What diffusers' own code gives for these texts, which `tokenize` returned, where the encoders are.
 
-        `upload` copies a CPU tensor to their device. Without gradients, and without a surrounding autocast.
+        Without gradients, and without a surrounding autocast.
         """
 
     def pipeline_texts(

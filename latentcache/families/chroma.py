@@ -17,7 +17,6 @@ from latentcache.families.base import (
     Part,
     TextField,
     TrainerFiles,
-    Upload,
 )
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
 from latentcache.families.scaling import FLUX_VAE
@@ -55,9 +54,7 @@ class Chroma(PackedFamily):
         return None if recipe.get("keeps_padding", True) else Padding(recipe["max_length"])
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         embeds, _, mask, *_ = self.pipeline_texts(parts, texts, recipe, do_classifier_free_guidance=False)
         if recipe["keeps_padding"]:
             return {"prompt_embeds": embeds, _MASK: mask}

@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from latentcache.devices.transfer import transfer_to
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families.base import Encoded, Family, Upload, inference
+from latentcache.families.base import Encoded, Family, inference
 
 CLIP_SETTINGS = (
     *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers"),
@@ -103,15 +104,13 @@ class ClipFamily(Family):
         return int(min(known, default=self.max_length))
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Tokens], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Tokens], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`: the bits of the pipeline's `encode_prompt` for the same batch, device and dtype.
 
-        Texts in chunks get those of sd-scripts; a batch of B is one of B n for the encoders. Tokens that `upload`
-        brought to the encoders' device are not copied, and then the host waits for nothing. The same caption may differ
-        in the last bits in a batch of another size (measured on the CPU: the pooled output does). The attention kernel
-        is the encoders' own: transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
+        Texts in chunks get those of sd-scripts; a batch of B is one of B n for the encoders. The host waits for
+        nothing. The same caption may differ in the last bits in a batch of another size (measured on the CPU: the
+        pooled output does). The attention kernel is the encoders' own: transformers takes torch's
+        scaled_dot_product_attention unless a config says otherwise.
         Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
         """
         skip: int = recipe["clip_skip"]
@@ -131,7 +130,7 @@ class ClipFamily(Family):
         with inference(where), pooling(parts[names[-1]], parts[self.names("tokenizer")[-1]], recipe):
             for name, column in zip(names, columns, strict=True):
                 encoder = parts[name]
-                ids = (column if upload is None else upload(column)).to(next(encoder.parameters()).device)
+                ids = transfer_to(next(encoder.parameters()).device).upload(column)
                 output = encoder(ids, output_hidden_states=True)
                 # One that moves itself may leave its output elsewhere.
                 states.append(self.read_state(encoder, output, skip).to(where))

@@ -18,7 +18,6 @@ from latentcache.families.base import (
     Part,
     TextField,
     TrainerFiles,
-    Upload,
 )
 from latentcache.families.clip import CLIP_SETTINGS, pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
@@ -69,9 +68,7 @@ class Flux(PackedFamily):
         return pooling_recipe(parts["text_encoder"], parts["tokenizer"])
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         with pooling(parts["text_encoder"], parts["tokenizer"], recipe):
             embeds, pooled, _ = self.pipeline_texts(parts, texts, recipe)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}

@@ -19,7 +19,6 @@ from latentcache.families.base import (
     LatentSpace,
     Part,
     TextField,
-    Upload,
 )
 from latentcache.families.packed import control_latents
 from latentcache.families.scaling import patchified
@@ -88,9 +87,7 @@ class Flux2(Family):
         return str(parts["tokenizer"].apply_chat_template(messages, add_generation_prompt=True, **options))
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         states = {layer: f"{self.stack}.{layer - 1}" for layer in self.layers}
         embeds, _ = self.pipeline_texts(parts, texts, recipe, states, text_encoder_out_layers=self.layers)
         return {"prompt_embeds": embeds}

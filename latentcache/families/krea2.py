@@ -18,7 +18,6 @@ from latentcache.families.base import (
     Part,
     TextField,
     TrainerFiles,
-    Upload,
 )
 from latentcache.families.packed import PackedFamily
 from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
@@ -82,9 +81,7 @@ class Krea2(PackedFamily):
         return int(recipe["max_length"]) + NUM_DROPPED
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         check_prefix(parts["tokenizer"], _template()[0])
         # The pipeline states the positions, which skip the padding: without them the rows of the suffix would differ.

@@ -20,7 +20,6 @@ from latentcache.families.base import (
     Part,
     TextField,
     TrainerFiles,
-    Upload,
 )
 from latentcache.families.packed import PackedFamily
 from latentcache.families.scaling import WAN_VAE
@@ -81,9 +80,7 @@ class QwenImage(PackedFamily):
         return int(recipe["max_length"]) + NUM_DROPPED
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         check_prefix(parts["tokenizer"], _template(self).partition("{}")[0])
         embeds, mask = self.pipeline_texts(parts, texts, recipe, STATES)

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError
-from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Part, Upload, padded
+from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Part, padded
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image import STATES, QwenImage, check_prefix
@@ -106,9 +106,7 @@ class QwenImageEdit(QwenImage):
         ]
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         encoder, processor = parts["text_encoder"], parts["processor"]
         check_prefix(processor.tokenizer, self.rendered(parts, "{}").partition("{}")[0], _NUM_DROPPED)

@@ -26,7 +26,6 @@ from latentcache.families.base import (
     TextField,
     TimestepSampling,
     TrainerFiles,
-    Upload,
 )
 from latentcache.families.scaling import WAN_VAE
 from latentcache.types import Padding
@@ -77,9 +76,7 @@ class Wan(Family):
         return cleaned
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         embeds, _ = self.pipeline_texts(parts, texts, recipe, do_classifier_free_guidance=False)
         embeds = torch.nn.functional.pad(embeds, (0, 0, 0, _ROWS - embeds.shape[1]))
         lengths = torch.tensor([[min(text.num_tokens, recipe["max_length"])] for text in texts])

@@ -18,7 +18,6 @@ from latentcache.families.base import (
     Part,
     TextField,
     TrainerFiles,
-    Upload,
     padded,
 )
 from latentcache.families.scaling import FLUX_VAE
@@ -65,9 +64,7 @@ class ZImage(Family):
         return found
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         states = {-2: f"layers.{parts['text_encoder'].config.num_hidden_layers - 2}"}
         rows, _ = self.pipeline_texts(parts, texts, recipe, states, do_classifier_free_guidance=False)
         return padded(rows)

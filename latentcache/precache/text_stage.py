@@ -106,10 +106,9 @@ class TextStage(EncodingStage):
         The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
         """
         recipe = items[0].task.identity.encoding.settings  # a batch has one: it is formed by it
-        # Tokens that are uploaded here are not copied on the stream that computes, after all that was launched on it.
         with inference(self._placement.device), pinned_numerics():
             tokens = [item.data for item in items]
-            made = self._family.encode_text(models, tokens, recipe, upload=self._transfer.upload)
+            made = self._family.encode_text(models, tokens, recipe)
         masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
         tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
