@@ -23,6 +23,7 @@ from latentcache.devices.tensor_location import (
     is_optimizer,
     is_partitioned,
     is_scaler,
+    named_submodules,
     part_tensors,
     skip_reason,
     with_index,
@@ -252,7 +253,7 @@ def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | Non
 
 def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) -> Iterator[AuditFinding]:
     modes = {True: "train", False: "eval"}
-    for path, submodule in module.named_modules():
+    for path, submodule in named_submodules(module):
         expected = flags.get(f"{part}.{path}" if path else part)
         if expected is not None and submodule.training != expected:
             yield AuditFinding(part, path, "mode", None, modes[submodule.training], modes[expected], "error")

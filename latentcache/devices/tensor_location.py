@@ -33,7 +33,26 @@ PLAIN = (str, bytes, int, float, complex, Path, np.ndarray, np.generic, torch.dt
 """What a batch may contain next to tensors: none of it is ever on a device."""
 
 
-# One tensor
+# One tensor, one module
+
+
+def named_submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """What `module.named_modules()` gives, in its order: each module once, under its first dotted path.
+
+    torch's own passes every module up through all modules above it, which takes several times as long.
+    """
+    seen: set[torch.nn.Module] = set()
+    waiting = [("", module)]
+    while waiting:
+        path, found = waiting.pop()
+        if found in seen:
+            continue
+        seen.add(found)
+        yield path, found
+        start = f"{path}." if path else ""
+        for name, child in reversed(found._modules.items()):
+            if child is not None:
+                waiting.append((start + name, child))
 
 
 def device_of_values(tensor: torch.Tensor) -> torch.device:
@@ -106,7 +125,7 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
 
 def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
     """The hook that governs each submodule, by dotted path: its own, else that of the nearest parent with one."""
-    own = {path: hook for path, part in module.named_modules() if (hook := offload_hook_of(part)) is not None}
+    own = {path: hook for path, part in named_submodules(module) if (hook := offload_hook_of(part)) is not None}
     return _inherited(module, own)
 
 
@@ -115,7 +134,7 @@ def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
     found: dict[str, T] = {}
     if not own:
         return found
-    for path, _ in module.named_modules():
+    for path, _ in named_submodules(module):
         above = path.rpartition(".")[0]
         if path in own:
             found[path] = own[path]
@@ -151,19 +170,20 @@ def movers(module: torch.nn.Module) -> dict[str, Mover]:
     SimpleTuner (`stream_in`), which happens before a block's forward.
     """
     found: dict[str, Mover] = {}
-    for path, part in module.named_modules():
+    for path, part in named_submodules(module):
         inside = mover_inside(part)
         if inside is not None:
             found[path] = inside
-        for value in vars(part).values():
+        lists = {name: len(child) for name, child in part._modules.items() if isinstance(child, torch.nn.ModuleList)}
+        for value in vars(part).values() if lists else ():
             if hasattr(value, "wait_for_block") and getattr(value, "blocks_to_swap", None):
                 length, device = value.num_blocks, with_index(torch.device(value.device))
             elif hasattr(value, "stream_in") and hasattr(value, "block_indices"):
                 length, device = None, None
             else:
                 continue
-            for name, child in part.named_children():
-                if isinstance(child, torch.nn.ModuleList) and length in (None, len(child)):
+            for name in lists:
+                if length in (None, lists[name]):
                     found[f"{path}.{name}" if path else name] = Mover(type(value).__name__, device)
     return found
 
@@ -266,7 +286,7 @@ def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
     """Tied tensors come once, under their first name."""
     hooks, moved = hooks_by_path(module), _inherited(module, movers(module))
     seen: set[int] = set()
-    for path, owner in module.named_modules():
+    for path, owner in named_submodules(module):
         prefix, hook = (f"{path}." if path else ""), hooks.get(path)
         found: list[tuple[str, AuditKind, torch.Tensor]] = [
             *((name, "parameter", value) for name, value in owner._parameters.items() if value is not None),

@@ -22,6 +22,7 @@ from latentcache.devices.tensor_location import (
     is_optimizer,
     is_partitioned,
     movers,
+    named_submodules,
     offload_hook_of,
     replaces_parameters,
 )
@@ -133,7 +134,7 @@ class ModelParts:
             "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:": [
                 name
                 for part, whole in self.modules.items()
-                if any(map(replaces_parameters, whole.modules()))
+                if any(replaces_parameters(module) for _, module in named_submodules(whole))
                 for name, module in submodules({part: whole})
                 if replaces_parameters(module) and is_trained(module)
             ],
@@ -146,7 +147,7 @@ class ModelParts:
             "or shard with fully_shard. These are sharded by it:": [
                 part
                 for part, module in self.modules.items()
-                if any(_sharding(kind) == "FSDP1" for kind in set(map(type, module.modules())))
+                if any(_sharding(kind) == "FSDP1" for kind in {type(each) for _, each in named_submodules(module)})
                 and (averaged or any(parameter.grad is not None for parameter in module.parameters()))
             ],
         }
@@ -190,7 +191,7 @@ class GatheredShards(Snapshot):
     """
 
     def __init__(self, modules: Modules):
-        self._sharded = [m for module in modules.values() for m in module.modules() if _sharding(type(m)) == "FSDP"]
+        self._sharded = [each for _, each in submodules(modules) if _sharding(type(each)) == "FSDP"]
         self.restore()
 
     @override
@@ -201,14 +202,14 @@ class GatheredShards(Snapshot):
 
 def managed_by(module: torch.nn.Module) -> str | None:
     """Why other software may change a part's tensors and hooks in a forward, or None."""
-    if any(offload_hook_of(submodule) is not None for submodule in module.modules()):
+    if any(offload_hook_of(submodule) is not None for _, submodule in named_submodules(module)):
         return "under offload hooks, which move it"
     return sharded_by(module)
 
 
 def sharded_by(module: torch.nn.Module) -> str | None:
     """Why a forward of the module needs every process: the software that shards it. None if none does."""
-    for kind in dict.fromkeys(map(type, module.modules())):
+    for kind in dict.fromkeys(type(each) for _, each in named_submodules(module)):
         sharding = _sharding(kind)
         if sharding is not None:
             return f"{kind.__name__} is sharded by {sharding}"
@@ -222,7 +223,7 @@ def sharded_by(module: torch.nn.Module) -> str | None:
 
 def _pinned_by(module: torch.nn.Module, reduced: Collection[int], park: torch.device) -> str | None:
     """Why a module must stay in its memory, or None."""
-    if any(id(parameter) in reduced for parameter in module.parameters()):
+    if reduced and any(id(parameter) in reduced for parameter in module.parameters()):
         return "under DistributedDataParallel, whose hooks a move would drop"
     for name, tensor in named_weights(module):
         if tensor.device != park and _is_shared(tensor):

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.devices.rng import rng_state, set_rng_state
+from latentcache.devices.tensor_location import named_submodules
 
 Modules = Mapping[str, torch.nn.Module]
 """Modules by the name of the part."""
@@ -17,7 +18,7 @@ Modules = Mapping[str, torch.nn.Module]
 def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     """Every submodule with its dotted name, the part first."""
     for part, module in modules.items():
-        for path, submodule in module.named_modules():
+        for path, submodule in named_submodules(module):
             yield f"{part}.{path}" if path else part, submodule
 
 
@@ -44,7 +45,7 @@ class TrainingModes(Snapshot):
     """The training flag of every submodule, and which parameters are trained."""
 
     def __init__(self, modules: Modules):
-        self._modes = [(each, each.training) for module in modules.values() for each in module.modules()]
+        self._modes = [(each, each.training) for _, each in submodules(modules)]
         self._trained = [(each, each.requires_grad) for module in modules.values() for each in module.parameters()]
 
     @override
@@ -65,8 +66,7 @@ class EagerCalls(Snapshot):
     def __init__(self, modules: Modules):
         self._compiled: list[tuple[torch.nn.Module, str, Any]] = [
             (module, name, vars(module)[name])
-            for part in modules.values()
-            for module in part.modules()
+            for _, module in submodules(modules)
             for name in _compiled_attributes(module)
         ]
 
@@ -92,7 +92,7 @@ class BlockSwap(Snapshot):
     def __init__(self, module: torch.nn.Module):
         names = ("switch_block_swap_for_inference", "switch_block_swap_for_training")
         self._switches: list[Any] = [getattr(module, name, None) for name in names]
-        values = (value for part in module.modules() for value in vars(part).values())
+        values = (value for _, part in named_submodules(module) for value in vars(part).values())
         self._can_switch = all(map(callable, self._switches)) and not any(
             getattr(value, "forward_only", False) is True for value in values
         )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from latentcache.devices.optimizer import unwrapped
-from latentcache.devices.tensor_location import is_swapped_in
+from latentcache.devices.tensor_location import is_swapped_in, named_submodules
 from latentcache.errors import PhaseError, add_note
 from latentcache.phases.state import Modules, Snapshot, parameters
 
@@ -59,13 +59,14 @@ class CurrentStorage:
     def put(self, tensor: torch.Tensor, device: torch.device, memory: torch.Tensor | None = None) -> None:
         """Put a tensor on the device with the values of its kept memory. `memory` has these values there already."""
         _, values = self._kept[id(tensor)]
+        if values.device == device and _is_same_memory(tensor, values):
+            return
         # A copy that is made in a caller's inference mode could not be trained with.
         with torch.inference_mode(False):
             if values.device != device:
                 values = values.to(device) if memory is None else memory
                 self._kept[id(tensor)] = tensor, values
-            if not _is_same_memory(tensor, values):
-                tensor.data = values
+            tensor.data = values
 
 
 class Weights(Snapshot):
@@ -88,7 +89,7 @@ class Weights(Snapshot):
             (module._buffers, dict(module._buffers))
             for owner in parts.values()
             if isinstance(owner, torch.nn.Module)
-            for module in owner.modules()
+            for _, module in named_submodules(owner)
             if module._buffers
         ]
 
@@ -147,10 +148,10 @@ class Weights(Snapshot):
 
 
 class Casts(Snapshot):
-    """The dtype of tensors that code in the phase around this one had cast.
+    """The dtype of tensors that code in the phase around this one had cast, such as a VAE's to decode in float32.
 
     They have no memory of their own to go back to, so they are cast again: after averages are swapped out of the memory
-    that is restored.
+    that is restored. Otherwise the code would go on with weights of a dtype that its inputs and gradients do not have.
     """
 
     def __init__(self, weights: Weights):
@@ -170,7 +171,11 @@ class Casts(Snapshot):
 
 
 class Gradients(Snapshot):
-    """The gradients that wait for the optimizer. Phases do not touch them; `Module.to` inside a phase would."""
+    """The gradients that wait for the optimizer. Phases do not touch them; code inside may.
+
+    `Module.to` casts and moves them with their weights, and only the weights would come back as they were: a step in
+    the middle of an accumulation would fail, or use rounded ones.
+    """
 
     def __init__(self, modules: Modules):
         self._kept = [
@@ -287,11 +292,19 @@ def is_training(optimizer: Any) -> bool:
 def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer of a module by dotted name, each object once; of an EMA its averaged weights."""
     if isinstance(part, torch.nn.Module):
-        yield from chain(part.named_parameters(), part.named_buffers())
+        seen: set[int] = set()
+        for path, module in named_submodules(part):
+            for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{path}.{name}" if path else name, tensor
     else:
         yield from ((f"shadow_params.{number}", tensor) for number, tensor in enumerate(part.shadow_params))
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = ((t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) for t in (one, other))
-    return first == second
+    return (
+        one.data_ptr() == other.data_ptr()
+        and all(getattr(one, name) == getattr(other, name) for name in ("device", "dtype", "shape"))
+        and one.stride() == other.stride()
+    )
