@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -57,7 +58,7 @@ class Scaling:
 
     def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (-1, 1, 1, 1) if self.rule == "mean_std" else (-1, 1, 1)
-        mean, std = (torch.tensor(values).view(shape).to(latents) for values in (self.mean, self.std))
+        mean, std = (_constant(values, latents.device, latents.dtype).view(shape) for values in (self.mean, self.std))
         return mean, std
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +85,13 @@ WAN_VAE = Scaling(
     ),
 )
 """The defaults of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are the same."""
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """These numbers on the device, copied once. Any stream may use them: the copy has ended."""
+    with torch.inference_mode(False):
+        return torch.tensor(values).to(dtype).to(device)
 
 
 def patchified(latents: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,13 +14,16 @@ import torch
 
 from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, dtype_of
+from latentcache.devices.transfer import Sent, transfer_to
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest, seed_of
+from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.sample import no_texts
+from latentcache.loading.sample import SampleRef, no_texts
 from latentcache.models.running import uncached_autocast
-from latentcache.types import Padding
+from latentcache.types import Batch, Padding
+from latentcache.utils.concurrency import Prefetcher
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss_parts import check_controls, check_masked, masked_errors
 from latentcache.validation.metrics import (
@@ -154,11 +159,11 @@ def _data_digest(view: LatentCache, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _TimestepSample:
-    """A pair of a sample (a batch of one on the device) and an index of the schedule."""
+    """A pair of a sample (a batch of one, on its way to the device) and an index of the schedule."""
 
     sample_id: str
     index: int
-    sample: Mapping[str, torch.Tensor]
+    sent: Sent
 
 
 def _padded(rows: torch.Tensor, length: int, rule: Padding) -> torch.Tensor:
@@ -185,6 +190,8 @@ class _Measurement:
         self.denoiser, self.family, (self.schedule, self.strata) = denoiser, family, schedule
         self.settings, self.progress = settings, progress
         self.device, self.autocast = device, autocast
+        self.placed_schedule = self.schedule.to(device)
+        self.transfer = transfer_to(device)
         self.dtype = dtype_of(denoiser) or torch.float32
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
@@ -215,11 +222,14 @@ class _Measurement:
         try:
             with torch.no_grad(), uncached_autocast(self.device, self.autocast):
                 for name, view in views.items():
-                    losses[name] = {}
-                    for pairs in self._batches(name, view):
-                        for pair, loss in zip(pairs, self._losses(pairs), strict=True):
-                            losses[name].setdefault(pair.sample_id, []).append(loss)
-                        self.progress.advance(len(pairs))
+                    losses[name], num_skipped = {}, len(self.skipped)
+                    # A thread reads the next batch while the denoiser computes.
+                    with closing(Prefetcher(self._batches(name, view), 1)) as batches:
+                        for pairs in batches:
+                            for pair, loss in zip(pairs, self._losses(pairs), strict=True):
+                                losses[name].setdefault(pair.sample_id, []).append(loss)
+                            self.progress.advance(len(pairs))
+                    self.progress.advance(len(self.strata) * (len(self.skipped) - num_skipped))
         finally:
             self.progress.finish()
         if not any(losses.values()):
@@ -230,54 +240,62 @@ class _Measurement:
             )
         return losses
 
-    def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
+    def _batches(self, name: str, view: LatentCache) -> Generator[list[_TimestepSample], None, None]:
         """Pairs of a sample and a timestep, all of one bucket, parts too. The manifest's order does not count."""
-        buckets: dict[tuple[Any, ...], list[str]] = {}
+        buckets: dict[tuple[Any, ...], list[SampleRef]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
                 [ref] = view.refs([sample_id])
             except SampleError as error:
                 self._skip(name, error)
             else:
-                buckets.setdefault((ref.layout.extent, ref.parts), []).append(sample_id)
-        for bucket in sorted(buckets):
-            pairs = (pair for sample_id in buckets[bucket] for pair in self._pairs(name, view, sample_id))
-            while batch := list(islice(pairs, self.settings.batch_size)):
-                yield batch
+                buckets.setdefault((ref.layout.extent, ref.parts), []).append(ref)
+        try:
+            for bucket in sorted(buckets):
+                view.prefetch(buckets[bucket])
+                pairs = (pair for ref in buckets[bucket] for pair in self._pairs(name, view, ref))
+                while batch := list(islice(pairs, self.settings.batch_size)):
+                    yield batch
+        finally:
+            self.transfer.finish()
 
-    def _pairs(self, name: str, view: LatentCache, sample_id: str) -> Iterator[_TimestepSample]:
+    def _pairs(self, name: str, view: LatentCache, ref: SampleRef) -> Iterator[_TimestepSample]:
         """The sample at each of its timesteps, read once; nothing if it cannot be read."""
         try:
-            batch = view.batch([sample_id], device=self.device, dtype=torch.float32, scaled=True)
+            sent = self.transfer.send(partial(view.gather, [ref], scaled=True), partial(self._placed, ref))
         except SampleError as error:
             self._skip(name, error)
             return
+        offset = seed_of("timesteps", self.settings.seed, ref.sample_id)
+        for stratum in self.strata:
+            yield _TimestepSample(ref.sample_id, index_in(stratum, offset), sent)
+
+    def _placed(self, ref: SampleRef, batch: Batch) -> Batch:
+        """The tensors of a sample as the denoiser takes them, on the device."""
+        batch = to_device(batch, self.device, dtype=torch.float32, scaling=ref.facts.scaling)
         del batch["loss_weight"]  # it is for training: the mean of a validation counts all samples alike
         sample = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         texts = [
             name for name in sample if name not in ("latents", "add_time_ids") and sample[name].is_floating_point()
         ]
-        sample |= {name: sample[name].to(self.dtype) for name in texts}
-        offset = seed_of("timesteps", self.settings.seed, sample_id)
-        for stratum in self.strata:
-            yield _TimestepSample(sample_id, index_in(stratum, offset), sample)
+        return sample | {name: sample[name].to(self.dtype) for name in texts}
 
     def _skip(self, name: str, error: SampleError) -> None:
         logger.warning("validation of %s goes on without a sample: %s", name, error)
         self.skipped.append(SkippedSample(dataset=name, sample_id=error.sample_id, reason=error.reason))
         self.errors.append(error)
-        self.progress.advance(len(self.strata))
 
     def _losses(self, pairs: Sequence[_TimestepSample]) -> list[float]:
         """The loss of each pair: one call of the denoiser, and one wait for the device."""
-        inputs = {name: self._joined(name, [pair.sample[name] for pair in pairs]) for name in pairs[0].sample}
+        samples = [self.transfer.receive(pair.sent) for pair in pairs]
+        inputs = {name: self._joined(name, [sample[name] for sample in samples]) for name in samples[0]}
         latents = inputs.pop("latents")
-        noise = torch.stack([self._noise(pair, latents.shape[1:]) for pair in pairs]).to(self.device)
+        noise = self.transfer.upload(torch.stack([self._noise(pair, latents.shape[1:]) for pair in pairs]))
         index = torch.tensor([pair.index for pair in pairs])
-        noisy = self.schedule.noised(latents, noise, index).to(self.dtype)
-        timesteps = self.schedule.timesteps[index].to(self.device)
-        prediction = self.family.predict(self.denoiser, noisy, timesteps, inputs)
-        target = self.schedule.target(latents, noise, index)
+        placed_index = self.transfer.upload(index)
+        noisy = self.placed_schedule.noised(latents, noise, placed_index).to(self.dtype)
+        prediction = self.family.predict(self.denoiser, noisy, self.placed_schedule.timesteps[placed_index], inputs)
+        target = self.placed_schedule.target(latents, noise, placed_index)
         if prediction.shape != target.shape:
             raise ModelError(
                 f"the {self.family.denoiser_word} predicts {list(prediction.shape)} for latents {list(target.shape)}: "

@@ -28,7 +28,8 @@ class NoiseSchedule:
 
     `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU. `timesteps` [num_train_timesteps] are the
     inputs of the denoiser (int64; float32 for flow). `digest` identifies the schedule. An `index` is an int64 tensor
-    [B] on the CPU. `used` are the indices that the denoiser is for: all, unless another one has the rest.
+    [B] on the CPU; for a schedule that `to` gave it may be on its device, and then nothing is copied there. `used` are
+    the indices that the denoiser is for: all, unless another one has the rest.
     """
 
     prediction_type: str
@@ -132,6 +133,11 @@ class NoiseSchedule:
         if not used:
             raise ConfigError(f"no timestep is from {low} to {high} of the schedule's {number}: correct boundary_ratio")
         return replace(self, used=used, digest=digest(canonical_json([self.digest, used.start, used.stop])))
+
+    def to(self, device: torch.device) -> NoiseSchedule:
+        """The schedule with its tensors on a device, for many calls of `noised` and `target` there."""
+        signal, noise_scale, timesteps = (each.to(device) for each in (self.signal, self.noise_scale, self.timesteps))
+        return replace(self, signal=signal, noise_scale=noise_scale, timesteps=timesteps)
 
     def draw(self, sampling: TimestepSampling, num: int, generator: torch.Generator) -> torch.Tensor:
         """Indices [num] of timesteps to train at, of a CPU generator: int64 on the CPU.
