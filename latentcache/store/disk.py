@@ -319,14 +319,15 @@ class DiskStore(PackReader):
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
+        looked_at = self._position
         present = self.table.find([entry.key for entry in entries])
-        if present:  # as far as memory knows. What it lacks may be there: the index decides when the pack is sealed
+        if present:  # as far as memory knows: another process may have removed them
             present = self.find(present, again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
         row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        return self.add_row(row), row.pack.file_bytes
+        return self.add_row(row, looked_at), row.pack.file_bytes
 
     def take_pack(
         self, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, *, row: PackRow | None = None
@@ -378,14 +379,18 @@ class DiskStore(PackReader):
             self.table.add(row for row in rows.changed.values() if row is not None)
             self._position = position
 
-    def add_row(self, row: PackRow) -> int:
-        """Record a new pack, and those of its entries that are live in no other. Returns how many are."""
+    def add_row(self, row: PackRow, looked_at: Position | None = None) -> int:
+        """Record a new pack, and those of its entries that are live in no other. Returns how many are.
+
+        They were looked for already if the index is still where it was then, at `looked_at`.
+        """
         with self._changing() as rows:
-            if (there := rows.get(row.pack.id)) is not None:  # another process took it in
-                return int(there.live.sum())
-            keys = row.names()
-            known = self.table.find(keys)
-            row.live &= [key not in known for key in keys]
+            if self._position != looked_at:
+                if (there := rows.get(row.pack.id)) is not None:  # another process took it in
+                    return int(there.live.sum())
+                keys = row.names()
+                known = self.table.find(keys)
+                row.live &= [key not in known for key in keys]
             rows.put(row)
             return int(row.live.sum())
 
