@@ -97,6 +97,8 @@ class ServiceTransport(Transport):
             body, all_headers["Content-Type"] = to_bytes(document), "application/json"
         url, began, delay_s = f"{self.url}/v1/{route}", time.monotonic(), _FIRST_DELAY_S
         timeout_s = max(self._retry_s / _ATTEMPTS, answer_s, 1.0)
+        # Not by urllib3's Retry: it counts attempts where users give seconds, tries a bad certificate again, and leaves
+        # alone what breaks off in a body that its caller reads, as this one must to bound it.
         while True:
             answer, cause = None, None
             try:

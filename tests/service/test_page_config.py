@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -34,20 +35,27 @@ def fetch(base: str, path: str) -> bytes:
         return data
 
 
+def reasons_in(page: str) -> str:
+    return page.partition('<div id="reasons">')[2].partition("</section>")[0]
+
+
 def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., Config], photos: Path) -> None:
     (photos / "b.txt").write_text(LONG, encoding="utf-8")
     config = make_config()
     run_precache(config)
     changed = make_config(**{"encode.clip_skip": 1})
     (photos / "c.txt").write_text("another caption\n", encoding="utf-8")
-    path = url("/sample/reasons", dataset="photos", id="c.png")
     with page_of(config.cache.path, config=config) as base:
-        reasons = fetch(base, path).decode()
-        assert "caption changed" in reasons
-        assert reasons.count(">hit<") == 1
-        reasons = fetch(base, url("/sample/reasons", dataset="photos", id="b.png")).decode()
+        waiting = fetch(base, url("/sample", dataset="photos", id="c.png")).decode()
+        asks = url("/sample", dataset="photos", id="c.png", reasons=1)
+        assert "caption changed" not in waiting and f'hx-get="{escape(asks)}"' in waiting
+        page = fetch(base, asks).decode()
+        assert "caption changed" in page and "Asking the planner" not in page
+        assert reasons_in(page).count(">hit<") == 1
+        page = fetch(base, url("/sample", dataset="photos", id="b.png", reasons=1)).decode()
+        reasons = reasons_in(page)
         assert ">hit</span> 2 entries are cached as the config asks." in reasons and "<dl" not in reasons
-        cut = reasons.partition('<s class="cut">')[2].partition("</s>")[0]
+        cut = page.partition('<s class="cut">')[2].partition("</s>")[0]
         # 77 tokens, of which two are begin and end: 25 times "a red house", one token a word or more.
         assert cut and LONG.strip().endswith(cut)
         assert len(cut) < len(LONG) - 75
@@ -63,7 +71,7 @@ def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., 
     with page_of(config.cache.path, config=changed) as base:
         assert (
             "clip skip changed (0 -&gt; 1)"
-            in fetch(base, url("/sample/reasons", dataset="photos", id="a.png")).decode()
+            in fetch(base, url("/sample", dataset="photos", id="a.png", reasons=1)).decode()
         )
 
 

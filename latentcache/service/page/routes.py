@@ -49,7 +49,6 @@ def page_router(state: ServiceState, pages: Pages) -> APIRouter:
         "/": pages.overview,
         "/gallery": pages.gallery,
         "/sample": pages.sample,
-        "/sample/reasons": pages.reasons,
         "/photo": pages.photo,
         "/health": pages.health,
     }
@@ -215,21 +214,21 @@ class Pages:
         return answer
 
     def sample(self, query: Fields) -> Response:
-        """One sample in all detail."""
+        """One sample in all detail; with `reasons`, which may read the models' files, also why it is a hit or a miss."""
         details = sample_details(self._gallery, *_named(query), show_photo=self._show_photos)
-        explains = self._explainer is not None
+        explanation, captions = None, []
+        if self._explainer is not None and "reasons" in query:
+            explanation, captions = self._explainer(details["row"], details["num_variants"])
         return self._page(
-            "sample.html", "/gallery", sample=details, explains=explains, ways=WAYS, way=self.thumbnails.way
+            "sample.html",
+            "/gallery",
+            sample=details,
+            explains=self._explainer is not None,
+            explanation=explanation,
+            cut_captions=captions,
+            ways=WAYS,
+            way=self.thumbnails.way,
         )
-
-    def reasons(self, query: Fields) -> Response:
-        """Why a sample is a hit or a miss. It may read the models' files, so the sample's page asks for it later."""
-        dataset, sample_id = _named(query)
-        row, _, _ = self._gallery.sample(dataset, sample_id)
-        if self._explainer is None:
-            raise ConfigError("why a sample is a hit or a miss is known with a config: start the service with --encode")
-        explanation, captions = self._explainer(row, self._manifests.get(dataset).variants)
-        return self._page("reasons.html", explanation=explanation, captions=captions)
 
     def photo(self, query: Fields) -> Response:
         """The photo of a sample."""
