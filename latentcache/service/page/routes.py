@@ -214,7 +214,7 @@ class Pages:
         return answer
 
     def sample(self, query: Fields) -> Response:
-        """One sample in all detail; with `reasons`, which may read the models' files, also why it is a hit or a miss."""
+        """One sample in all detail; with `reasons`, which may read the models' files, why it is a hit or a miss."""
         details = sample_details(self._gallery, *_named(query), show_photo=self._show_photos)
         explanation, captions = None, []
         if self._explainer is not None and "reasons" in query:
