@@ -57,8 +57,6 @@ def spreads(document: Any) -> Iterator[dict[str, float]]:
         benchmark("bench_service", "packs", "memory", "tier"),
         benchmark("bench_service", "transfer"),
         benchmark("bench_service", "page", marks=pytest.mark.page),  # Chromium is in that lane
-        benchmark("bench_onetrainer"),
-        benchmark("bench_ray"),
     ],
 )
 def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], tmp_path: Path) -> None:
