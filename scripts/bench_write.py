@@ -8,43 +8,30 @@ Entries are those of 1024x1024 in float16: latents alone (128 KiB), and whole sa
 a precached dataset: latents, and prompt_embeds with pooled_prompt_embeds (310.5 KiB). 1, 2 and 4 processes write at the
 same time into one cache or folder: a round's time is from the first start to the last end, when everything is durable.
 Opening a cache and making the entries is not timed. Each round has fresh folders, nothing is deleted between rounds,
-and what others left unwritten is synced before the clock starts. Durable files, one for each entry, are written as a
-temporary sibling, fsynced and renamed; `files` also fsyncs the folder, without which a power cut can take the name
-away. torch.save and diskcache sync nothing: they are there to show what people use. `growth` adds to caches that hold
-many entries already.
+and what others left unwritten is synced before the clock starts. Files, one for each entry, are written as a temporary
+sibling, fsynced and renamed; `files` also fsyncs the folder, without which a power cut can take the name away. `growth`
+adds to caches that hold many entries already.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from itertools import chain
-from multiprocessing.connection import Connection
+from functools import cache, partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from benchmarking import (
-    FILE_FORMATS,
-    SHAPES,
-    in_turns,
-    make_parser,
-    parse,
-    pickling_diskcache,
-    ratios,
-    run_parts,
-    spread,
-)
+from benchmarking import SHAPES, in_turns, make_parser, parse, ratios, run_parts, spread
 
 from latentcache.identity import key_of
 from latentcache.store.disk import DiskStore
@@ -54,7 +41,6 @@ NUM_PROCESSES = (1, 2, 4)
 SIZES = (0, 10_000, 100_000)
 CASES = {"latents": ("image",), "samples": ("image", "text")}
 """The kinds of entries that are written, in turns."""
-DURABLE = ("packs", "files", "files_without_folder")
 WANTED_TIMES = 3.0
 START_S = 300.0
 """How long processes wait for each other: when one has failed, the others must not wait for ever."""
@@ -65,13 +51,14 @@ Write = Callable[[Sequence[Entry]], None]
 
 
 class Task(NamedTuple):
-    """What one process writes: `num_entries` of `case`, numbered from `first`."""
+    """What one process writes: `num_entries` of `case`, numbered from `first`. `scale` divides the last side."""
 
     method: str
     folder: Path
     case: str
     first: int
     num_entries: int
+    scale: int
 
 
 @contextmanager
@@ -110,35 +97,10 @@ def into_files(folder: Path, *, sync_folder: bool) -> Iterator[Write]:
         os.close(folder_fd)
 
 
-@contextmanager
-def into_torch_files(folder: Path) -> Iterator[Write]:
-    folder.mkdir(exist_ok=True)
-    file_format = FILE_FORMATS["torch_load"]
-
-    def write(entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            file_format.save(entry.tensors, folder / f"{entry.record.key}{file_format.suffix}")
-
-    yield write
-
-
-@contextmanager
-def into_diskcache(folder: Path) -> Iterator[Write]:
-    with pickling_diskcache(folder) as cache:
-
-        def write(entries: Sequence[Entry]) -> None:
-            for entry in entries:
-                cache.set(entry.record.key, dict(entry.tensors), retry=True)
-
-        yield write
-
-
 METHODS: dict[str, Callable[[Path], AbstractContextManager[Write]]] = {
     "packs": into_packs,
     "files": partial(into_files, sync_folder=True),
     "files_without_folder": partial(into_files, sync_folder=False),
-    "torch_save": into_torch_files,
-    "diskcache_pickle": into_diskcache,
 }
 
 
@@ -156,75 +118,66 @@ def entries_of(kind: str, tensors: Mapping[str, torch.Tensor], first: int) -> li
     return entries
 
 
-def serve(connection: Connection, barrier: Barrier, scale: int) -> None:
-    """Do tasks until there is none; send back when each began and ended."""
-    torch.set_num_threads(1)
+@cache
+def values_of(kind: str, num_entries: int, scale: int) -> dict[str, torch.Tensor]:
+    """Random tensors of each process' own, a row for each entry."""
     generator = torch.Generator().manual_seed(os.getpid())
-    pools: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-
-    def made(kind: str, num_entries: int, first: int) -> list[Entry]:
-        if (kind, num_entries) not in pools:
-            shapes = {name: (num_entries, *shape[:-1], shape[-1] // scale) for name, shape in SHAPES[kind].items()}
-            pools[kind, num_entries] = {
-                name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()
-            }
-        return entries_of(kind, pools[kind, num_entries], first)
-
-    while (task := connection.recv()) is not None:
-        kinds = CASES[task.case]
-        assert task.num_entries % len(kinds) == 0
-        by_turns = zip(*[made(kind, task.num_entries // len(kinds), task.first) for kind in kinds], strict=True)
-        entries = list(chain.from_iterable(by_turns))
-        with METHODS[task.method](task.folder) as write:
-            gc.collect()
-            gc.disable()
-            barrier.wait()
-            start = time.monotonic()
-            write(entries)
-            end = time.monotonic()
-            gc.enable()
-        connection.send((start, end))
+    return {
+        name: torch.randn((num_entries, *shape[:-1], shape[-1] // scale), generator=generator).half()
+        for name, shape in SHAPES[kind].items()
+    }
 
 
-class Workers:
-    """Processes that stay, so that a round starts at once."""
+barriers: list[Barrier] = []
+"""Of a process that writes: the one at which all wait for each other."""
 
-    def __init__(self, num_processes: int, options: argparse.Namespace):
-        context = multiprocessing.get_context("forkserver")
-        # Imported once; torch is not used there, so its forks share no threads.
-        context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch", "diskcache"])
-        self.barrier = context.Barrier(num_processes, timeout=START_S)
-        pairs = [context.Pipe() for _ in range(num_processes)]
-        self.connections = [ours for ours, _ in pairs]
-        self.processes = [
-            context.Process(target=serve, args=(theirs, self.barrier, options.scale)) for _, theirs in pairs
-        ]
-        for process, (_, theirs) in zip(self.processes, pairs, strict=True):
-            process.start()
-            theirs.close()
-        self.num_written = 0
-        self.tiny = options.tiny
 
-    def __enter__(self) -> Workers:
-        return self
+def begin(barrier: Barrier) -> None:
+    """Make this process one of those that write."""
+    torch.set_num_threads(1)
+    barriers.append(barrier)
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        for connection, process in zip(self.connections, self.processes, strict=True):
-            if exc_type is None:
-                connection.send(None)
-            else:
-                process.kill()  # it may wait for one that failed
-            process.join()
 
-    def write(self, method: str, folder: Path, case: str, num_entries: int) -> float:
-        """Seconds for `num_entries` from each process, none of which was written before."""
-        if not self.tiny:
-            os.sync()
-        for connection in self.connections:
-            connection.send(Task(method, folder, case, self.num_written, num_entries))
-            self.num_written += num_entries
-        times = [connection.recv() for connection in self.connections]
-        return float(max(end for _, end in times) - min(start for start, _ in times))
+def write(task: Task) -> tuple[float, float]:
+    """Write the entries of a task in a process of its own. Returns when that began and when it ended."""
+    kinds = CASES[task.case]
+    num_each = task.num_entries // len(kinds)
+    made = [entries_of(kind, values_of(kind, num_each, task.scale), task.first) for kind in kinds]
+    entries = list(itertools.chain.from_iterable(zip(*made, strict=True)))
+    with METHODS[task.method](task.folder) as into:
+        gc.collect()
+        gc.disable()
+        barriers[0].wait()
+        start = time.monotonic()
+        into(entries)
+        end = time.monotonic()
+        gc.enable()
+    return start, end
+
+
+@contextmanager
+def writers(num_processes: int, options: argparse.Namespace) -> Iterator[Callable[[str, Path, str, int], float]]:
+    """Processes that stay, so that a round starts at once.
+
+    What it gives returns the seconds for so many entries of a case from each process, none of which was written before.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Imported once; torch is not used there, so its forks share no threads.
+    context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch"])
+    numbers = itertools.count()
+    barrier = context.Barrier(num_processes, timeout=START_S)
+    with context.Pool(num_processes, begin, (barrier,)) as pool:
+
+        def seconds(method: str, folder: Path, case: str, num_entries: int) -> float:
+            if not options.tiny:
+                os.sync()
+            # Each waits at the barrier with its task, so no process gets two.
+            firsts = [next(numbers) * num_entries for _ in range(num_processes)]
+            tasks = [Task(method, folder, case, first, num_entries, options.scale) for first in firsts]
+            times = pool.map(write, tasks, chunksize=1)
+            return max(end for _, end in times) - min(start for start, _ in times)
+
+        yield seconds
 
 
 def us_per_entry(seconds: Sequence[float], num_entries: int) -> dict[str, float]:
@@ -233,20 +186,19 @@ def us_per_entry(seconds: Sequence[float], num_entries: int) -> dict[str, float]
 
 def measure(root: Path, case: str, num_processes: int, options: argparse.Namespace) -> dict[str, Any]:
     """Each method's time per entry with so many processes, and how many times the packs are faster."""
-    names = tuple(METHODS) if num_processes == 1 else DURABLE
     num_entries = options.num_entries[case]
-    folders = (root / str(number) for number in range(sys.maxsize))
-    with Workers(num_processes, options) as workers:
+    folders = (root / str(number) for number in itertools.count())
+    with writers(num_processes, options) as seconds_of:
 
-        def write(name: str) -> float:
-            return workers.write(name, next(folders), case, num_entries)
+        def timed(name: str) -> float:
+            return seconds_of(name, next(folders), case, num_entries)
 
-        for name in names:
-            write(name)  # imports and first calls
-        seconds = in_turns({name: partial(write, name) for name in names}, options.repetitions, clock=lambda m: m())
+        for name in METHODS:
+            timed(name)  # imports and first calls
+        seconds = in_turns({name: partial(timed, name) for name in METHODS}, options.repetitions, clock=lambda m: m())
     return {
-        "us_per_entry": {name: us_per_entry(seconds[name], num_entries * num_processes) for name in names},
-        "times_faster": {name: ratios(seconds[name], seconds["packs"]) for name in names if name != "packs"},
+        "us_per_entry": {name: us_per_entry(taken, num_entries * num_processes) for name, taken in seconds.items()},
+        "times_faster": {name: ratios(seconds[name], seconds["packs"]) for name in METHODS if name != "packs"},
     }
 
 
@@ -263,38 +215,29 @@ def growth(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     num_entries = options.num_entries["latents"]
     for size in options.sizes:
         fill(root / str(size), size)
-    with Workers(1, options) as workers:
-
-        def write(size: int) -> float:
-            return workers.write("packs", root / str(size), "latents", num_entries)
-
-        for size in options.sizes:
-            write(size)
-        methods = {str(size): partial(write, size) for size in options.sizes}
+    with writers(1, options) as seconds_of:
+        methods = {
+            str(size): partial(seconds_of, "packs", root / str(size), "latents", num_entries) for size in options.sizes
+        }
+        for method in methods.values():
+            method()
         seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
-    first, last = str(options.sizes[0]), str(options.sizes[-1])
+    first, *_, last = seconds.values()
     return {
         "us_per_entry": {name: us_per_entry(values, num_entries) for name, values in seconds.items()},
-        "ratio_largest_to_smallest": ratios(seconds[last], seconds[first]),
+        "ratio_largest_to_smallest": ratios(last, first),
     }
 
 
-@contextmanager
-def section(folder: Path, options: argparse.Namespace) -> Iterator[Path]:
-    """A folder for one set of rounds. It is deleted afterwards, and the disk gets time to come to rest."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        yield Path(place)
-    if not options.tiny:
-        os.sync()
-        time.sleep(SETTLE_S)
-
-
 def case(folder: Path, options: argparse.Namespace, *, name: str) -> dict[str, Any]:
-    """Each method with 1, 2 and 4 processes."""
+    """Each method with 1, 2 and 4 processes, each number in a folder that is deleted before the next."""
     found: dict[str, Any] = {"wanted_times_faster_than_files": WANTED_TIMES}
     for num_processes in NUM_PROCESSES:
-        with section(folder, options) as root:
-            found[f"{num_processes}_processes"] = measure(root, name, num_processes, options)
+        with tempfile.TemporaryDirectory(dir=folder) as root:
+            found[f"{num_processes}_processes"] = measure(Path(root), name, num_processes, options)
+        if not options.tiny:
+            os.sync()
+            time.sleep(SETTLE_S)
     return found
 
 
