@@ -61,39 +61,12 @@ def raw_gif(canvas: tuple[int, int], frame: tuple[int, int], disposal: int = 0) 
     return head + control + image + b"\x3b"
 
 
-def raw_bmp(bits: int, rows: np.ndarray, *, compression: int = 0, masks: bytes = b"", height: int = HEIGHT) -> bytes:
-    """A BMP of rows of bytes, bottom up, or top down where `height` is negative."""
-    start = 14 + 40 + len(masks)
-    body = rows.tobytes()
-    info = struct.pack("<IiiHHIIiiII", 40, WIDTH, height, 1, bits, compression, len(body), 0, 0, 0, 0)
-    return b"BM" + struct.pack("<I4xI", start + len(body), start) + info + masks + body
-
-
-def _bmp_565() -> Odd:
-    """16 bits: five of red, six of green, five of blue."""
-    red, green, blue = (photo()[..., i].astype(np.uint16) for i in range(3))
-    packed = (red >> 3) << 11 | (green >> 2) << 5 | blue >> 3
-    rows = np.ascontiguousarray(packed[::-1]).astype("<u2")
-    data = raw_bmp(16, rows, compression=3, masks=struct.pack("<3I", 0xF800, 0x7E0, 0x1F))
-    return Odd(data, "565.bmp", pixels=photo(), tolerance=8)
-
-
-def _bmp_core() -> Odd:
-    """The twelve bytes of OS/2's header."""
-    rows = np.ascontiguousarray(photo()[::-1, :, ::-1])
-    data = b"BM" + struct.pack("<I4xI", 26 + rows.nbytes, 26) + struct.pack("<IHHHH", 12, WIDTH, HEIGHT, 1, 24)
-    return Odd(data + rows.tobytes(), "os2.bmp", pixels=photo(), tolerance=0)
-
-
-def _bmp_top_down() -> Odd:
-    data = raw_bmp(24, np.ascontiguousarray(photo()[:, :, ::-1]), height=-HEIGHT)
-    return Odd(data, "down.bmp", pixels=photo(), tolerance=0)
-
-
 def _bmp_rle() -> Odd:
     palette = b"".join(bytes([i, i, 255 - i, 0]) for i in range(256))
-    runs = np.frombuffer(bytes([WIDTH, 7, 0, 0]) * HEIGHT + b"\x00\x01", np.uint8)
-    return Odd(raw_bmp(8, runs, compression=1, masks=palette), "rle.bmp", "unsupported-format")
+    runs, start = bytes([WIDTH, 7, 0, 0]) * HEIGHT + b"\x00\x01", 54 + len(palette)
+    info = struct.pack("<IiiHHIIiiII", 40, WIDTH, HEIGHT, 1, 8, 1, len(runs), 0, 0, 0, 0)
+    data = b"BM" + struct.pack("<I4xI", start + len(runs), start) + info + palette + runs
+    return Odd(data, "rle.bmp", "unsupported-format")
 
 
 def raw_tiff(tags: Tags, pixels: bytes, *, order: str = "<", after: bytes = b"", next_page: int = 0) -> bytes:
@@ -134,19 +107,6 @@ def _tiff_grey(path: str, order: str, white: int = 65535, *, white_is_zero: bool
     stored = white - levels if white_is_zero else levels
     data = raw_tiff(_bits(16) | _photometric(1 - white_is_zero), stored.astype(f"{order}u2").tobytes(), order=order)
     return Odd(data, path, pixels=as_rgb(levels * (255 / white)), tolerance=0.51)
-
-
-def _tiff_twelve_bits() -> Odd:
-    levels = (sixteen_bit_grey() >> 4).reshape(-1, 2)
-    packed = np.stack([levels[:, 0] >> 4, (levels[:, 0] & 15) << 4 | levels[:, 1] >> 8, levels[:, 1] & 255], -1)
-    data = raw_tiff(_bits(12) | _photometric(1), packed.astype(np.uint8).tobytes())
-    return Odd(data, "12.tif", pixels=as_rgb(levels.reshape(HEIGHT, WIDTH) * (255 / 4095)), tolerance=0.51)
-
-
-def _tiff_fax() -> Odd:
-    bits = grey() > 120
-    data = save(Image.fromarray(bits), "TIFF", compression="group4")
-    return Odd(data, "fax.tif", pixels=as_rgb(bits * 255), tolerance=0)
 
 
 def _tiff_turned(orientation: int) -> Odd:
@@ -232,38 +192,28 @@ RASTERS: dict[str, Callable[[], Odd]] = {
     "bmp": lambda: _photo_in("BMP", "s.bmp"),
     "bmp-grey": lambda: Odd(save(Image.fromarray(grey()), "BMP"), "g.bmp", pixels=as_rgb(grey()), tolerance=0),
     "bmp-palette": lambda: Odd(save(_palette()[1], "BMP"), "p.dib", pixels=_palette()[0], tolerance=0),
-    "bmp-565": _bmp_565,
-    "bmp-os2": _bmp_core,
-    "bmp-top-down": _bmp_top_down,
     "bmp-rgba": _bmp_rgba,
     "bmp-run-lengths": _bmp_rle,
-    "bmp-of-png": lambda: Odd(raw_bmp(0, np.zeros(9, np.uint8), compression=5), "png.bmp", "unsupported-format"),
     "truncated-bmp": lambda: Odd(save(Image.fromarray(photo()), "BMP")[:-200], "t.bmp", "truncated"),
     "tiff": lambda: _photo_in("TIFF", "s.tif"),
     "tiff-big": lambda: _photo_in("TIFF", "b.tiff", big_tiff=True),
-    "tiff-lzw": lambda: _photo_in("TIFF", "lzw.tif", compression="tiff_lzw"),
     "tiff-deflate": lambda: _photo_in("TIFF", "zip.tif", compression="tiff_adobe_deflate"),
     "tiff-wide": lambda: Odd(
         save(Image.fromarray(photo()), "TIFF", icc_profile=wide_profile()), "w.tif", None, wide_to_srgb(photo()), 2
     ),
-    "tiff-one-bit": _tiff_fax,
-    "tiff-palette": lambda: Odd(save(_palette()[1], "TIFF"), "p.tif", pixels=_palette()[0], tolerance=0),
-    **{f"tiff-turned-{n}": (lambda n=n: _tiff_turned(n)) for n in range(1, 9)},
+    "tiff-turned": lambda: _tiff_turned(6),
     "tiff-16": lambda: _tiff_grey("16.tif", "<"),
     "tiff-16-big-endian": lambda: _tiff_grey("16b.tif", ">"),
     "tiff-16-white-is-zero": lambda: _tiff_grey("16w.tif", "<", white_is_zero=True),
-    "tiff-12": _tiff_twelve_bits,
     "tiff-rgb-16": _tiff_rgb16,
     "tiff-cmyk": lambda: _tiff_cmyk("cmyk.tif", None),
     "tiff-cmyk-icc": lambda: _tiff_cmyk("cmyk-icc.tif", cmyk_profile()),
     "tiff-extra": lambda: _tiff_alpha("x.tif", 0),
     "tiff-premultiplied": lambda: _tiff_alpha("pre.tif", 1),
     "tiff-alpha": lambda: _tiff_alpha("a.tif", 2),
-    "tiff-float": lambda: Odd(save(Image.fromarray(grey().astype(np.float32)), "TIFF"), "f.tif", "unsupported-format"),
     "tiff-lab": lambda: Odd(
         raw_tiff(_bits(8, 8, 8) | _photometric(8), photo().tobytes()), "lab.tif", "unsupported-format"
     ),
-    "tiff-seven-bits": lambda: Odd(raw_tiff(_bits(7) | _photometric(1), bytes(9999)), "7.tif", "unsupported-format"),
     "tiff-thumbnail": lambda: _tiff_with_thumbnail("thumb.tif", 1, None),
     "animated-tiff": lambda: _tiff_with_thumbnail("pages.tif", 0, "animated"),
     "truncated-tiff": lambda: Odd(save(Image.fromarray(photo()), "TIFF")[:-200], "t.tif", "truncated"),

@@ -17,7 +17,7 @@ from latentcache.config import BucketsConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.errors import ConfigError
-from latentcache.types import Crop, Geometry, Size
+from latentcache.types import Geometry, Size
 
 DATA = Path(__file__).parent / "data"
 NUM_SIZES = 4000
@@ -158,19 +158,6 @@ def test_each_rule_resizes_with_its_trainers_filter(config: BucketsConfig, size:
     rule = BucketRule(config)
     geometry = rule.geometry(size)
     assert geometry is not None and rule.resample(geometry) == filter_name
-
-
-def test_the_crop_of_a_mirrored_image_is_the_one_that_its_trainer_records() -> None:
-    """diffusers' script mirrors 64 x 67 and then crops at int(round(1.5)), which is 2; that is pixel 1 of the photo."""
-    rule = BucketRule(BucketsConfig(rule="diffusers", resolution=64))
-    mirrored = rule.geometry(Size(64, 67), flip=True)
-    assert mirrored is not None and mirrored.crop_top_left == Crop(0, 1) and mirrored.seen_crop == Crop(0, 2)
-    kohya_rule = BucketRule(BucketsConfig(rule="kohya"))
-    for size in recorded_sizes()[:200]:
-        upright, mirrored = kohya_rule.geometry(size), kohya_rule.geometry(size, flip=True)
-        assert upright is not None and mirrored is not None and upright.seen_crop == upright.crop_top_left
-        spare = upright.resized_size.width - upright.target_size.width
-        assert mirrored.seen_crop == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
 
 
 @pytest.mark.parametrize(

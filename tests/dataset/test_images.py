@@ -157,10 +157,8 @@ def test_prepare_refuses_a_geometry_of_another_image(geometry: Geometry) -> None
 
 # --- damage ----------------------------------------------------------------------------------------------------------
 
-VALID = ("exif-6", "jpeg-progressive", "jpeg-mpo", "cmyk-icc", "icc-wide-alpha", "grey-16", "palette-alpha", "webp")
-VALID += ("gif-transparent", "bmp-rgba", "bmp-palette", "tiff-lzw", "tiff-deflate", "tiff-16", "tiff-one-bit")
-VALID += ("animated-gif", "animated-tiff", "tiff-cmyk-icc", "bomb-tiff-tile")
-VALID += ("webp-alpha", "avif", "exif-png-late", "animated-png", "animated-webp", "truncated-webp", "bomb-icc")
+VALID = ("exif-6", "jpeg-mpo", "cmyk-icc", "icc-wide-alpha", "grey-16", "palette-alpha", "webp", "gif-transparent")
+VALID += ("bmp-rgba", "tiff-deflate", "tiff-cmyk-icc", "avif", "exif-png-late", "animated-png", "bomb-icc")
 
 
 @pytest.mark.parametrize("name", VALID)
@@ -192,7 +190,7 @@ def test_mutated_files_give_pixels_or_a_refusal(name: str, data: st.DataObject) 
         assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3
 
 
-@pytest.mark.parametrize("name", ["jpeg", "exif-png", "exif-webp", "avif", "gif", "bmp", "tiff-lzw"])
+@pytest.mark.parametrize("name", ["jpeg", "exif-png", "exif-webp", "avif", "gif", "bmp", "tiff"])
 def test_every_prefix_is_refused(name: str) -> None:
     odd = made(name)
     for end in range(0, len(odd.data) - 12, 7):
