@@ -1,4 +1,4 @@
-"""What an attack may cost, what may lie where a file is expected, and that nothing else changes."""
+"""What an attack may cost, and what may lie where a file is expected."""
 
 from __future__ import annotations
 
@@ -48,26 +48,6 @@ def _status_bytes(name: str) -> int:
     return int(found[1]) << 10
 
 
-@contextmanager
-def unchanged(*folders: Path) -> Iterator[None]:
-    """Nothing in these folders is made, removed or changed by the block."""
-    before = [_tree(folder) for folder in folders]
-    yield
-    for folder, tree in zip(folders, before, strict=True):
-        now = _tree(folder)
-        changed = sorted(name for name in now.keys() | tree.keys() if now.get(name) != tree.get(name))
-        assert not changed, f"changed outside: {changed[:5]}"
-
-
-def _tree(folder: Path) -> dict[str, tuple[object, ...]]:
-    found: dict[str, tuple[object, ...]] = {}
-    for path in (folder, *sorted(folder.rglob("*"))):
-        status = path.lstat()
-        data = path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_size < 1 << 20 else b""
-        found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino, status.st_nlink, data)
-    return found
-
-
 # What may lie where a file is expected -------------------------------------------------------------------------------
 
 NOISE = np.random.default_rng(0).bytes(5000)
@@ -114,9 +94,8 @@ PLANTS: Mapping[str, Plant] = {
 
 
 def make_outside(folder: Path) -> Path:
-    """A folder that no attack may change: what links out of a cache or a dataset lead to. It looks like a cache's."""
-    (folder / "folder" / "00").mkdir(parents=True)
-    (folder / "file").write_bytes(b"precious")
-    for name in ("file", "00/file", ".half.tmp", "00/.half.tmp", f"00/{'00' * 16}.safetensors", "photos.safetensors"):
-        (folder / "folder" / name).write_bytes(b"of somebody else")
+    """What links out of a dataset lead to."""
+    (folder / "folder").mkdir(parents=True)
+    for name in ("file", "folder/file"):
+        (folder / name).write_bytes(b"of somebody else")
     return folder
