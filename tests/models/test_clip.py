@@ -37,17 +37,6 @@ def test_embeddings_are_bit_equal_to_the_pipelines(text, pipeline, captions, cli
     assert not ours["prompt_embeds"].requires_grad
 
 
-@pytest.mark.parametrize("negative", ["", "blurry, low quality"])
-def test_a_negative_prompt_is_encoded_like_a_caption_without_clip_skip(text, pipeline, negative):
-    with torch.no_grad():
-        _, embeds, _, pooled = pipeline.encode_prompt(
-            "a cat", device="cpu", negative_prompt=negative, do_classifier_free_guidance=True, clip_skip=1
-        )
-    ours = encode_captions(text, [negative])
-    assert torch.equal(ours["prompt_embeds"], embeds)
-    assert torch.equal(ours["pooled_prompt_embeds"], pooled)
-
-
 def test_a_surrounding_autocast_does_not_count(text):
     expected = encode_captions(text, ["a cat"])
     with torch.autocast("cpu", dtype=torch.bfloat16):

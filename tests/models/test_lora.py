@@ -139,19 +139,6 @@ def test_a_saved_lora_is_whole_and_can_be_loaded(adapted, tmp_path):
         save_lora(adapted, tmp_path / "missing")
 
 
-def test_a_second_lora_acts_next_to_the_first(adapted, tmp_path):
-    first = save_diffusers(adapted, tmp_path / "first")
-    second = save_diffusers(adapted_unet(target_modules=["to_q", "to_k"], r=2), tmp_path / "second")
-    both, other_way, alone = frozen_unet(5), frozen_unet(5), frozen_unet(5)
-    names = [load_lora(both, first, scale=0.5), load_lora(both, second, scale=2.0)]
-    assert both.active_adapters() == names and len(set(names)) == 2
-    load_lora(other_way, second, scale=2.0)
-    load_lora(other_way, first, scale=0.5)
-    torch.testing.assert_close(output(both), output(other_way))
-    load_lora(alone, second, scale=2.0)
-    assert not torch.allclose(output(both), output(alone))
-
-
 def test_next_to_the_adapter_of_a_checkpoint(adapted, tmp_path):
     save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
     path = save_diffusers(adapted, tmp_path / "lora")
