@@ -82,29 +82,17 @@ def test_without_a_loss_there_is_nothing_to_compare(
     assert code == 2 and "no loss to compare" in error and not config.validation.path.exists()
 
 
-DIGESTS = {"measurement_settings": {"datasets": {"held-out": 3}}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (DIGESTS, "measurement_settings.prediction_type: Field required"),
-        ({"measurement_settings": []}, "measurement_settings: Input should be"),
-        ({"measurement_settings": None}, "of a validation that measured no loss; name one that did"),
-        ({"loss_by_sample": {"held-out": 3}}, "loss_by_sample.held-out: Input should be a valid dictionary (met: 3)"),
-    ],
-)
 def test_a_foreign_file_is_not_compared(
-    changes: dict[str, Any],
-    message: str,
-    config_file: Path,
-    run: Callable[..., tuple[int, str, str]],
-    tmp_path: Path,
+    config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     metrics = tmp_path / "metrics.json"
-    metrics.write_bytes(to_bytes(report().to_json() | changes))
-    code, _, error = run("validate", config_file, "--against", metrics)
-    assert code == 2 and str(metrics) in error and message in error and "validation.path/<step>/" in error
+    for changes, message in (
+        ({"measurement_settings": []}, "measurement_settings: Input should be"),
+        ({"measurement_settings": None}, "of a validation that measured no loss; name one that did"),
+    ):
+        metrics.write_bytes(to_bytes(report().to_json() | changes))
+        code, _, error = run("validate", config_file, "--against", metrics)
+        assert code == 2 and str(metrics) in error and message in error and "validation.path/<step>/" in error
 
 
 def test_the_text_names_the_results(config_file: Path, run: Callable[..., tuple[int, str, str]]) -> None:

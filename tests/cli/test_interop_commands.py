@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -125,16 +124,6 @@ def test_what_cannot_be_imported_says_what_to_do(
     assert code == 2 and message in err
 
 
-@pytest.mark.parametrize("source", ["kohya", "simpletuner"])
-def test_a_folder_without_a_cache_is_an_error(
-    photos: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any], source: str
-) -> None:
-    flags = ("--images", photos) if source == "simpletuner" else ()
-    code, _, err = run("import", source, photos, *flags, "--cache", tmp_path / "imported")
-    assert code == 2 and "nothing was imported: there are no files of" in err
-    assert run_json("status", tmp_path / "imported")[1]["manifests"] == []
-
-
 def test_one_format_is_imported_without_the_others(foreign: Path, tmp_path: Path) -> None:
     """Also no model library: an export of a large cache starts at once."""
     program = (
@@ -148,19 +137,6 @@ def test_one_format_is_imported_without_the_others(foreign: Path, tmp_path: Path
         command = [sys.executable, "-c", program, action, name, *flags]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines() == [f"['latentcache.interop.formats.{name}']", "False"], done.stderr
-
-
-def test_another_scale_is_refused_with_both_numbers(foreign: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
-    for stem, width, height in (("a", 144, 80), ("c", 80, 144)):
-        path = foreign / latents_name(stem, width, height)
-        with np.load(path) as arrays:
-            scaled = {name: arrays[name] * 0.13025 if name == "latents" else arrays[name] for name in arrays}
-        write_npz(path, {name: array.astype("f4") if name == "latents" else array for name, array in scaled.items()})
-    flags = ("import", "kohya", foreign, "--cache", tmp_path / "imported")
-    code, _, err = run(*flags)
-    assert code == 2 and re.search(r"standard deviation is (1|0\.9)", err) and "about 7.7" in err
-    assert latents_name("c", 80, 144) in err, "the file of a latent, and not of the text after it"
-    assert run(*flags, "--no-scale-check")[0] == 0
 
 
 def test_export_needs_a_dataset_and_trust(
@@ -261,31 +237,6 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     code, there, _ = train(file("origin.json", exported.cache.path, False), "origin")
     assert code == 0 and here["losses"] == there["losses"]
     assert Path(here["lora"]).exists()
-
-
-def test_validation_prompts_are_encoded_next_to_an_import(
-    script: Any,
-    exported: Config,
-    photos: Path,
-    tmp_path: Path,
-    run: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    cache = tmp_path / "imported"
-    assert run("import", "kohya", photos, "--cache", cache, "--name", "photos", "--no-scale-check")[0] == 0
-    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
-    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
-    file = config_file(config, tmp_path / "config.json", path=str(cache), unverified=True)
-    flags = ["--steps", "1", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
-    monkeypatch.setattr(sys, "argv", ["train_lora", str(file), *flags, str(tmp_path / "out")])
-    assert script.main() == 0
-    assert Path(json.loads(capsys.readouterr().out)["validations"][0]["grid"]).exists()
-    shutil.rmtree(tmp_path / "validation")
-    lora = tmp_path / "out" / "pytorch_lora_weights.safetensors"
-    code, out, err = run("validate", file, "--lora", lora, "--json")
-    assert code == 0, err
-    assert json.loads(out)["step"] == 1 and (tmp_path / "validation" / "000001").is_dir(), "as its file says"
 
 
 def test_the_step_of_a_lora_is_never_guessed(
