@@ -15,7 +15,6 @@ from helpers.foreign_samples import FACTOR, STD, Foreign, image, pairs, text
 from helpers.photo_files import write_photo
 
 from latentcache.config import Config
-from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
 from latentcache.identity import caption_digest, digest, key_of
@@ -273,18 +272,6 @@ def test_an_import_of_nothing_changes_nothing() -> None:
 
 
 # Trust
-
-
-def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
-    with open_workspace(cache_config(tmp_path)) as workspace:
-        into(workspace, *pairs("a"))
-        rows = rows_of(workspace)
-    file = tmp_path / "cache" / "manifests" / "foreign.safetensors"
-    found = ManifestFolder(file.parent).read("foreign")
-    assert found is not None and found.imported_from == "test"
-    assert found.rows["a"].to_json()["images"][0]["trust"] == "unverified"
-    verified = replace(rows["a"].images[0], trust="verified")
-    assert "trust" not in replace(rows["a"], images=(verified,)).to_json()["images"][0]
 
 
 def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:

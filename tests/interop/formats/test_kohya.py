@@ -32,7 +32,7 @@ from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.precache.workspace import open_workspace
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 
@@ -251,24 +251,6 @@ def test_a_latent_of_another_bucket_is_skipped_since_kohya_would_take_it(config:
     assert report.notes[kohya.NOTE_ENCODED_AGAIN] == 5 and "5 another bucket than kohya makes" in report.to_text()
 
 
-def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config, photos: Path) -> None:
-    workspace = Workspace()
-    with LatentCache(flipped.cache.path, manifest="photos") as cache:
-        kohya.export(cache, "photos", photos)
-        report = import_cache(KohyaCache(photos), workspace, name="back", scale_check=False)
-        assert (report.num_samples, report.num_images, report.num_flipped) == (5, 10, 5)
-        assert report.refused == [] and report.num_images + report.num_texts == 15
-        back = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
-        for sample_id in cache.sample_ids():
-            for flip in (False, True):
-                ours = cache.batch([sample_id], device="cpu", flip=flip)
-                theirs = back.batch([sample_id], device="cpu", flip=flip)
-                assert ours.keys() == theirs.keys()
-                for name in ours.keys() - {"dataset"}:
-                    same = torch.equal(ours[name], theirs[name]) if isinstance(ours[name], torch.Tensor) else None
-                    assert same is True or ours[name] == theirs[name], name
-
-
 @pytest.mark.parametrize(("max_length", "rows"), [(None, 77), (150, 152), (225, 227)])
 def test_texts_of_each_length_come_back_and_are_verified(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path, max_length: int | None, rows: int
@@ -305,16 +287,6 @@ def test_imports_of_two_lengths_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"texts of of-77, of-227 .*max_length"):
         LatentDataset(cache, ["of-77", "of-227"], unverified=True)
     assert LatentDataset(cache, "of-227", unverified=True)[0]["prompt_embeds"].shape == (227, 2048)
-
-
-def test_texts_of_two_lengths_in_one_folder_are_no_dataset(tmp_path: Path) -> None:
-    """Two trainings left them there: the first one counts."""
-    for stem, length in (("a", 77), ("b", 227)):
-        write_sample(tmp_path, stem)
-        write_npz(tmp_path / f"{stem}_te_outputs.npz", text_of(3, np.float16, length=length))
-    _, report = imported(KohyaCache(tmp_path))
-    [refusal] = report.refused
-    assert refusal.sample_id == "b.png" and "a batch holds one form" in refusal.detail
 
 
 # Masks
