@@ -7,12 +7,10 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from urllib.request import urlopen
 
 import pytest
 import torch
 from diffusers import DDPMScheduler
-from helpers.page_server import page_of
 from helpers.serving import serving_here
 from torch.utils.data import DataLoader
 
@@ -30,15 +28,9 @@ from latentcache.precache.explanation import explain
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
-from latentcache.service.page.text import url
 from latentcache.validation.loss import validation_loss
 
 FIELDS = ("add_time_ids", "caption", "crop_top_left", "latents", "original_size", "resized_size", "sample_id")
-
-
-def fetched(address: str) -> str:
-    with urlopen(address) as answer:
-        return str(answer.read().decode())
 
 
 @pytest.fixture
@@ -141,15 +133,6 @@ def test_manifests_with_and_without_texts_are_not_joined(alone: Config, make_con
             cache.restricted("photos").prompt("", device="cpu")
 
 
-def test_a_flag_may_say_so(alone: Config, tmp_path: Path, run: Any) -> None:
-    file = tmp_path / "run.json"
-    settings = alone.model_dump(mode="json", exclude_defaults=True) | {"encode": {"image_output": "mean"}}
-    file.write_text(json.dumps(settings))
-    code, out, _ = run("precache", file, "--encode.text", "none", "--encode.device", "cpu")
-    assert code == 0 and "misses    0\n" in out and "validation.prompts are not cached" in out
-    assert "misses    7\n" in run("precache", file, "--dry-run", "--encode.device", "cpu")[1]
-
-
 def test_texts_may_come_later_and_go_again(alone: Config, make_config: Callable[..., Config]) -> None:
     whole = make_config(**{"encode.image_output": "mean"})
     report = run_precache(whole)
@@ -184,10 +167,6 @@ def test_upkeep_knows_of_no_texts(alone: Config, run: Any, run_json: Any, tmp_pa
 
 
 def test_a_service_has_such_a_cache(alone: Config) -> None:
-    with page_of(alone.cache.path) as base:
-        page = fetched(base + url("/sample", dataset="photos", id="a.png"))
-        assert page.count("not encoded") == 2 and "badge miss" not in page and "a house in the rain" in page
-        assert "Nothing to fix" in fetched(base + "/health")
     with serving_here(alone.cache.path, encode=alone) as server, LatentCache(server.url, token=None) as cache:
         assert "prompt_embeds" not in cache.batch(["a.png", "b.png"], device="cpu")
         with pytest.raises(StoreError, match="not encoded"):

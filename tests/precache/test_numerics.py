@@ -35,7 +35,6 @@ CALLERS: dict[str, Callable[[], None]] = {
     "leaves them": lambda: None,
     "allows TF32 in matmul": attributes_set((BACKENDS.cuda.matmul, "allow_tf32", True)),
     "forbids it in convolutions": attributes_set((BACKENDS.cudnn, "allow_tf32", False)),
-    "sets high": lambda: torch.set_float32_matmul_precision("high"),
     "sets medium": lambda: torch.set_float32_matmul_precision("medium"),
     "races kernels": attributes_set((BACKENDS.cudnn, "benchmark", True)),
 }
@@ -44,10 +43,7 @@ if hasattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation"):
 if IS_NEW:
     CALLERS |= {
         "sets tf32 for all": attributes_set((BACKENDS, "fp32_precision", "tf32")),
-        "sets ieee for all": attributes_set((BACKENDS, "fp32_precision", "ieee")),
-        "sets tf32 for matmul": attributes_set((BACKENDS.cuda.matmul, "fp32_precision", "tf32")),
         "sets ieee for convolutions": attributes_set((BACKENDS.cudnn.conv, "fp32_precision", "ieee")),
-        "sets ieee for cuda": attributes_set((BACKENDS.cudnn, "fp32_precision", "ieee")),
         "mixes both": attributes_set(
             (BACKENDS.cuda.matmul, "allow_tf32", True), (BACKENDS.cuda.matmul, "fp32_precision", "ieee")
         ),

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -27,7 +26,6 @@ from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.errors import (
     DatasetError,
-    ModelError,
     ReadOnlyError,
     SampleError,
     StoreError,
@@ -306,18 +304,6 @@ def test_numbers_too_large_for_the_stored_dtype_are_not_stored(
     assert [r.reason for r in report.refused] == ["bad-output"] and "stored as float16" in report.refused[0].detail
 
 
-def test_bad_text_output_refuses_the_samples_that_use_it(make_config: Callable[..., Config]) -> None:
-    parts = tiny_parts()
-    tokens = parts["tokenizer"]("a blue car").input_ids
-    # Poison the embedding of one token of the caption.
-    parts["text_encoder"].get_input_embeddings().weight.data[tokens[3]] = float("nan")
-    config = make_config()
-    report = run_precache(config, models=LoadedModels(**parts))
-    assert {Path(r.path).name for r in report.refused} >= {"b.png", "c.png"}
-    assert {r.reason for r in report.refused} == {"bad-output"}
-    assert any("gave nan for caption 'a blue car'" in r.detail for r in report.refused)
-
-
 def test_out_of_memory_halves_the_batch_and_everything_completes(
     make_config: Callable[..., Config], doctored: LoadedModels
 ) -> None:
@@ -431,20 +417,6 @@ def test_two_ranks_build_what_one_process_builds(
             assert one.manifest(name).rows == two.manifest(name).rows, "refusals of either rank are in the manifest"
 
 
-def test_the_cpu_tier(make_config: Callable[..., Config]) -> None:
-    workspace = Workspace()
-    report = run_precache(make_config(**{"cache.store": "cpu"}), workspace=workspace)
-    assert report.num_encoded == 12 and report.cache["path"] is None
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
-    assert cache.batch(["a.png", "b.png"], device="cpu")["latents"].shape == (2, 4, *cache_size(cache, "a.png"))
-    assert run_precache(make_config(), workspace=workspace).num_encoded == 0
-
-
-def cache_size(cache: LatentCache, sample_id: str) -> tuple[int, int]:
-    height, width = cache.row(sample_id)[1].images[0].geometry.target_size
-    return height // 8, width // 8
-
-
 def test_outputs_mean_and_sample(make_config: Callable[..., Config]) -> None:
     drawn = {}
     for output, seed in (("moments", 0), ("mean", 0), ("sample", 0), ("sample", 1)):
@@ -457,25 +429,6 @@ def test_outputs_mean_and_sample(make_config: Callable[..., Config]) -> None:
     mean = drawn["moments", 0][:4]
     assert torch.equal(drawn["mean", 0], mean)
     assert not torch.equal(drawn["sample", 0], mean) and not torch.equal(drawn["sample", 0], drawn["sample", 1])
-
-
-def test_flipped_entries_are_those_of_the_mirrored_image(make_config: Callable[..., Config], photos: Path) -> None:
-    config = make_config(**{"datasets.0.flip": True})
-    assert run_precache(config).num_encoded == 12 + 5
-    with LatentCache(config.cache.path) as cache:
-        _, row = cache.row("a.png")
-        plain, flipped = (cache.get(ref.key).tensors["moments"] for ref in row.images)
-        pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagesConfig(min_side=8)), row.images[0].geometry)
-        live = encode_images(tiny_parts()["vae"], np.ascontiguousarray(pixels[:, ::-1])[None])[0]
-        assert torch.equal(flipped, live) and not torch.equal(plain, flipped)
-        assert [ref.geometry.flip for ref in row.images] == [False, True]
-
-
-def test_a_dataset_or_a_model_that_is_not_there(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="none"):
-        run_precache(make_config(**{"model.path": str(tmp_path / "none")}))
-    with pytest.raises(DatasetError, match="does not exist"):
-        run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "none"}}))
 
 
 def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Config]) -> None:

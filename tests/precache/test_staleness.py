@@ -342,8 +342,6 @@ def test_each_input_changed_alone_is_a_miss_with_its_reason(
     parts = tiny_encoders(change.family)
     first = run_precache(base, models=LoadedModels(family=family, **parts))
     assert first.num_refused == 0 and first.num_encoded > 0
-    again = run_precache(base, models=LoadedModels(family=family, **parts), dry_run=True)
-    assert again.num_misses == 0, "an unchanged run must be all hits"
 
     if change.edit is not None:
         change.edit(photos)
