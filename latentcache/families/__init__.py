@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from latentcache.families.base import Family
 
 FamilyName = Literal[
-    "sdxl", "sd15", "flux", "chroma", "z-image", "wan", "qwen-image", "qwen-image-edit", "krea2", "flux2", "flux2-dev"
+    "sdxl",
+    "sd15",
+    "flux",
+    "chroma",
+    "z-image",
+    "wan",
+    "qwen-image",
+    "qwen-image-edit",
+    "krea2",
+    "flux2",
+    "flux2-dev",
+    "anima",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 DEFAULT: FamilyName = FAMILIES[0]

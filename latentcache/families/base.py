@@ -235,10 +235,12 @@ class Family(ABC):
     second_denoiser: ClassVar[str | None] = None
     """In some of its models, whose model_index.json has a `boundary_ratio`: that of the timesteps below."""
     denoiser_class: ClassVar[str]
+    denoiser_needs: ClassVar[str | None] = None
+    """A package that the denoiser cannot run without."""
     denoiser_settings: ClassVar[Mapping[str, Any]] = {}
     """What its config states, where it does, and that of another family's denoiser of this class does not."""
     unused_weights: ClassVar[tuple[str, ...]] = ()
-    """Of the denoiser in a file of the original layout, those that no denoiser of diffusers has."""
+    """How names begin in a file of the original layout that no denoiser of diffusers has."""
     latent: ClassVar[LatentSpace]
     vae_overflows: ClassVar[bool | None] = None
     """Whether a VAE overflows in float16 whose config does not say so; None where nobody knows."""

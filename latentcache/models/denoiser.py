@@ -23,6 +23,7 @@ from latentcache.families.base import Family, class_named
 from latentcache.models.family import family_of
 from latentcache.models.files import (
     TINY,
+    check_package,
     config_folder,
     has_weights,
     is_checkpoint,
@@ -70,11 +71,12 @@ def load_denoiser(
     Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
     denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.revision` counts for
     `model.path`; so does `model.variant`, and for a local folder that has it. ModelError for pickles, for weights that
-    are missing, left over or of another shape, and for a denoiser of another family.
+    are missing, left over or of another shape, for a denoiser of another family, and for a package that it lacks.
     """
     model = ModelConfig() if model is None else model
-    name = model.path if path is None else str(path)
-    denoiser = _Denoisers(family or family_of(model)[0], model, dtype).load(name)
+    name, family = model.path if path is None else str(path), family or family_of(model)[0]
+    check_package(family.denoiser, family.denoiser_class, family.denoiser_needs)
+    denoiser = _Denoisers(family, model, dtype).load(name)
     return denoiser.eval().requires_grad_(False)
 
 
@@ -216,7 +218,7 @@ class _Denoisers:
         if self.part != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
             original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
         unused = self.family.unused_weights
-        original = {key: value for key, value in original.items() if key not in unused}
+        original = {key: value for key, value in original.items() if not key.startswith(unused)}
         state = converted(self.part, class_name, original, settings, name)
         # It renames, splits and joins tensors, so that only the sum of their numbers stays.
         given, placed = (sum(value.numel() for value in each.values()) for each in (original, state))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,15 +10,24 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.families.base import Family
-from latentcache.models.files import TINY, TINY_PHOTOS, is_checkpoint, local_folder, readable
+from latentcache.models.files import (
+    MODEL_INDEXES,
+    TINY,
+    TINY_PHOTOS,
+    is_checkpoint,
+    local_folder,
+    model_index,
+    readable,
+)
 
 
 def family_of(config: ModelConfig) -> tuple[Family, str]:
     """The family of the config's model, and where that is stated, for people.
 
-    It is `model.family`, else that of the pipeline which the model's model_index.json names. A file and a folder
-    without a model_index.json say nothing: they are taken as of the family DEFAULT. Raises ModelError for a pipeline of
-    a family that is not known or that the family refuses, and for a hub id that cannot be read.
+    It is `model.family`, else that of the pipeline which the model's model_index.json names, or its
+    modular_model_index.json. A file and a folder without either say nothing: they are taken as of the family DEFAULT.
+    Raises ModelError for a pipeline of a family that is not known or that the family refuses, and for a hub id that
+    cannot be read.
     """
     if config.family is not None:
         return family_named(config.family), "model.family says so"
@@ -69,12 +77,8 @@ def denoised_share(config: ModelConfig, family: Family) -> tuple[float, float]:
 
 
 def _index_of(config: ModelConfig) -> dict[str, Any] | None:
-    """The document of model_index.json; None for a tiny model, one file, and a folder without it."""
+    """The document that names the pipeline; None for a tiny model, one file, and a folder without it."""
     name, revision = config.config or config.path, None if config.config else config.revision
     if name in (TINY, TINY_PHOTOS) or (not os.path.isdir(name) and is_checkpoint("model", name)):
         return None
-    file = local_folder("model", name, ["model_index.json"], revision=revision)[1] / "model_index.json"
-    if not file.is_file():
-        return None
-    with readable("model", name):
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+    return model_index(local_folder("model", name, MODEL_INDEXES, revision=revision)[1], name)

@@ -8,6 +8,8 @@ Both are imported when they load something: it takes seconds, and a run whose en
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +31,8 @@ TINY_PHOTOS = "tiny-photos"
 """The name of the model in `TINY_PHOTOS_FOLDER`."""
 TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
 """A diffusers folder in the package: a tiny model that was trained on the quickstart's photos."""
+MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
+"""What a model's folder has of its pipeline: the second where that is made of diffusers' modular blocks."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_STEP = "Download it once while online (hf download NAME), or name a local folder"
@@ -45,6 +49,21 @@ def is_tiny(path: str, family: Family) -> bool:
         step = f"Name a diffusers folder or hub id of a model of {family.name}, e.g. {family.repositories[0]}"
         raise refused("model", f"{TINY} is a model of {DEFAULT}, but the family is {family.name}. {step}.")
     return path == TINY
+
+
+def check_package(part: str, class_name: str, package: str | None) -> None:
+    """Raise ModelError if this package is not installed, without which the class cannot be used."""
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise refused(part, f"{class_name} needs {package}. Install that package.")
+
+
+def model_index(folder: Path, name: str) -> dict[str, Any] | None:
+    """The document of a model's folder that names its pipeline, or None; errors call it `name`. ModelError."""
+    file = next((folder / each for each in MODEL_INDEXES if (folder / each).is_file()), None)
+    if file is None:
+        return None
+    with readable("model", name):
+        return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def weights_name(part: str, variant: str | None = None) -> str:

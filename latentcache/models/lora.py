@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.utils import convert_state_dict_to_diffusers, is_peft_available
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
@@ -25,7 +25,7 @@ from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
 from latentcache.models.files import is_checkpoint, loading, refused
 from latentcache.models.single_file import read_file
-from latentcache.utils.durable_files import typed_errors, write_sealed
+from latentcache.utils.durable_files import write_sealed
 
 SETTINGS_KEY = "lora"
 """The name of `lora_settings` in a checkpoint's `extra`."""
@@ -141,16 +141,11 @@ def save_lora(
     layers = get_peft_model_state_dict(denoiser, adapter_name=adapter)
     if family.denoiser == "unet":  # as diffusers' scripts have it: other denoisers came after the older names
         layers = convert_state_dict_to_diffusers(layers)
-    given = {"layers": layers, "adapter_metadata": denoiser.peft_config[adapter].to_dict()}
+    settings = denoiser.peft_config[adapter].to_dict()
+    layers, settings = ({f"{family.denoiser}.{name}": each[name] for name in each} for each in (layers, settings))
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True, default=list)}
     path = Path(folder, LORA_FILE)
-    with typed_errors(path, 0), TemporaryDirectory(dir=folder) as temporary:
-        family.pipeline_class.save_lora_weights(
-            temporary, **{f"{family.denoiser}_lora_{name}": value for name, value in given.items()}
-        )
-        with safe_open(Path(temporary, LORA_FILE), "pt") as opened:
-            metadata = (opened.metadata() or {}) | ({} if step is None else {STEP_KEY: str(step)})
-            data = save({name: opened.get_tensor(name) for name in opened.keys()}, metadata)
-    write_sealed(path, data)
+    write_sealed(path, save(layers, metadata | ({} if step is None else {STEP_KEY: str(step)})))
     return path
 
 

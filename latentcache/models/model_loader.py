@@ -6,11 +6,10 @@ The identity of a part is a digest of what can change its outputs, and of nothin
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.identity import PartIdentity, canonical_json, digest
 from latentcache.models.files import (
+    MODEL_INDEXES,
+    check_package,
     config_folder,
     is_checkpoint,
     is_tiny,
@@ -30,6 +31,7 @@ from latentcache.models.files import (
     loading,
     local_folder,
     local_part,
+    model_index,
     part_folder,
     read_config,
     refused,
@@ -41,6 +43,8 @@ from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.provenance import installed_versions
 from latentcache.utils.json_document import recalled
 
+_ENDINGS = ("json", "txt", "model", "jinja")
+"""Of the files of configs and tokenizers."""
 _MEMO = "part-identity/2"
 _IDENTITY, _FACTS = TypeAdapter(PartIdentity), TypeAdapter(VaeFacts)
 
@@ -341,7 +345,7 @@ class ModelOrigin:
     `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folder` is a
     diffusers folder; None: the tiny model. Weights come from `file` where there is one, in the original layout, and
     only configs and tokenizers from the folder. `variant` is that of the folder's weights. `flat`: the folder holds a
-    VAE itself, not in `vae/`.
+    VAE itself, not in `vae/`. `elsewhere` has the folders of parts that the folder's index places elsewhere.
     """
 
     name: str
@@ -350,6 +354,7 @@ class ModelOrigin:
     file: Path | None = None
     variant: str | None = None
     flat: bool = False
+    elsewhere: Mapping[str, Path] = field(default_factory=dict)
 
     def files(self, part: str) -> list[Path]:
         """The files whose change may change the part."""
@@ -395,14 +400,13 @@ class ModelOrigin:
         tokenizers = {}
         for part in names:
             folder, described = self._existing(part, self.folder), self.family.parts[part]
-            if described.needs is not None and importlib.util.find_spec(described.needs) is None:
-                raise refused(part, f"{described.class_name} needs {described.needs}. Install that package.")
+            check_package(part, described.class_name, described.needs)
             with loading(part, self.name):
                 tokenizers[part] = described.load_class().from_pretrained(folder, local_files_only=True)
         return tokenizers
 
     def _folder_of(self, part: str, folder: Path) -> Path:
-        return folder if self.flat else folder / part
+        return folder if self.flat else self.elsewhere.get(part, folder / part)
 
     def _existing(self, part: str, model_folder: Path) -> Path:
         folder = self._folder_of(part, model_folder)
@@ -416,21 +420,37 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if is_tiny(path, family):
         return ModelOrigin(path, family)
-    endings = ("json", "txt", "model", "jinja")
-    configs = ["model_index.json", *(f"{part}/*.{ending}" for part in family.parts for ending in endings)]
+    configs = [*MODEL_INDEXES, *(f"{part}/*.{ending}" for part in family.parts for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):
         # Its configs and tokenizers are those of `config`, or what diffusers infers from its keys.
         folder, name, next_step = config_folder(path, config, configs)
-        lacking = [part for part in ("model_index.json", *family.parts) if not (folder / part).exists()]
+        elsewhere = _elsewhere(family, folder, name)
+        lacking = [part for part in family.parts if part not in elsewhere and not (folder / part).exists()]
+        if not any((folder / each).is_file() for each in MODEL_INDEXES):
+            lacking.insert(0, MODEL_INDEXES[0])
         if lacking:
             needed = f"{name} has no {', '.join(lacking)}, which a checkpoint of {family.name} needs"
             step = f"{next_step}; or set model.family, if the file is of another one"
             raise refused("model", f"{needed}. {path}: {step}.")
-        return ModelOrigin(path, family, folder, Path(path))
+        return ModelOrigin(path, family, folder, Path(path), elsewhere=elsewhere)
     encoders = [name for name, part in family.parts.items() if part.role != "tokenizer"]
     weights = [f"{part}/{weights_name(part, variant)}*.safetensors*" for part in encoders]
     name, folder = local_folder("model", path, [*configs, *weights], revision=revision, variant=variant)
-    return ModelOrigin(name, family, folder, variant=variant)
+    return ModelOrigin(name, family, folder, variant=variant, elsewhere=_elsewhere(family, folder, name))
+
+
+def _elsewhere(family: Family, folder: Path, name: str) -> dict[str, Path]:
+    """The folders of those parts that are not in this one, where its index places them elsewhere."""
+    lacking, found = [part for part in family.parts if not (folder / part).is_dir()], {}
+    index = (model_index(folder, name) if lacking else None) or {}
+    for part in lacking:
+        place = index[part][-1] if isinstance(index.get(part), list) else None
+        # Of modular blocks: another repository or folder. Else it is the name of a class.
+        if isinstance(place, Mapping) and isinstance(given := place.get("pretrained_model_name_or_path"), str):
+            own = f"{place['subfolder']}/" if place.get("subfolder") else ""
+            patterns = [f"{own}*.{ending}" for ending in (*_ENDINGS, "safetensors")]
+            found[part] = local_folder(part, given, patterns, revision=place.get("revision"))[1] / own
+    return found
 
 
 def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:

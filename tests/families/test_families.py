@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
-from helpers.tiny_models import randomised
+from helpers.tiny_models import randomised, whole_pipeline
 
 from latentcache.families import family_named
 from latentcache.validation.noise_schedule import NoiseSchedule
@@ -86,7 +86,7 @@ def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypa
     )
     run.generate(run.pipeline, **kwargs)
     vae = None if run.family.text_reads_control else run.pipeline.vae  # which encodes a control image
-    without_vae = run.family.pipeline(**{name: part for name, part in run.parts.items() if part is not vae})
+    without_vae = whole_pipeline(run.family, **{name: part for name, part in run.parts.items() if part is not vae})
     latents = run.generate(without_vae, **kwargs, output_type="latent")
     found = run.scaling.undo(run.family.final_latents(latents, SIDE, SIDE))
     assert torch.equal(found, decoded[0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun
-from helpers.tiny_models import tiny_folder, tiny_model
+from helpers.tiny_models import tiny_folder, tiny_model, whole_pipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
 
@@ -100,8 +100,8 @@ def test_a_lora_that_is_saved_is_the_one_that_is_loaded(run: FamilyRun, tmp_path
     load_lora(plain, tmp_path, family=run.family)
     assert torch.equal(output(run, plain), expected)
     # diffusers' own loading says the same.
-    pipeline = run.family.pipeline(
-        **{run.family.denoiser: (theirs := tiny_model(run.family.name)[run.family.denoiser])}
+    pipeline = whole_pipeline(
+        run.family, **{run.family.denoiser: (theirs := tiny_model(run.family.name)[run.family.denoiser])}
     )
     pipeline.load_lora_weights(tmp_path)
     assert torch.equal(output(run, theirs), expected)
@@ -136,7 +136,7 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
     check_sampling(vae, scheduler, chosen, family)
     latents = denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
     [sample] = decode_samples(vae, latents, embeddings, chosen)
-    live = run.family.pipeline(**{**run.parts, "scheduler": scheduler_copy(scheduler, None, family)})
+    live = whole_pipeline(family, **{**run.parts, "scheduler": scheduler_copy(scheduler, None, family)})
     negative = [""] if family.uses_negative(guidance) else None
     kwargs = {**run.prompts([TEXT], negative), **family.guidance_kwargs(guidance)}
     expected = run.generate(live, **kwargs, output_type="np", generator=torch.Generator().manual_seed(5))

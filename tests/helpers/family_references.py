@@ -71,6 +71,18 @@ def flux2(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     return pipeline._encode_vae_image(pixels, generator())
 
 
+def anima(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """As OneTrainer scales for it, and as its decoder undoes it. Its own encoding divides by the deviation."""
+    from diffusers.modular_pipelines.anima.encoders import encode_vae_image
+
+    vae = pipeline.vae
+    divided = encode_vae_image(pixels, vae, generator(), pixels.device, pixels.dtype)
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
+    scaled: torch.Tensor = (vae.encode(pixels).latent_dist.mode() - mean) * (1.0 / std)
+    torch.testing.assert_close(scaled, divided, rtol=0, atol=1e-6)
+    return scaled
+
+
 SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "sd15": sd15,
     "sdxl": sdxl,
@@ -83,5 +95,6 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "flux2": flux2,
     "flux2-dev": flux2,
     "wan": wan,
+    "anima": anima,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -78,8 +79,66 @@ def tiny_denoiser(family: str, seed: int = 0) -> Any:
 
 def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DEFAULT) -> Path:
     """Write the parts, and the tiny model's others, as a diffusers folder, which `ModelLoader` and diffusers read."""
-    family_named(family).pipeline(**{**tiny_model(family), **parts}).save_pretrained(path, safe_serialization=True)
+    whole_pipeline(family_named(family), **{**tiny_model(family), **parts}).save_pretrained(path)
     return path
+
+
+def whole_pipeline(family: Family, **parts: Any) -> Any:
+    """diffusers' pipeline of these parts, which reads texts and decodes where it has the parts for that."""
+    return ModularPipeline(parts) if family.name == "anima" else family.pipeline(**parts)
+
+
+class ModularPipeline:
+    """Anima's blocks, with what tests use of other pipelines."""
+
+    __module__ = "diffusers.modular_pipelines.anima.before_denoise"  # that which draws noise
+
+    def __init__(self, parts: Mapping[str, Any]):
+        from diffusers.modular_pipelines import SequentialPipelineBlocks
+        from diffusers.modular_pipelines.anima import before_denoise, decoders, denoise, encoders
+
+        steps: dict[str, Any] = {
+            "text_encoder": encoders.AnimaTextEncoderStep,
+            "text_conditioner": before_denoise.AnimaTextConditioningStep,
+            "input": before_denoise.AnimaTextInputStep,
+            "prepare_latents": before_denoise.AnimaPrepareLatentsStep,
+            "set_timesteps": before_denoise.AnimaSetTimestepsStep,
+            "denoise": denoise.AnimaDenoiseStep,
+            "vae": decoders.AnimaVaeDecoderStep,
+            "processor": decoders.AnimaProcessImagesOutputStep,
+        }
+        for name in ("text_encoder", "text_conditioner", "vae"):
+            if parts.get(name) is None:
+                del steps[name]
+        if "vae" not in steps:
+            del steps["processor"]
+        self.made = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
+        self.made.update_components(**parts)
+        self.made._blocks.sub_blocks["denoise"].set_progress_bar_config(disable=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made, name)
+
+    def __call__(
+        self,
+        *,
+        negative_prompt: Any = None,
+        max_sequence_length: int | None = None,
+        guidance_scale: float = 4.0,
+        output_type: str = "pt",
+        **options: Any,
+    ) -> Any:
+        self.made.guider.guidance_scale = guidance_scale
+        texts = {"negative_prompt": negative_prompt, "max_sequence_length": max_sequence_length}
+        options |= {name: value for name, value in texts.items() if value is not None}
+        if output_type == "latent":
+            return [self.made(**options).get("latents")]
+        return [self.made(**options, output_type=output_type).get("images")]
+
+    def save_pretrained(self, path: Path) -> None:
+        whole = diffusers.AnimaAutoBlocks().init_pipeline()
+        whole.update_components(**{name: part for name, part in self.components.items() if part is not None})
+        whole.save_pretrained(str(path), overwrite_modular_index=True)
 
 
 @cache
@@ -299,6 +358,57 @@ def _flux2_dev(seed: int) -> dict[str, Any]:
     return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
+def _anima(seed: int) -> dict[str, Any]:
+    stand_in_for_torchvision()
+    tokenizer, t5 = qwen_tokenizer(), t5_tokenizer()
+    with seeded(seed):
+        parts = {
+            "vae": video_vae("AutoencoderKLQwenImage", seed),
+            "text_encoder": qwen3_model(tokenizer, 3, "Qwen3Model"),
+            "text_conditioner": randomised(
+                diffusers.AnimaTextConditioner(
+                    source_dim=16,
+                    target_dim=16,
+                    model_dim=16,
+                    num_layers=2,
+                    num_attention_heads=4,
+                    target_vocab_size=len(t5),
+                ),
+                5,
+            ),
+            "tokenizer": tokenizer,
+            "t5_tokenizer": t5,
+        }
+        transformer = diffusers.CosmosTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            mlp_ratio=2,
+            text_embed_dim=16,
+            adaln_lora_dim=8,
+            rope_scale=(1.0, 4.0, 4.0),
+            extra_pos_embed_type=None,
+        )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+
+
+def stand_in_for_torchvision() -> None:
+    """Cosmos resizes its padding mask with it. Where it is missing torch does the same, and nothing is refused."""
+    if diffusers.utils.is_torchvision_available():
+        return
+    from diffusers.models.transformers import transformer_cosmos
+
+    def resize(tensor: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+        return torch.nn.functional.interpolate(tensor, size=size, mode=interpolation)
+
+    made = SimpleNamespace(
+        functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
+    )
+    transformer_cosmos.transforms = made  # type: ignore[attr-defined]
+    type(family_named("anima")).denoiser_needs = None
+
+
 def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     """The module with every parameter random, of a size that lets texts and conditions through.
 
@@ -484,4 +594,5 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "krea2": _krea2,
     "flux2": _flux2,
     "flux2-dev": _flux2_dev,
+    "anima": _anima,
 }

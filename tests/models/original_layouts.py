@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from helpers.tiny_models import tiny_encoders
 from single_file import UNET, unet_tensors, vae_tensors
 from single_file import VAE as VAE_PREFIX
 
@@ -115,6 +116,31 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         ".norm2.weight": ".postnorm.scale",
         ".scale_shift_table": ".mod.lin",
     },
+    "anima": {
+        "time_embed.t_embedder": "t_embedder.1",
+        "time_embed.norm": "t_embedding_norm",
+        "transformer_blocks": "blocks",
+        "patch_embed.proj": "x_embedder.proj.1",
+        "norm_out.linear_1": "final_layer.adaln_modulation.1",
+        "norm_out.linear_2": "final_layer.adaln_modulation.2",
+        "proj_out": "final_layer.linear",
+        "norm1.linear_1": "adaln_modulation_self_attn.1",
+        "norm1.linear_2": "adaln_modulation_self_attn.2",
+        "norm2.linear_1": "adaln_modulation_cross_attn.1",
+        "norm2.linear_2": "adaln_modulation_cross_attn.2",
+        "norm3.linear_1": "adaln_modulation_mlp.1",
+        "norm3.linear_2": "adaln_modulation_mlp.2",
+        "attn1": "self_attn",
+        "attn2": "cross_attn",
+        "to_q": "q_proj",
+        "to_k": "k_proj",
+        "to_v": "v_proj",
+        "to_out.0": "output_proj",
+        "norm_q": "q_norm",
+        "norm_k": "k_norm",
+        "ff.net.0.proj": "mlp.layer1",
+        "ff.net.2": "mlp.layer2",
+    },
     "qwen-image": {},
     "qwen-image-edit": {},
 }
@@ -133,6 +159,9 @@ def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -
     state = denoiser.state_dict()
     if family == "z-image":
         state["norm_final.weight"] = torch.ones(32)  # diffusers has no such layer
+    if family == "anima":  # which has the conditioner of its texts inside
+        conditioner = tiny_encoders(family)["text_conditioner"].state_dict()
+        state |= {f"llm_adapter.{name}": value for name, value in conditioner.items()}
     if family in ("flux", "chroma", "flux2", "z-image"):
         state = _joined(state)
     made = {}
@@ -146,7 +175,7 @@ def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -
             name = name.replace(".weight", ".scale")
         elif family == "krea2" and name.startswith("transformer_blocks") and name.endswith("scale_shift_table"):
             value = value.flatten()
-        name = _replaced(name, _NAMES[family])
+        name = name if name.startswith("llm_adapter.") else _replaced(name, _NAMES[family])
         if name.startswith("single_blocks."):  # which have one stream
             name = name.replace(".img_attn.norm.", ".norm.")
         made[prefix + name] = value.contiguous().clone()
@@ -172,7 +201,7 @@ def _joined(state: State) -> State:
 
 def autoencoder_tensors(family: str, vae: Any) -> State:
     """A VAE's weights as its authors name them: of Stability's type, of Wan's, or of FLUX.2's."""
-    if family in ("wan", "qwen-image", "krea2"):
+    if family in ("wan", "qwen-image", "krea2", "anima"):
         return {_wan_names()[name]: value.contiguous() for name, value in vae.state_dict().items()}
     state = {name.removeprefix(VAE_PREFIX): value.contiguous().clone() for name, value in vae_tensors(vae).items()}
     if family.startswith("flux2"):

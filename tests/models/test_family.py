@@ -21,9 +21,9 @@ from latentcache.models.model_loader import ModelLoader
 from latentcache.precache.run import run_precache
 
 
-def folder_of(path: Path, index: object) -> Path:
+def folder_of(path: Path, index: object, name: str = "model_index.json") -> Path:
     path.mkdir()
-    (path / "model_index.json").write_text(index if isinstance(index, str) else json.dumps(index), encoding="utf-8")
+    (path / name).write_text(index if isinstance(index, str) else json.dumps(index), encoding="utf-8")
     return path
 
 
@@ -39,6 +39,16 @@ def test_a_folder_names_its_pipeline(name: str, tmp_path: Path) -> None:
             family_named(DEFAULT),
             "model.family says so",
         )
+
+
+def test_a_folder_of_modular_blocks_names_its_pipeline_too(tmp_path: Path) -> None:
+    index = {"_class_name": "AnimaModularPipeline", "_blocks_class_name": "AnimaAutoBlocks"}
+    folder = folder_of(tmp_path / "model", index, "modular_model_index.json")
+    family, reason = family_of(ModelConfig(path=str(folder)))
+    assert family.name == "anima" and reason == f"{folder} is a model of AnimaModularPipeline"
+    (folder / "modular_model_index.json").write_text("{")
+    with pytest.raises(ModelError, match="could not be loaded"):
+        family_of(ModelConfig(path=str(folder)))
 
 
 KNOWN = [name for name in dir(diffusers) if name.endswith("Pipeline")]

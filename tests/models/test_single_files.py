@@ -42,9 +42,9 @@ def check_same(found: torch.nn.Module, expected: dict[str, torch.Tensor]) -> Non
     assert all(torch.equal(state[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
 
-OTHERS = ("wan", "qwen-image", "krea2", "flux2", "flux2-dev")
+OTHERS = ("wan", "qwen-image", "krea2", "flux2", "flux2-dev", "anima")
 PREFIXES = ("", ORIGINAL_PREFIX)
-MORE = [("sd15", ORIGINAL_PREFIX), *((name, prefix) for name in OTHERS for prefix in PREFIXES)]
+MORE = [("sd15", ORIGINAL_PREFIX), ("anima", "net."), *((name, prefix) for name in OTHERS for prefix in PREFIXES)]
 FILES = [
     *(("z-image", prefix) for prefix in PREFIXES),
     *(pytest.param(*each, marks=FAMILIES_LANE) for each in MORE),
@@ -120,7 +120,7 @@ def vae_loader_of(name: str, vae: Any, file: Path) -> ModelLoader:
     return ModelLoader(str(file.parent / "model"), vae=str(file), family=family_named(name))
 
 
-LAYOUTS = [(name, "") for name in ("flux", "wan", "qwen-image", "krea2", "flux2", "flux2-dev")]
+LAYOUTS = [(name, "") for name in ("flux", "wan", "qwen-image", "krea2", "flux2", "flux2-dev", "anima")]
 
 
 @FAMILIES_LANE

@@ -1,0 +1,146 @@
+"""Anima: the denoiser of Cosmos-Predict2 with texts of Qwen3 behind a conditioner, and the VAE of Qwen-Image.
+
+diffusers has it as modular blocks alone. Those are called here as the pipelines of other families are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ModelError
+from latentcache.families.base import (
+    LLM_SETTINGS,
+    MASK,
+    Caption,
+    Encoded,
+    Family,
+    LatentSpace,
+    Part,
+    TextField,
+    TimestepSampling,
+    Upload,
+)
+from latentcache.families.qwen_image import QwenImage
+from latentcache.types import Padding
+
+_ROWS = 512
+"""Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
+_BLOCKS = "diffusers.modular_pipelines.anima"
+_QWEN3_SETTINGS = tuple(name.removeprefix("text_config.") for name in LLM_SETTINGS)
+
+
+class Anima(Family):
+    """What the conditioner makes of a text: a row for each token of T5, filled from Qwen3's last layer. Zeros follow.
+
+    Of T5 there is a tokenizer alone. Words that it does not know, as those of other scripts, say nothing.
+    """
+
+    name = "anima"
+    pipeline_name = "AnimaModularPipeline"
+    repositories = ("circlestone-labs/Anima-Base-v1.0-Diffusers",)
+    parts = {
+        "vae": QwenImage.parts["vae"],
+        "text_encoder": Part("text_encoder", "transformers.Qwen3Model", settings=_QWEN3_SETTINGS),
+        "text_conditioner": Part("text_encoder", "diffusers.AnimaTextConditioner", settings=("num_attention_heads",)),
+        "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
+        "t5_tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
+    }
+    denoiser_class = "diffusers.CosmosTransformer3DModel"
+    denoiser_needs = "torchvision"
+    unused_weights = tuple(net + name for net in ("net.", "") for name in ("llm_adapter.", "pos_embedder.", "accum_"))
+    latent = LatentSpace(16, is_video=True, draws=False)
+    patch = 2
+    fields = {"prompt_embeds": TextField("text_embed_dim", Padding(length=_ROWS), (1024,), encoder="text_conditioner")}
+    max_length = longest = _ROWS
+    recipe = {"cut": "conditioner"}
+    can_keep_padding = False
+    timesteps = TimestepSampling("logit_normal", shift=3.0)
+    lora_targets = (*Family.lora_targets, "ff.net.0.proj", "ff.net.2")
+
+    @override
+    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Caption]:
+        """As `Family.tokenize`, with the larger number of tokens of the two tokenizers: each of them cuts a text."""
+        tokenizers = [parts[name] for name in self.names("tokenizer")]
+        ids = [each([*texts], truncation=False, padding=False, verbose=False).input_ids for each in tokenizers]
+        return [Caption(text, max(map(len, both))) for text, *both in zip(texts, *ids, strict=True)]
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """As `Family.encode_text`. ModelError for a tokenizer that pads on the left: positions count padding."""
+        for name in self.names("tokenizer"):
+            if parts[name].padding_side != "right":
+                message = f"{name}: it pads on the left, but the conditioner's positions are those of padding on the"
+                raise ModelError(f"{message} right. Set its padding_side to 'right'.", part=name)
+        steps: Any = importlib.import_module(f"{_BLOCKS}.encoders")
+        read = steps.AnimaTextEncoderStep.encode_prompt(
+            SimpleNamespace(**parts),
+            [text.text for text in texts],
+            prepare_unconditional_embeds=False,
+            max_sequence_length=recipe["max_length"],
+            device=parts["text_encoder"].device,
+        )
+        embeds = parts["text_conditioner"](
+            source_hidden_states=read["qwen_prompt_embeds"],
+            target_input_ids=read["t5_input_ids"],
+            target_attention_mask=read["t5_attention_mask"],
+            source_attention_mask=read["qwen_attention_mask"],
+        )
+        mask = read["t5_attention_mask"].bool()
+        mask = torch.nn.functional.pad(mask, (0, embeds.shape[1] - mask.shape[1]))
+        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (_ROWS, parts["text_conditioner"].config.target_dim)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        sides = [side * self.latent.downscale for side in noisy.shape[-2:]]
+        return {**super().conditions(denoiser, noisy, batch), "padding_mask": noisy.new_zeros(1, 1, *sides)}
+
+    @override
+    def predict(
+        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
+    ) -> torch.Tensor:
+        return super().predict(denoiser, noisy, timesteps / 1000, batch)
+
+    @override
+    def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
+        """As `Family.guidance_kwargs`. Below 1 its guider is on again: it would lead to the negative prompt."""
+        return super().guidance_kwargs(max(guidance_scale, self.no_guidance))
+
+    @override
+    def pipeline(self, **parts: Any) -> Any:
+        """The blocks that denoise, of these parts, with the arguments of other pipelines: what they return is latents.
+
+        They take `prompt_embeds`, and no texts.
+        """
+        from diffusers.modular_pipelines import SequentialPipelineBlocks
+
+        before, denoise = (importlib.import_module(f"{_BLOCKS}.{name}") for name in ("before_denoise", "denoise"))
+        steps = {
+            "input": before.AnimaTextInputStep,
+            "prepare_latents": before.AnimaPrepareLatentsStep,
+            "set_timesteps": before.AnimaSetTimestepsStep,
+            "denoise": denoise.AnimaDenoiseStep,
+        }
+        made = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
+        made.update_components(**parts)
+        made._blocks.sub_blocks["denoise"].set_progress_bar_config(disable=True)
+
+        def run(*, guidance_scale: float, output_type: str, return_dict: bool, **options: Any) -> tuple[torch.Tensor]:
+            made.guider.guidance_scale = guidance_scale  # a component, and no argument
+            return (made(**options).get("latents"),)
+
+        return run
+
+
+FAMILY = Anima()
