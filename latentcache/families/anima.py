@@ -31,6 +31,7 @@ from latentcache.types import Padding
 
 _ROWS = 512
 """Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
+_INSIDE = "llm_adapter."
 _BLOCKS = "diffusers.modular_pipelines.anima"
 _QWEN3_SETTINGS = tuple(name.removeprefix("text_config.") for name in LLM_SETTINGS)
 
@@ -47,19 +48,21 @@ class Anima(Family):
     parts = {
         "vae": QwenImage.parts["vae"],
         "text_encoder": Part("text_encoder", "transformers.Qwen3Model", settings=_QWEN3_SETTINGS),
-        "text_conditioner": Part("text_encoder", "diffusers.AnimaTextConditioner", settings=("num_attention_heads",)),
+        "text_conditioner": Part(
+            "text_encoder", "diffusers.AnimaTextConditioner", settings=("num_attention_heads",), inside=_INSIDE
+        ),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
         "t5_tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
     denoiser_class = "diffusers.CosmosTransformer3DModel"
     denoiser_needs = "torchvision"
-    unused_weights = tuple(net + name for net in ("net.", "") for name in ("llm_adapter.", "pos_embedder.", "accum_"))
+    unused_weights = tuple(net + name for net in ("net.", "") for name in (_INSIDE, "pos_embedder.", "accum_"))
     latent = LatentSpace(16, is_video=True, draws=False)
     patch = 2
     fields = {"prompt_embeds": TextField("text_embed_dim", Padding(length=_ROWS), (1024,), encoder="text_conditioner")}
     max_length = longest = _ROWS
     recipe = {"cut": "conditioner"}
-    can_keep_padding = False
+    can_keep_padding, reads_lengths = False, False
     timesteps = TimestepSampling("logit_normal", shift=3.0)
     lora_targets = (*Family.lora_targets, "ff.net.0.proj", "ff.net.2")
 

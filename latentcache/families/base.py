@@ -36,7 +36,7 @@ class Part:
     those settings of its config, as `text_config.hidden_act`, but for what shapes of weights show; of a processor those
     by which it reads images. A file in the layout of the model's authors is converted as one of the class `layout`,
     with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
-    cannot be made without.
+    cannot be made without. `inside` is how its names begin in a file of the denoiser, which has it inside.
     """
 
     role: Role
@@ -46,6 +46,7 @@ class Part:
     layout: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     needs: str | None = None
+    inside: str | None = None
 
     def load_class(self) -> Any:
         """The class itself."""
@@ -275,6 +276,8 @@ class Family(ABC):
     """Whether texts may be stored without padding: one that is padded again in a batch gives the same result."""
     can_keep_padding: ClassVar[bool] = True
     """Whether they may be stored with it: not where the denoiser masks it, or its pipeline drops it."""
+    reads_lengths: ClassVar[bool] = True
+    """Whether the length of a text says something to the denoiser. Else zeros in all rows are a text too."""
     timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
     needed_of_scheduler: ClassVar[tuple[str, ...]] = ("set_timesteps", "step")
     """What the denoising loop of its pipeline uses of a scheduler."""

@@ -353,7 +353,12 @@ class LatentCache(Closing):
                 raise no_zeros(family)
             for name in family.fields:
                 for place in zeros:  # an index of all takes longer than the copy of the batch
+                    if name in apart:
+                        apart[name][place] = apart[name][place][:0]
+                        continue
                     batch[name][place].zero_()
+                    if name in masks:
+                        masks[name][place] = False
         return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Iterable[SampleRef]) -> None:

@@ -213,7 +213,7 @@ class LatentDataset(Dataset[Batch]):
         for name, part in zip(self.names, self._parts, strict=True):
             view = self.cache.restricted(name)
             if self.choices.dropout_to == "zeros":
-                lengths = [field for field, _ in self.facts.padding]
+                lengths = self.facts.padding if family.reads_lengths else ()
                 if lengths or (view.text_shapes() or {}).keys() - family.fields.keys():
                     raise no_zeros(family)
             elif family.text_reads_control:

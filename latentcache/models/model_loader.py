@@ -344,8 +344,9 @@ class ModelOrigin:
 
     `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folder` is a
     diffusers folder; None: the tiny model. Weights come from `file` where there is one, in the original layout, and
-    only configs and tokenizers from the folder. `variant` is that of the folder's weights. `flat`: the folder holds a
-    VAE itself, not in `vae/`. `elsewhere` has the folders of parts that the folder's index places elsewhere.
+    only configs and tokenizers from the folder; of a denoiser's file come the parts that it has inside. `variant` is
+    that of the folder's weights. `flat`: the folder holds a VAE itself, not in `vae/`. `elsewhere` has the folders of
+    parts that the folder's index places elsewhere.
     """
 
     name: str
@@ -383,13 +384,17 @@ class ModelOrigin:
         described = self.family.parts[part]
         # Refuses another class of VAE, of whose weights a load only says that some lack.
         settings = self.vae_config() if described.role == "vae" else {}
-        if self.file is None:
+        if self.file is None or part in _outside(self.family):
             own = self._existing(part, self.folder)
             return {part: load_pretrained(part, described.load_class(), own, self.variant, dtype)[0]}
-        from latentcache.models.single_file import text_encoders_of_file, vae_of_file  # they need diffusers' converters
+        # They need diffusers' converters.
+        from latentcache.models.single_file import part_inside_file, text_encoders_of_file, vae_of_file
 
         if described.role == "vae":
             return {part: vae_of_file(self.family, self.file, settings, dtype)}
+        if described.inside is not None:
+            settings = read_config(part, self._existing(part, self.folder), described.load_class())
+            return {part: part_inside_file(self.family, part, self.file, settings, dtype)}
         return text_encoders_of_file(self.family, self.file, self.folder, self.load_tokenizers, dtype)
 
     def load_tokenizers(self) -> dict[str, Any]:
@@ -423,6 +428,7 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
     configs = [*MODEL_INDEXES, *(f"{part}/*.{ending}" for part in family.parts for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):
         # Its configs and tokenizers are those of `config`, or what diffusers infers from its keys.
+        configs += [f"{part}/{weights_name(part)}*.safetensors*" for part in _outside(family)]
         folder, name, next_step = config_folder(path, config, configs)
         elsewhere = _elsewhere(family, folder, name)
         lacking = [part for part in family.parts if part not in elsewhere and not (folder / part).exists()]
@@ -437,6 +443,13 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
     weights = [f"{part}/{weights_name(part, variant)}*.safetensors*" for part in encoders]
     name, folder = local_folder("model", path, [*configs, *weights], revision=revision, variant=variant)
     return ModelOrigin(name, family, folder, variant=variant, elsewhere=_elsewhere(family, folder, name))
+
+
+def _outside(family: Family) -> list[str]:
+    """Text encoders that are not in a denoiser's file, where others are: they come from the folder with the configs."""
+    encoders = family.names("text_encoder")
+    inside = [name for name in encoders if family.parts[name].inside is not None]
+    return [name for name in encoders if name not in inside] if inside else []
 
 
 def _elsewhere(family: Family, folder: Path, name: str) -> dict[str, Path]:
@@ -462,7 +475,7 @@ def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
     if (file.parent / "config.json").is_file():
         return ModelOrigin(path, model.family, file.parent, file, flat=True)
     if model.folder is not None:
-        return ModelOrigin(path, model.family, model.folder, file, flat=model.flat)
+        return ModelOrigin(path, model.family, model.folder, file, flat=model.flat, elsewhere=model.elsewhere)
     raise refused(
         "vae",
         f"{path} has no config.json next to it, and the model {model.name!r} has none either. Put the VAE's "

@@ -103,6 +103,22 @@ def vae_of_file(family: Family, file: Path, settings: Mapping[str, Any], dtype: 
     return vae
 
 
+def part_inside_file(
+    family: Family, part: str, file: Path, settings: Mapping[str, Any], dtype: torch.dtype
+) -> torch.nn.Module:
+    """A part that a denoiser's file has inside, under whatever prefix. Raises ModelError."""
+    described = family.parts[part]
+    inside = str(described.inside)
+    state = {name.partition(inside)[2]: value for name, value in read_file(part, file).items() if inside in name}
+    with loading(part, str(file)):
+        module: torch.nn.Module = empty(described.load_class(), settings)
+    next_step = (
+        f"Name a denoiser's file of {family.name} with its {inside}* inside, or a diffusers folder, as model.path"
+    )
+    fill(part, module, state, dtype, str(file), next_step)
+    return module
+
+
 def text_encoders_of_file(
     family: Family, file: Path, configs: Path, load_tokenizers: Callable[[], Mapping[str, Any]], dtype: torch.dtype
 ) -> dict[str, torch.nn.Module]:

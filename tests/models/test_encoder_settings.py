@@ -41,6 +41,9 @@ FROZEN = {
     ("z-image", "tokenizer"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
     ("flux2", "text_encoder"): "c89b1b77d025c899a2ca106ca5d53699e7187f3cc978b47d5ebb963cebdf39c4",
     ("flux2", "tokenizer"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
+    ("anima", "text_encoder"): "8a83f717455e9b15243158de9c5320f0c98d1260bea7f3ac0f1c2324dd8f2d17",
+    ("anima", "text_conditioner"): "97df37dc0327bbe7bac47a43aa7d330c7ce4c7a74c74c8b63ab3df6d11ef4371",
+    ("anima", "tokenizer"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
 }
 """Of the tiny models. Their encoders' configs are the same in all releases, and their keys never change."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,18 @@ from helpers.tiny_models import (
     tiny_denoiser,
     tiny_encoders,
     tiny_folder,
+    tiny_model,
 )
 from model_identities import F32
 from original_layouts import autoencoder_tensors, denoiser_tensors
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from single_file import with_prefix
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
-from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
+from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser, load_scheduler
+from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 
@@ -222,8 +225,50 @@ def test_every_part_is_that_of_the_file(name: str, tmp_path: Path) -> None:
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+def anima_files(folder: Path, prefix: str, of_encoder: str) -> dict[str, Any]:
+    """As ComfyUI has them: the denoiser with its conditioner, and the VAE; Qwen3 next to its config. With the parts."""
+    parts = tiny_model("anima", 3)
+    shutil.copytree(tiny_folder("anima"), folder / "configs")
+    for part in ("text_conditioner", "transformer", "vae"):
+        (folder / "configs" / part / "diffusion_pytorch_model.safetensors").unlink()
+    encoder = {of_encoder + name: value for name, value in parts["text_encoder"].state_dict().items()}
+    saved(encoder, folder / "configs" / "text_encoder" / "model.safetensors")
+    tensors = denoiser_tensors("anima", parts["transformer"], prefix)
+    inside = {name: value for name, value in parts["text_conditioner"].state_dict().items()}
+    tensors |= {f"{prefix}llm_adapter.{name}": value for name, value in inside.items()}
+    saved({**tensors, f"{prefix}pos_embedder.seq": torch.arange(3.0)}, folder / "anima.safetensors")
+    saved(parts["vae"].state_dict(), folder / "vae.safetensors")
+    return parts
+
+
 @FAMILIES_LANE
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"sdxl", "sd15", "flux", "chroma"}))
+@pytest.mark.parametrize(("prefix", "of_encoder"), [("net.", "model."), ("", ""), (ORIGINAL_PREFIX, "")])
+def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
+    prefix: str, of_encoder: str, tmp_path: Path
+) -> None:
+    parts, family = anima_files(tmp_path, prefix, of_encoder), family_named("anima")
+    file, config = tmp_path / "anima.safetensors", tmp_path / "configs"
+    loader = ModelLoader(str(file), vae=str(tmp_path / "vae.safetensors"), config=str(config), family=family)
+    expected = LoadedModels(family=family, **{name: parts[name] for name in family.parts})
+    for part in family.parts:
+        assert loader.identity(part, F32) == expected.identity(part, F32), part
+    model = ModelConfig(path=str(file), config=str(config))
+    assert family_of(model)[0] is family
+    check_same(load_denoiser(dtype=F32, model=model), parts["transformer"].state_dict())
+    assert load_scheduler(model=model).config.shift == 3.0
+    with pytest.raises(ModelError, match=r"missing, e\.g\. .*as model\.vae"):
+        ModelLoader(str(file), config=str(config), family=family).vae(F32)
+    without = {name: each for name, each in load_file(file).items() if "llm_adapter.out_proj" not in name}
+    saved(without, file)
+    with pytest.raises(
+        ModelError, match=r"2 missing, e\.g\. out_proj\.bias.*with its llm_adapter\.\* inside"
+    ) as caught:
+        ModelLoader(str(file), config=str(config), family=family).text_encoders(F32)
+    assert caught.value.part == "text_conditioner"
+
+
+@FAMILIES_LANE
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"sdxl", "sd15", "flux", "chroma", "anima"}))
 def test_a_file_with_the_denoiser_alone_is_no_model(name: str, tmp_path: Path) -> None:
     tensors: Any = denoiser_tensors("flux2" if name == "flux2-dev" else name, tiny_denoiser(name))
     loader = loader_of(name, saved(tensors, tmp_path / "model.safetensors"))

@@ -1,0 +1,177 @@
+"""Anima: two tokenizers, a conditioner behind the text encoder, and a folder of modular blocks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.family_runs import TEXTS, family_config
+from helpers.tiny_models import tiny_encoders, tiny_folder, tiny_model
+
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, validate
+from latentcache.config import Config, ModelConfig
+from latentcache.config_file import parse_config
+from latentcache.errors import ConfigError, ModelError
+from latentcache.families import family_named
+from latentcache.families.base import MASK
+from latentcache.loading.choices import DropoutTo
+from latentcache.models.denoiser import load_denoiser
+from latentcache.models.model_loader import LoadedModels, ModelLoader
+from latentcache.precache.run import run_precache
+
+ANIMA = family_named("anima")
+F32 = torch.float32
+TAGS = "red cat, small table, warm light, two cats"
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return tiny_model("anima")
+
+
+def encoded(parts: dict[str, Any], *texts: str, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        made = ANIMA.encode_text(parts, ANIMA.tokenize(parts, texts), ANIMA.text_recipe(**settings))
+    return made["prompt_embeds"], made[f"prompt_embeds{MASK}"]
+
+
+def test_the_recipe_in_keys_stays() -> None:
+    expected = {"family": "anima", "max_length": 512, "keeps_padding": False, "cut": "conditioner"}
+    assert ANIMA.text_recipe() == expected
+    with pytest.raises(ConfigError, match="takes 512 tokens at most"):
+        ANIMA.text_recipe(max_length=513)
+
+
+def test_rows_that_are_not_stored_are_the_zeros_that_follow(parts: dict[str, Any]) -> None:
+    embeds, mask = encoded(parts, *TEXTS, "")
+    assert embeds.shape[:2] == mask.shape == (len(TEXTS) + 1, 512)
+    assert mask.sum(1).tolist() == [len(parts["t5_tokenizer"](text).input_ids) for text in (*TEXTS, "")]
+    assert not embeds[~mask].any() and embeds[mask].abs().sum(-1).min() > 0
+    rule = ANIMA.padding("prompt_embeds", ANIMA.text_recipe())
+    assert rule is not None and (rule.length, rule.side, rule.value) == (512, "right", 0.0)
+
+
+def test_the_empty_text_has_one_row_and_no_token_of_qwen(parts: dict[str, Any]) -> None:
+    assert len(parts["tokenizer"]("").input_ids) == 0
+    embeds, mask = encoded(parts, "")
+    assert mask.sum() == 1 and torch.isfinite(embeds).all()
+    # In a batch with others too: its rows of Qwen3 are all masked there.
+    together, _ = encoded(parts, "", TEXTS[2])
+    torch.testing.assert_close(together[:1], embeds, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "t5_tokenizer"])
+def test_a_tokenizer_that_pads_on_the_left_is_refused(name: str, parts: dict[str, Any]) -> None:
+    parts = {**parts, name: tiny_encoders("anima")[name]}
+    parts[name].padding_side = "left"
+    with pytest.raises(ModelError, match=f"{name}: it pads on the left.*Set its padding_side to 'right'") as caught:
+        encoded(parts, *TEXTS)
+    assert caught.value.part == name
+
+
+def test_the_number_of_tokens_is_that_of_the_tokenizer_which_cuts_first(parts: dict[str, Any]) -> None:
+    many, few = "\N{SNOWMAN}" * 9, "cat"  # bytes of Qwen3's, and one unknown word of T5's
+    counts = [[len(parts[name](text).input_ids) for name in ("tokenizer", "t5_tokenizer")] for text in (many, few)]
+    assert counts[0][0] > counts[0][1] and counts[1][0] != counts[1][1]
+    assert [each.num_tokens for each in ANIMA.tokenize(parts, (many, few))] == [*map(max, counts)]
+    cut, _ = encoded(parts, many, max_length=4)
+    assert not torch.equal(cut, encoded(parts, many)[0])
+
+
+# The folder of a model.
+
+
+def index_of(folder: Path, **places: Any) -> None:
+    file = folder / "modular_model_index.json"
+    index = json.loads(file.read_text())
+    for part, place in places.items():
+        index[part][-1] |= place
+    file.write_text(json.dumps(index))
+
+
+def test_parts_that_lie_elsewhere_are_read_from_there(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(tiny_folder("anima"), model)
+    other.mkdir()
+    for part in ("vae", "text_encoder", "t5_tokenizer"):
+        (model / part).rename(other / f"its_{part}")
+        index_of(model, **{part: {"pretrained_model_name_or_path": str(other), "subfolder": f"its_{part}"}})
+    found, expected = ModelLoader(str(model), family=ANIMA), LoadedModels(family=ANIMA, **tiny_encoders("anima"))
+    for part in ANIMA.parts:
+        assert found.identity(part, F32) == expected.identity(part, F32), part
+    assert found.vae_facts() == expected.vae_facts()
+    (other / "its_text_encoder").rename(other / "gone")
+    with pytest.raises(ModelError, match=r"text_encoder: .* has no folder its_text_encoder"):
+        ModelLoader(str(model), family=ANIMA).text_encoders(F32)
+    index_of(model, text_encoder={"pretrained_model_name_or_path": "someone/none"})
+    with pytest.raises(ModelError, match="someone/none is not on this machine") as caught:
+        ModelLoader(str(model), family=ANIMA).text_encoders(F32)
+    assert caught.value.part == "text_encoder"
+
+
+# What the denoiser needs.
+
+
+def test_a_package_that_the_denoiser_needs_is_named_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from latentcache.families import family_named; print(family_named('anima').denoiser_needs)"
+    declared = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert declared == "torchvision\n"
+    monkeypatch.setattr(type(ANIMA), "denoiser_needs", "torchvision_of_nobody")
+    with pytest.raises(
+        ModelError, match=r"transformer: diffusers\.CosmosTransformer3DModel needs torchvision_of_nobody\. Install"
+    ):
+        load_denoiser("/no/such/folder", dtype=F32, model=ModelConfig(path=tiny_folder("anima")))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    given = family_config(tmp_path).model_dump(mode="json")
+    given["datasets"][0]["captions"] |= {"variants": 3, "shuffle": True}
+    given["model"]["path"] = tiny_folder("anima")
+    for path in (tmp_path / "photos").glob("*.txt"):
+        path.write_text(TAGS)
+    return parse_config(given)
+
+
+def test_caching_and_reading_need_no_denoiser(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer has its own. The command that needs one says so before it reads anything."""
+    monkeypatch.setattr(type(ANIMA), "denoiser_needs", "torchvision_of_nobody")
+    assert run_precache(config).num_refused == 0
+    with LatentCache(config.cache) as cache:
+        assert cache.batch(["0.png"], device="cpu")["prompt_embeds"].shape == (1, 512, 16)
+    with pytest.raises(ModelError, match="needs torchvision_of_nobody"):
+        validate(config)
+
+
+@pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
+def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, config: Config, parts: dict[str, Any]) -> None:
+    """A dropped caption is the empty text, whose row is not zero, or zeros in all rows, as OneTrainer has it."""
+    assert run_precache(config).num_refused == 0
+    dataset = LatentDataset(config.cache, "photos", caption="random", caption_dropout=0.5, dropout_to=dropout_to)
+    loader = LatentLoader(BucketBatchSampler(dataset, 3, seed=0), device="cpu", dtype=F32, scaled=True)
+    seen: dict[str, int] = {}
+    for batch in islice(loader.forever(), 8):
+        for text, embeds, mask in zip(
+            batch["caption"], batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True
+        ):
+            if text or dropout_to == "empty":
+                [expected], [own] = encoded(parts, text)
+                # Where its file lies in memory decides how a matrix is multiplied by one row.
+                assert torch.equal(mask, own) and (embeds - expected).abs().max() <= (0 if text else 1e-6)
+            else:
+                assert embeds.shape == (512, 16) and not embeds.any() and not mask.any()
+            seen[text] = seen.get(text, 0) + 1
+    assert 5 < seen.pop("") < 19 and len(seen) == 3, seen
+    assert {frozenset(text.split(", ")) for text in seen} == {frozenset(TAGS.split(", "))}
+    # Without a loader: one visit, whose text is padded by the dataset.
+    dropped = LatentDataset(config.cache, "photos", caption_dropout=1.0, dropout_to=dropout_to)
+    batch = dropped.collate([dropped[0], dropped[1]])
+    assert batch["prompt_embeds"].shape == (2, 512, 16)
+    assert batch[f"prompt_embeds{MASK}"].sum(1).tolist() == ([1, 1] if dropout_to == "empty" else [0, 0])
