@@ -40,7 +40,7 @@ def families_page() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for family in families:
         latents, shapes = latent_shape(family), caption_shapes(family, parts[family.name])
-        padded = shapes if family.text_reads_control else padded_shapes(family, parts[family.name])
+        padded = padded_shapes(family, parts[family.name]) if "max_length" in family.text_recipe() else shapes
         ratio = f" ({num_bytes(padded) / num_bytes(shapes):.0f} x)" if shapes != padded else ""
         yield (
             f"| `{family.name}` | {shape_text(latents)} | {math.prod(latents) * BYTES:,} | {shapes_text(shapes)} | "
@@ -69,7 +69,7 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
         yield f"| {name} | {', '.join(others) or 'none'} |"
     recipe = ", ".join(f"`{name}: {value}`" for name, value in family.text_recipe().items())
     yield f"| recipe of a text, in its key | {recipe} |"
-    yield f"| tokens at most | {'any number' if family.text_reads_control else family.max_length} |"
+    yield f"| tokens at most | {family.text_recipe().get('max_length', 'any number')} |"
     yield f"| text encoders compute in | {family.text_dtype} on an accelerator |"
     yield f"| control images in training and validation | {'read' if family.reads_controls else 'refused'} |"
 
@@ -143,6 +143,7 @@ def scaling_text(family: Family, parts: dict[str, Any]) -> str:
     return {
         "factor": "`z * scaling_factor`" if scaling.shift_factor is None else "`(z - shift_factor) * scaling_factor`",
         "mean_std": "`(z - mean) * (1 / std)` for each channel",
+        "divided": "`(z - mean) / std` for each channel",
         "batch_norm": "patches of 2x2 become channels, then `(z - mean) / std` for each",
     }[scaling.rule]
 

@@ -155,8 +155,8 @@ def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.M
     """The module on `device` and in eval mode; its own device and every training flag are restored afterwards.
 
     A module under an offload hook goes to the hook's device, and not at all where its hooks move it piece by piece.
-    Its weights are copied back, though they have not changed: the host's memory of them is free meanwhile (1.6 GB for
-    SDXL's text encoders, 9.5 GB for a T5-XXL), and a run does this once for each encoder.
+    Its weights are copied back, though they have not changed: the host's memory of them is free meanwhile (9.5 GB for a
+    T5-XXL), and a run does this once for each encoder.
     """
     hook = next(filter(None, map(offload_hook_of, module.modules())), None)
     with in_eval_mode(module):

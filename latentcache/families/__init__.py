@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from latentcache.errors import ModelError
 
 if TYPE_CHECKING:
-    from latentcache.families.base import Family
+    from latentcache.families.base import Family, Part
 
 FamilyName = Literal[
     "sdxl",
@@ -27,6 +27,7 @@ FamilyName = Literal[
     "flux2",
     "flux2-dev",
     "anima",
+    "qwen-image-21",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 DEFAULT: FamilyName = FAMILIES[0]
@@ -70,10 +71,15 @@ def family_of_denoiser(denoiser: object) -> Family:
     return found[0] if found else family_named(DEFAULT)
 
 
+def parts_of(class_name: str) -> list[Part]:
+    """What families say of a part of this class; nothing of a class that none names."""
+    found = [part for each in map(family_named, FAMILIES) for part in each.parts.values()]
+    return [part for part in found if part.class_name.endswith(f".{class_name}")]
+
+
 def settings_of(class_name: str) -> tuple[str, ...] | None:
     """The settings that count of a part of this class, in any family; None for a class that no family names."""
-    found = [part for each in map(family_named, FAMILIES) for part in each.parts.values()]
-    named = [part.settings for part in found if part.class_name.endswith(f".{class_name}")]
+    named = [part.settings for part in parts_of(class_name)]
     return tuple({name: None for settings in named for name in settings}) if named else None
 
 

@@ -24,7 +24,6 @@ from latentcache.families.base import (
     Part,
     TextField,
     TimestepSampling,
-    Upload,
 )
 from latentcache.families.qwen_image import QwenImage
 from latentcache.types import Padding
@@ -74,9 +73,7 @@ class Anima(Family):
         return [Caption(text, max(map(len, both))) for text, *both in zip(texts, *ids, strict=True)]
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError for a tokenizer that pads on the left: positions count padding."""
         for name in self.names("tokenizer"):
             if parts[name].padding_side != "right":

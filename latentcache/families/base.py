@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+from typing_extensions import override
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families.hidden_states import HiddenStates
-from latentcache.families.scaling import Scaling
+from latentcache.families.scaling import Rule, Scaling
 from latentcache.types import Geometry, Padding
 
 Role = Literal["vae", "text_encoder", "tokenizer"]
@@ -37,6 +38,7 @@ class Part:
     by which it reads images. A file in the layout of the model's authors is converted as one of the class `layout`,
     with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
     cannot be made without. `inside` is how its names begin in a file of the denoiser, which has it inside.
+    `rule` is how statistics of a VAE of video scale its latents.
     """
 
     role: Role
@@ -47,6 +49,7 @@ class Part:
     renamed: tuple[tuple[str, str], ...] = ()
     needs: str | None = None
     inside: str | None = None
+    rule: Rule = "mean_std"
 
     def load_class(self) -> Any:
         """The class itself."""
@@ -401,7 +404,8 @@ class Family(ABC):
 
         Where texts are read with control images, and have no padding: of a usual text with one.
         """
-        return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.get_text_config().hidden_size)}
+        length = recipe.get("max_length", self.max_length)
+        return {"prompt_embeds": (length, parts["text_encoder"].config.get_text_config().hidden_size)}
 
     def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
         """Which columns of a cached field each text encoder makes.
@@ -521,3 +525,24 @@ class Family(ABC):
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Scaled latents [B, C, (F,) h, w] of what the pipeline returns for `output_type="latent"`."""
         return latents
+
+
+class UncutTexts(Family):
+    """A family whose pipeline cuts no text: its recipes have no `max_length`."""
+
+    max_length = 512
+    """Rows of a long text, for estimates."""
+
+    @override
+    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
+        """As `Family.text_recipe`, without `max_length`: ConfigError where the settings have one."""
+        if settings.get("max_length"):
+            message = f"max_length is {settings['max_length']}, but the pipeline of {self.name} cuts no text; set null"
+            raise ConfigError(message, key="encode.max_length")
+        made = super().text_recipe(negative=negative, **settings)
+        del made["max_length"]
+        return made
+
+    @override
+    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        return 1 << 30

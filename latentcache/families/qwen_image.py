@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ NUM_DROPPED = 34
 """Tokens of the system prompt, whose rows the pipeline drops."""
 STATES = {-1: "language_model.norm"}
 """The hidden state that the pipeline reads, and the module whose output it is."""
+PLACEHOLDER = re.compile(r"<\|(image|video)_pad\|>")
+"""In a caption it would stand for an image that is not there, and a processor would fail."""
 
 
 class QwenImage(PackedFamily):

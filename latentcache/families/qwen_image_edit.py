@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,11 +12,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.errors import ConfigError
-from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Part, padded
+from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Part, UncutTexts, padded
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
-from latentcache.families.qwen_image import STATES, QwenImage, check_prefix
+from latentcache.families.qwen_image import PLACEHOLDER, STATES, QwenImage, check_prefix
 
 _NUM_DROPPED = 64
 """Tokens of the system prompt, whose rows the pipeline drops."""
@@ -33,8 +31,6 @@ _IMAGE_SETTINGS = (
     *("size", "do_convert_rgb", "do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "patch_size"),
     *("temporal_patch_size", "merge_size", "image_mean", "image_std"),
 )
-_PLACEHOLDER = re.compile(r"<\|(image|video)_pad\|>")
-"""In a caption it would stand for an image that is not there, and the processor would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class EditCaption(Caption):
     pictures: Sequence[Any]
 
 
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(UncutTexts, QwenImage):
     """Qwen2.5-VL reads each control image at about 384x384 pixels, then the text. Latents are Qwen-Image's.
 
     The means of control images are more tokens of the denoiser. Texts are read one by one, as the pipeline does it, and
@@ -73,22 +69,12 @@ class QwenImageEdit(QwenImage):
 
     @override
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
-        """As `Family.text_recipe`, without `max_length`."""
-        if settings.get("max_length"):
-            message = f"max_length is {settings['max_length']}, but the pipeline of {self.name} cuts no text; set null"
-            raise ConfigError(message, key="encode.max_length")
-        made = super().text_recipe(negative=negative, **settings)
-        del made["max_length"]
-        return {**made, "image_positions": _image_positions()}
-
-    @override
-    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
-        return 1 << 30
+        return {**super().text_recipe(negative=negative, **settings), "image_positions": _image_positions()}
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
         """Without the words for the control images, which follow from their number."""
-        return super().rendered(parts, _PLACEHOLDER.sub("", text))
+        return super().rendered(parts, PLACEHOLDER.sub("", text))
 
     @override
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[EditCaption]:
@@ -101,7 +87,7 @@ class QwenImageEdit(QwenImage):
         """As `Family.tokenize_with_control`. `num_tokens` are those of the text alone."""
         counted = super().tokenize({"processor": parts["processor"].tokenizer}, texts)
         return [
-            EditCaption(_PLACEHOLDER.sub("", text.text), text.num_tokens, [*map(_picture, group)])
+            EditCaption(PLACEHOLDER.sub("", text.text), text.num_tokens, [*map(_picture, group)])
             for text, group in zip(counted, images, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-Rule = Literal["factor", "mean_std", "batch_norm"]
+Rule = Literal["factor", "mean_std", "divided", "batch_norm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,9 @@ class Scaling:
     `factor`: `(z - shift_factor) * scaling_factor`, as diffusers' training scripts of AutoencoderKL do it; with
     statistics `(z - mean) * scaling_factor / std`, as its train_dreambooth_lora_sdxl.py does it.
     `mean_std`: `(z - mean) * (1 / std)` for each channel, as its pipelines of Qwen-Image and Wan do it.
+    `divided`: `(z - mean) / std` for each channel, as its pipeline of Qwen-Image 2.1 does it.
     `batch_norm`: 2x2 patches become channels, then `(z - mean) / std`, as its pipelines of FLUX.2 do it.
-    Latents are [..., C, h, w], and [..., C, F, h, w] for `mean_std`.
+    Latents are [..., C, h, w], and [..., C, F, h, w] for `mean_std` and `divided`.
     """
 
     scaling_factor: float = 1.0
@@ -54,10 +55,11 @@ class Scaling:
         mean, std = self._statistics(latents)
         if self.rule == "mean_std":
             return latents / (1.0 / std) + mean
-        return unpatchified(latents * std + mean)
+        unscaled = latents * std + mean
+        return unscaled if self.rule == "divided" else unpatchified(unscaled)
 
     def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (-1, 1, 1, 1) if self.rule == "mean_std" else (-1, 1, 1)
+        shape = (-1, 1, 1, 1) if self.rule in ("mean_std", "divided") else (-1, 1, 1)
         mean, std = (_constant(values, latents.device, latents.dtype).view(shape) for values in (self.mean, self.std))
         return mean, std
 

@@ -17,9 +17,9 @@ import torch
 
 from latentcache.devices.placement import device_of
 from latentcache.errors import ConfigError, EncodeError
-from latentcache.families import DEFAULT, family_named
+from latentcache.families import DEFAULT, family_named, parts_of
 from latentcache.families.base import Family, inference
-from latentcache.families.scaling import Scaling, latents_from_moments, posterior_std
+from latentcache.families.scaling import Rule, Scaling, latents_from_moments, posterior_std
 from latentcache.models.files import first_line, refused
 from latentcache.models.running import free_cached_memory, is_out_of_memory, pinned_numerics
 from latentcache.types import ImageOutput
@@ -32,8 +32,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 TILE = 512
-"""Side of a tile in pixels, at most. By default diffusers takes the VAE's sample_size, which is 1024 for SDXL: an image
-of 1024x1024 would not be cut, so that tiling would save no memory just where it is needed."""
+"""Side of a tile in pixels, at most. By default diffusers takes the VAE's sample_size, which may be 1024: an image of
+1024x1024 would not be cut, so that tiling would save no memory just where it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ def vae_facts(vae: Any) -> VaeFacts:
         std = torch.sqrt(vae.bn.running_var + config["batch_norm_eps"])
         scaling = Scaling(rule="batch_norm", mean=tuple(vae.bn.running_mean.tolist()), std=tuple(std.tolist()))
     elif statistics and hasattr(vae, "temperal_downsample"):
-        scaling = Scaling(rule="mean_std", **statistics)
+        rules: list[Rule] = [part.rule for part in parts_of(type(vae).__name__)]
+        scaling = Scaling(rule=next(iter(rules), "mean_std"), **statistics)
     else:
         scaling = Scaling(config["scaling_factor"], config.get("shift_factor"), **statistics)
     upcast = config.get("force_upcast")

@@ -65,14 +65,15 @@ def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path
     overrides: dict[str, Any] = {
         "cache": {"path": str(tmp_path / "cache")},
         "datasets": {each: {**small, "images": {"min_side": 16}} for each in ("my-photos", "held-out")},
-        "model": {"family": name, "path": "tiny" if family.text_reads_control else tiny_folder(name)},
+        "model": {"family": name, "path": tiny_folder(name)},
         "encode": {"device": "cpu"},
     }
     if family.text_reads_control:
         overrides["validation"] = {"prompts": []}
     config = load_config(CONFIGS / config_name, overrides=overrides)
     # A processor is loaded by torchvision alone.
-    models = LoadedModels(family=family, **tiny_encoders(name)) if family.text_reads_control else None
+    is_lacking = any(part.needs for part in family.parts.values())
+    models = LoadedModels(family=family, **tiny_encoders(name)) if is_lacking else None
     report = run_precache(config, models=models)
     assert not report.refused and report.num_samples == 4
     assert report.placement["family"].startswith(f"{name}: ")

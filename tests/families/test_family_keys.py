@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
-from helpers.tiny_models import tiny_model, without_torchvision
+from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ConfigError
@@ -111,7 +111,7 @@ def test_each_setting_of_a_recipe_changes_the_key(name: str, tmp_path: Path) -> 
         assert text_key(models, tmp_path, negative=True, clip_skip=1) == keys["as it is"], (
             "diffusers skips in positives"
         )
-    elif not family.text_reads_control:
+    elif "max_length" in family.text_recipe():
         assert "max_length" in keys
     assert len(set(keys.values())) == len(keys), keys
 
@@ -163,25 +163,12 @@ def test_families_with_one_vae_share_latents(pair: tuple[str, str], tmp_path: Pa
     assert choose_encodings(config, other, {}).image != encodings[0]
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {}
-
-
-@pytest.fixture
-def folder(run: FamilyRun, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a diffusers folder."""
-    if run.family.name not in folders:
-        folders[run.family.name] = tmp_path_factory.mktemp("folder")
-        run.pipeline.save_pretrained(folders[run.family.name])
-    return folders[run.family.name]
-
-
-def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diffusers_folder_gives_the_same(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     without_torchvision(monkeypatch, run.family)
-    family, _ = family_of(ModelConfig(path=str(folder)))
+    folder = tiny_folder(run.family.name)
+    family, _ = family_of(ModelConfig(path=folder))
     assert family is run.family, "inferred from model_index.json"
-    models = ModelLoader(str(folder), family=family)
+    models = ModelLoader(folder, family=family)
     assert choose_encodings(run.config, models, {}) == run.encodings
     recipe, parts = run.encodings.text.settings, models.text(torch.float32)
     live = family.encode_text(run.parts, family.tokenize(run.parts, TEXTS), recipe)

@@ -37,9 +37,10 @@ def mask_pixels(name: str) -> np.ndarray:
     return pixels
 
 
-def weights_of(sample_ids: list[str]) -> torch.Tensor:
+def weights_of(sample_ids: list[str], downscale: int) -> torch.Tensor:
     """What each latent of these samples has to count: [B, 1, h, w]."""
-    pixels = np.stack([mask_pixels(name) for name in sample_ids]).reshape(-1, 1, SIDE // 8, 8, SIDE // 8, 8)
+    rows = SIDE // downscale
+    pixels = np.stack([mask_pixels(name) for name in sample_ids]).reshape(-1, 1, rows, downscale, rows, downscale)
     return torch.from_numpy(np.floor(pixels.mean(axis=(3, 5)) + 0.5) / 255)
 
 
@@ -85,7 +86,8 @@ def test_the_validation_loss_counts_as_its_masks_say(cached: tuple[Family, Any, 
     with torch.no_grad():
         noisy = schedule.noised(latents, noise, at)
         predicted = family.predict(denoiser, noisy, schedule.timesteps[at], batch)
-    [expected] = losses_by_hand(predicted, schedule.target(latents, noise, at), weights_of([MIXED]))
+    target, weights = schedule.target(latents, noise, at), weights_of([MIXED], family.latent.downscale)
+    [expected] = losses_by_hand(predicted, target, weights)
     assert found["masked"][MIXED] == pytest.approx(expected, rel=1e-6)
     assert found["masked"][MIXED] < 0.6 * found["photos"][MIXED]
     assert together["masked"] == pytest.approx(found["masked"], rel=1e-4), "three masks in one batch"
@@ -117,5 +119,5 @@ def test_the_training_loss_counts_as_its_masks_say(
     noisy, timesteps = training.schedule.noised(latents, noise, index), training.schedule.timesteps[index]
     predicted = family.predict(training.denoiser, noisy, timesteps, batch)
     target = training.schedule.target(latents, noise, index)
-    expected = losses_by_hand(predicted, target, weights_of(batch["sample_id"]))
+    expected = losses_by_hand(predicted, target, weights_of(batch["sample_id"], family.latent.downscale))
     assert 0 < loss(mask).item() == pytest.approx(sum(expected) / 3, rel=1e-6)

@@ -25,6 +25,7 @@ from latentcache.models.vae import vae_facts
 from latentcache.types import Crop, Geometry, Size
 
 KLEIN, DEV, QWEN, KREA = map(family_named, ("flux2", "flux2-dev", "qwen-image", "krea2"))
+QWEN_21 = family_named("qwen-image-21")
 
 
 def test_naming_the_families_imports_no_torch() -> None:
@@ -181,3 +182,44 @@ def test_padding_that_the_denoiser_masks_is_not_kept(family: Any) -> None:
     with pytest.raises(ConfigError, match="does not read padding"):
         family.text_recipe(padding="keep")
     assert not family.text_recipe(padding="drop")["keeps_padding"]
+
+
+def test_an_item_does_not_depend_on_the_texts_of_the_others() -> None:
+    """The pipeline places the images of a batch after its longest text, and so gives each another prediction."""
+    parts, generator = tiny_model(QWEN_21.name), torch.Generator().manual_seed(0)
+    texts = ["a red cat on the table", "cat", "a red cat"]
+    batch = QWEN_21.encode_text(parts, QWEN_21.tokenize(parts, texts), QWEN_21.text_recipe())
+    lengths = batch["prompt_embeds_mask"].sum(1).tolist()
+    assert lengths[1] < lengths[2] < lengths[0]
+    noisy, timesteps = torch.randn(3, 64, 1, 4, 6, generator=generator), torch.tensor([900.0, 500.0, 100.0])
+    denoiser = parts["transformer"].requires_grad_(True)
+    found = QWEN_21.predict(denoiser, noisy, timesteps, batch)
+    for number, length in enumerate(lengths):
+        only = slice(number, number + 1)
+        own = {"prompt_embeds": batch["prompt_embeds"][only, :length]}
+        assert torch.equal(found[only], QWEN_21.predict(denoiser, noisy[only], timesteps[only], own))
+    found.square().mean().backward()
+    assert denoiser.proj_out.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        conditions = QWEN_21.conditions(denoiser, noisy, batch)
+        mask, tokens = batch["prompt_embeds_mask"], noisy.flatten(2).transpose(1, 2)
+        joined = denoiser(tokens, timestep=timesteps / 1000, encoder_hidden_states_mask=mask, **conditions).sample
+    shifted = joined[:, -24:].transpose(1, 2).unflatten(2, (1, 4, 6)) - found
+    gaps = shifted.abs().flatten(1).amax(1)
+    assert gaps[0] < 1e-5 and gaps[1] > 0.05 and gaps[2] > 0.05
+
+
+def test_the_system_turn_that_is_dropped_has_to_be_that_of_the_template() -> None:
+    parts = tiny_model(QWEN_21.name)
+    tokens = QWEN_21.tokenize(parts, ["cat"])
+    parts["processor"].chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    with pytest.raises(ModelError, match=r"cuts the system prompt into \d+ tokens, but the pipeline drops 1\. Name"):
+        QWEN_21.encode_text(parts, tokens, QWEN_21.text_recipe())
+
+
+@pytest.mark.parametrize("text", ["a <|image_pad|>cat", "<|video_pad|>a cat<|image_pad|>"])
+def test_a_placeholder_of_an_image_is_not_read_where_there_is_none(text: str) -> None:
+    parts = tiny_model(QWEN_21.name)
+    assert QWEN_21.rendered(parts, text) == QWEN_21.rendered(parts, "a cat")
+    made = QWEN_21.encode_text(parts, QWEN_21.tokenize(parts, [text, "a cat"]), QWEN_21.text_recipe())
+    assert torch.equal(*made["prompt_embeds"])

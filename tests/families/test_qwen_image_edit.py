@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.family_runs import CONTROL, SIDE, TEXTS, FamilyRun, family_config, family_run, loaded_models, recorded
 from helpers.photo_files import write_photo
-from helpers.tiny_models import randomised, tiny_model
+from helpers.tiny_models import randomised, tiny_folder, tiny_model
 from PIL import Image
 
 from latentcache import LatentCache
@@ -124,9 +124,10 @@ def test_a_caption_that_names_a_placeholder_is_read_without_it(parts: dict[str, 
     assert torch.equal(*both["prompt_embeds"])
 
 
-def test_a_text_has_no_length_to_set() -> None:
+@pytest.mark.parametrize("name", [EDIT.name, "qwen-image-21"])
+def test_a_text_has_no_length_to_set(name: str) -> None:
     with pytest.raises(ConfigError, match="cuts no text") as raised:
-        EDIT.text_recipe(max_length=100)
+        family_named(name).text_recipe(max_length=100)
     assert raised.value.key == "encode.max_length"
 
 
@@ -227,10 +228,10 @@ def test_prompts_are_refused_since_they_have_no_control_image(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is installed")
-def test_a_processor_without_torchvision_is_refused_with_the_next_step(tmp_path: Path, parts: dict[str, Any]) -> None:
-    EDIT.pipeline(**parts).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("name", [EDIT.name, "qwen-image-21"])
+def test_a_processor_without_torchvision_is_refused_with_the_next_step(name: str) -> None:
     with pytest.raises(ModelError, match=r"^processor: .*needs torchvision\. Install") as raised:
-        ModelLoader(str(tmp_path / "model"), family=EDIT).tokenizers()
+        ModelLoader(tiny_folder(name), family=family_named(name)).tokenizers()
     assert raised.value.part == "processor"
 
 

@@ -83,6 +83,11 @@ def anima(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     return scaled
 
 
+def qwen_image_21(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """As the pipeline encodes a picture, which it makes opaque."""
+    return pipeline._encode_vae_image(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1), generator())
+
+
 SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "sd15": sd15,
     "sdxl": sdxl,
@@ -96,5 +101,6 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "flux2-dev": flux2,
     "wan": wan,
     "anima": anima,
+    "qwen-image-21": qwen_image_21,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

@@ -38,8 +38,9 @@ from latentcache.types import Geometry
 SIDE = 64
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
 SIZE = {"height": SIDE, "width": SIDE}
-ONE_BY_ONE = ("anima",)
-"""Families of which the last bits of an empty text depend on how many there are in a batch: 3e-7."""
+ALONE = ("anima", "qwen-image-21")
+"""Families of whose pipelines a text's values depend on the others of its batch: Qwen-Image 2.1 places an image after
+the longest text, and the last bits of Anima's empty text depend on their number (3e-7)."""
 
 
 CONTROL = (96, SIDE)
@@ -185,9 +186,9 @@ class FamilyRun:
         return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
 
     def groups(self, texts: Sequence[str]) -> list[list[str]]:
-        """The texts that the pipeline takes at once: with control images each alone."""
-        alone = self.family.text_reads_control or self.family.name in ONE_BY_ONE
-        return [[text] for text in texts] if alone else [list(texts)]
+        """The texts that the pipeline takes at once: with control images each alone, and where one moves the other."""
+        is_alone = self.family.text_reads_control or self.family.name in ALONE
+        return [[text] for text in texts] if is_alone else [list(texts)]
 
     def controls(self, text: str) -> list[np.ndarray]:
         """The control images of this caption, as they are cached, [H, W, 3]."""
@@ -287,7 +288,9 @@ class FamilyRun:
         guidance = self.family.guidance_kwargs(guidance_without_negative(self.family))
         prompts = self.prompts(texts)
         with patch.object(module, "randn_tensor", noted), recorded(self.denoiser, stop=True) as calls:
-            self.generate(self.pipeline, **prompts, **guidance)
+            # Keys and values that it keeps are no condition.
+            uncached = {"use_kv_cache": False} if self.family.name in ALONE else {}
+            self.generate(self.pipeline, **prompts, **guidance, **uncached)
         [call] = calls
         latents = call.arguments.get("sample")
         if latents is None:
@@ -357,7 +360,8 @@ def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Fa
         with open_workspace(config.cache) as workspace:
             num_empty = cache_prompts(config, workspace, models, [("", False), ("", True)], device="cpu")
     # Two texts at once, as most pipelines get them below.
-    with patch.object(encodings, "text_batch_size", lambda device: 1 if name in ONE_BY_ONE else 2):
+    num_texts = 1 if name in ALONE else 2
+    with patch.object(encodings, "text_batch_size", lambda device: num_texts):
         report = run_precache(config, models=models)
     expected = 3 * len(TEXTS) if reads_controls else 2 * len(TEXTS) + 1  # images, texts, and controls or no text
     assert report.num_refused == 0 and report.num_encoded + num_empty == expected, report.to_json()

@@ -332,6 +332,30 @@ def _krea2(seed: int) -> dict[str, Any]:
     return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
+def _qwen_image_21(seed: int) -> dict[str, Any]:
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = _BLOCK_TEMPLATE
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {"head_dim": 8, "rope_parameters": rope}
+    vision = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 16}
+    class_name = "Qwen3VLForConditionalGeneration"
+    statistics = {"latents_mean": [*CHANNEL_MEANS] * 4, "latents_std": [*CHANNEL_STDS] * 4}
+    with seeded(seed):
+        encoder = qwen_vl_model(tokenizer, 3, "Qwen3VL", class_name, text, vision)
+        vae = diffusers.AutoencoderKLQwenImage21(
+            base_dim=4, decoder_base_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, **statistics
+        )
+        transformer = diffusers.QwenImage21Transformer2DModel(
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            context_in_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        )
+    processor = qwen_vl_processor(tokenizer, "Qwen3VL", patch_size=16, min_pixels=32 * 32)
+    return flow_model(transformer, seed, vae=randomised(vae, seed), text_encoder=encoder, processor=processor)
+
+
 def _flux2(seed: int) -> dict[str, Any]:
     """An encoder of 16 features, which has a layer more than is read."""
     tokenizer = qwen_tokenizer()
@@ -523,17 +547,19 @@ def qwen_vl_model(
     return randomised(getattr(transformers, class_name)(config), 4)
 
 
-def qwen_vl_processor(tokenizer: Any) -> Any:
+def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: int) -> Any:
     """A processor of texts and images. That of the library has one of videos too, which needs torchvision."""
+    made_class: Any = getattr(transformers, f"{name}Processor")
 
-    class TinyProcessor(transformers.Qwen2VLProcessor):
+    class TinyProcessor(made_class):  # type: ignore[misc]
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
-            super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[no-untyped-call]
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
         def check_argument_for_proper_class(self, *_: Any) -> None:  # it looks in a table that needs torchvision
             return None
 
-    return TinyProcessor(transformers.Qwen2VLImageProcessor(), tokenizer)
+    reader = transformers.Qwen2VLImageProcessor(**image_settings)
+    return TinyProcessor(reader, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def video_vae(class_name: str, seed: int = 0) -> Any:
@@ -595,4 +621,5 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "flux2": _flux2,
     "flux2-dev": _flux2_dev,
     "anima": _anima,
+    "qwen-image-21": _qwen_image_21,
 }

@@ -143,6 +143,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "qwen-image": {},
     "qwen-image-edit": {},
+    "qwen-image-21": {},
 }
 _JOINED = (
     (("attention.to_q", "attention.to_k", "attention.to_v"), "attention.qkv"),
@@ -150,6 +151,8 @@ _JOINED = (
     (("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), "linear1"),
     (("attn.to_q", "attn.to_k", "attn.to_v"), "attn.qkv"),
 )
+_SWIGLU = ((("img_mlp.gate_layer", "img_mlp.proj"), "img_mlp.gate_up"),)
+"""As ComfyUI's file of Qwen-Image 2.1 has it."""
 
 
 def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -> State:
@@ -164,6 +167,8 @@ def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -
         state |= {f"llm_adapter.{name}": value for name, value in conditioner.items()}
     if family in ("flux", "chroma", "flux2", "z-image"):
         state = _joined(state)
+    if family == "qwen-image-21":
+        state = _joined(state, _SWIGLU)
     made = {}
     for name, value in state.items():
         if family in ("flux", "chroma", "flux2") and name.startswith("norm_out.linear."):
@@ -188,10 +193,10 @@ def _replaced(name: str, table: Mapping[str, str]) -> str:
     return re.sub("|".join(map(re.escape, sorted(table, key=len, reverse=True))), lambda met: table[met[0]], name)
 
 
-def _joined(state: State) -> State:
+def _joined(state: State, joined: Sequence[tuple[tuple[str, ...], str]] = _JOINED) -> State:
     """With one tensor where the authors have one, and diffusers several."""
     made = dict(state)
-    for parts, whole in _JOINED:
+    for parts, whole in joined:
         for name in [name for name in made if f".{parts[0]}." in f".{name}"]:
             names = [name.replace(parts[0], part) for part in parts]
             if all(each in made for each in names):

@@ -1,0 +1,149 @@
+"""Qwen-Image 2.1, text to image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families.base import (
+    LLM_SETTINGS,
+    MASK,
+    VAE_WEIGHTS,
+    Encoded,
+    LatentSpace,
+    Part,
+    TextField,
+    UncutTexts,
+)
+from latentcache.families.hidden_states import HiddenStates
+from latentcache.families.qwen_image import PLACEHOLDER, check_prefix, needed_mask
+from latentcache.types import Padding
+
+_VAE_SETTINGS = (
+    *("base_dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample", "dropout"),
+    *("is_residual", "in_channels", "patch_size", "scale_factor_spatial"),
+)
+
+
+class _NoProcessor:
+    """What the pipeline asks a processor for when it is made: its answers are read with texts alone."""
+
+    tokenizer = SimpleNamespace(encode=lambda *_: [0])
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
+        return [[0]]
+
+
+class QwenImage21(UncutTexts):
+    """The last layer of Qwen3-VL before its norm, without the system turn's rows; latents with one frame.
+
+    The VAE has 16 pixels a row, and a fourth channel of images, which is opaque. The denoiser places the image after
+    the longest text of a batch, so that an item would depend on the others: texts of one length are run together.
+    """
+
+    name = "qwen-image-21"
+    pipeline_name = "QwenImage21Pipeline"
+    repositories = ("Qwen/Qwen-Image-2.1",)
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage21", VAE_WEIGHTS, _VAE_SETTINGS, rule="divided"),
+        "text_encoder": Part(
+            "text_encoder",
+            "transformers.Qwen3VLForConditionalGeneration",
+            ("model.language_model.embed_tokens.", "model.language_model.layers."),
+            settings=LLM_SETTINGS,
+        ),
+        "processor": Part("tokenizer", "transformers.Qwen3VLProcessor", needs="torchvision"),
+    }
+    denoiser_class = "diffusers.QwenImage21Transformer2DModel"
+    latent, patch = LatentSpace(64, downscale=16, is_video=True, draws=False), 2
+    fields = {"prompt_embeds": TextField("context_in_dim", Padding(), (4096,))}
+    recipe = {"layers": "the last, before the norm"}
+    can_keep_padding = False
+    guidance_name = "true_cfg_scale"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "gate_layer", "proj", "out")
+
+    @override
+    def pipeline(self, **parts: Any) -> Any:
+        return super().pipeline(**{"processor": _NoProcessor(), **parts})
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        return _template(self).format(PLACEHOLDER.sub("", text) or " ")
+
+    @override
+    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
+        return super().tokenize({"processor": parts["processor"].tokenizer}, texts)
+
+    @override
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
+        """As `Family.encode_text`. ModelError if the system turn is of another number of tokens than are dropped."""
+        pipeline = self.text_pipeline(parts)
+        prompts = [PLACEHOLDER.sub("", text.text) for text in texts]
+        embeds, mask, _ = pipeline.encode_prompt(prompts, device=parts["text_encoder"].device)
+        mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
+        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.bool()}
+
+    def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
+        """The pipeline that encodes texts. It takes out the norm, so that the last state is that of the last layer."""
+        encoder, processor = parts["text_encoder"], parts["processor"]
+        last = encoder.config.get_text_config().num_hidden_layers - 1
+        states = HiddenStates(encoder, {-1: f"language_model.layers.{last}"})
+        pipeline = self.pipeline(text_encoder=states, processor=processor)
+        check_prefix(processor.tokenizer, _template(self).partition("<|im_start|>user")[0], pipeline._drop_idx)
+        return pipeline
+
+    @override
+    def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """With an opaque fourth channel."""
+        return super().encode_image(vae, torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        embeds, (height, width) = batch["prompt_embeds"], noisy.shape[-2:]
+        is_slot = torch.zeros(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+        return {
+            "encoder_hidden_states": embeds,
+            "img_shapes": [[(1, height, width)]] * len(noisy),
+            "img_mask": torch.nn.functional.pad(is_slot, (0, height * width // 4), value=True),
+        }
+
+    @override
+    def predict(
+        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
+    ) -> torch.Tensor:
+        mask, embeds = needed_mask(batch), batch["prompt_embeds"]
+        lengths = [embeds.shape[1]] * len(noisy) if mask is None else mask.sum(1).tolist()
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        made, order = list[torch.Tensor](), list[int]()
+        for length in sorted(set(lengths)):
+            places = [place for place, each in enumerate(lengths) if each == length]
+            part, order = {name: value[places] for name, value in tensors.items()}, order + places
+            part["prompt_embeds"] = part["prompt_embeds"][:, :length]
+            tokens = noisy[places].flatten(2).transpose(1, 2)
+            conditions = self.conditions(denoiser, noisy[places], part)
+            found = denoiser(tokens, timestep=timesteps[places] / 1000, return_dict=False, **conditions)[0]
+            made.append(found[:, -tokens.shape[1] :].transpose(1, 2).unflatten(2, noisy.shape[2:]))
+        return torch.cat(made)[[order.index(place) for place in range(len(noisy))]]
+
+    @override
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        return super().text_kwargs(embeds) | {f"prompt_embeds{MASK}": needed_mask(embeds)}
+
+    @override
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        found: torch.Tensor = self.pipeline_class._unpack_latents(latents, height, width, self.latent.downscale)
+        return found
+
+
+@cache
+def _template(family: QwenImage21) -> str:
+    """The template of the family's pipeline, in which `{}` stands for the text."""
+    return str(family.pipeline().prompt_template_t2i)
+
+
+FAMILY = QwenImage21()
