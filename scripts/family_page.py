@@ -77,15 +77,11 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
 def others_of(family: Family, action: str) -> list[str]:
     """The foreign formats that the command line can `import` or `export` for the family, by their names there."""
     from latentcache.families import FAMILIES
-    from latentcache.interop.formats import kohya, musubi, simpletuner
+    from latentcache.interop.readers import layouts_of
 
     formats: dict[str, dict[str, Collection[str]]] = {
-        "import": {"kohya": kohya.ARCHITECTURES.values(), "simpletuner": simpletuner.ARCHITECTURES.values()},
-        "export": {
-            "kohya": kohya.ARCHITECTURES.values(),
-            "musubi": [each.family for each in musubi.ARCHITECTURES.values()],
-            "webdataset": FAMILIES,
-        },
+        "import": {name: layouts_of(name) for name in ("kohya", "simpletuner")},
+        "export": {"kohya": layouts_of("kohya"), "musubi": layouts_of("musubi"), "webdataset": FAMILIES},
     }
     return [f"`{name}`" for name, families in formats[action].items() if family.name in families]
 

@@ -82,15 +82,12 @@ class PartFiles:
             inner = os.path.join(folder, "")
             if folder == self._root:
                 # Of what ends so, but has no image that it is a part of, a sample is refused by name.
-                if stem.endswith(part.suffix) and self._has_image(stem.removesuffix(part.suffix)):
+                where, base = os.path.split(os.path.join(self._root, stem.removesuffix(part.suffix)))
+                if stem.endswith(part.suffix) and base in self._images_in(where):
                     return True
             elif not self._root.startswith(inner) and os.path.join(self._root, sample_id).startswith(inner):
                 return True
         return False
-
-    def _has_image(self, stem: str) -> bool:
-        folder, base = os.path.split(os.path.join(self._root, stem))
-        return base in self._images_in(folder)
 
     def of(self, sample_id: str, row: Mapping[str, Any] | None = None, folder: str = "") -> tuple[Sample, ...]:
         """The parts of a sample, each as a sample without captions. `row` is its metadata, which lies in `folder`.

@@ -152,7 +152,7 @@ class Verifier:
                 self._refuse(row, "unequal", detail)
                 continue
             identity = self._preparations.identity(self._preparations.roles[0], row.source, geometry)
-            resample = filter_of_trainer(self._report.format, geometry) or identity.preparation.resample
+            resample = filter_of_trainer(self._report.format, geometry)
             identity = replace(identity, preparation=replace(identity.preparation, resample=resample))
             key = key_of(identity.to_json())
             if self._expect(key, row, ref):

@@ -247,9 +247,11 @@ class LatentDataset(Dataset[Batch]):
         shapes = [part.shapes() for part in self._parts]
         width = max(each.shape[1] for each in shapes)
         padded = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in shapes]
-        # Equal sizes may be of other companions: of a control image here, and of a mask or a mirrored twin there.
-        kinds = np.concatenate([part.rows.part_kinds(part.usable) for part in self._parts])
-        alike = np.column_stack([np.concatenate(padded), np.unique(kinds, return_inverse=True)[1].astype(np.int32)])
+        alike = np.concatenate(padded)
+        if width > self._parts[0].buckets.shape[1]:
+            # Equal sizes may be of other companions: of a control image here, and of a mask or a mirrored twin there.
+            kinds = np.concatenate([part.rows.part_kinds(part.usable) for part in self._parts])
+            alike = np.column_stack([alike, np.unique(kinds, return_inverse=True)[1].astype(np.int32)])
         numbers = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
         once = np.split(numbers, [*accumulate(map(len, shapes))][:-1])
         pairs = zip(once, self._parts, strict=True)

@@ -158,16 +158,14 @@ class ModelLoader(Models):
         key = self._memo_key(part, dtype)
         known = None if key is None else recalled(self._memo, key, _IDENTITY.validate_json)
         if known is None:
-            known = self._identified(part, dtype)
+            own = self.family.parts[part]
+            if own.role == "tokenizer":
+                known = self._tokenizer_identity(part, self.tokenizers()[part])
+            else:
+                known = module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
             if key is not None:
                 self._memo[key] = _IDENTITY.dump_json(known).decode()
         return known
-
-    def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        own = self.family.parts[part]
-        if own.role == "tokenizer":
-            return self._tokenizer_identity(part, self.tokenizers()[part])
-        return module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
 
     @override
     def vae_facts(self) -> VaeFacts:

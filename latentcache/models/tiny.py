@@ -36,14 +36,6 @@ def tiny_denoiser(seed: int = 0) -> Any:
     return tiny_part(family_named(DEFAULT).denoiser, seed).train().requires_grad_(True)
 
 
-def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0) -> Any:
-    """A whole pipeline of diffusers over `parts`; those that are not given are of the tiny model."""
-    family = family_named(DEFAULT)
-    made = copy.deepcopy(_built(seed))
-    made[family.denoiser].train().requires_grad_(True)
-    return family.pipeline(**{**made, **(parts or {})})
-
-
 def tiny_photos_pipeline() -> Any:
     """The tiny model that was trained on the quickstart's photos: float32, CPU, eval, frozen; v-prediction.
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from latentcache.devices.placement import device_of
-from latentcache.errors import ConfigError, EncodeError
+from latentcache.errors import EncodeError
 from latentcache.families import DEFAULT, family_named, parts_of
 from latentcache.families.base import Family, inference
 from latentcache.families.scaling import Rule, Scaling, latents_from_moments, posterior_std
@@ -89,7 +89,7 @@ def vae_dtype(requested: str, facts: VaeFacts, device: torch.device) -> tuple[to
     (`force_upcast` false): then float16. The rule is that of diffusers' pipelines: a VAE with `force_upcast` overflows.
     """
     if requested != "auto":
-        dtype, reason = _requested("vae_dtype", requested)
+        dtype, reason = DTYPES[requested], f"{requested} was requested (encode.vae_dtype)."
         if dtype is torch.float16 and facts.force_upcast:
             reason += " The VAE has force_upcast, so it may overflow in float16."
         return dtype, reason
@@ -105,19 +105,11 @@ def vae_dtype(requested: str, facts: VaeFacts, device: torch.device) -> tuple[to
 def text_dtype(requested: str, family: Family, device: torch.device) -> tuple[torch.dtype, str]:
     """The dtype in which the text encoders compute, and the reason. `auto`: float32 on the CPU, else the family's."""
     if requested != "auto":
-        return _requested("text_dtype", requested)
+        return DTYPES[requested], f"{requested} was requested (encode.text_dtype)."
     if device.type == "cpu":
         return torch.float32, "The device is a CPU, which computes float16 slowly."
     dtype = family.text_dtype
     return DTYPES[dtype], f"The text encoders compute in {dtype} on {device}, as pipelines of {family.name} do."
-
-
-def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
-    if requested not in DTYPES:
-        raise ConfigError(
-            f"{setting} is {requested!r}, but one of auto, {', '.join(DTYPES)} is needed", key=f"encode.{setting}"
-        )
-    return DTYPES[requested], f"{requested} was requested (encode.{setting})."
 
 
 def encode_images(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -197,17 +197,9 @@ class _DatasetPlanner:
             )
         if self._dataset.variations > 1:
             self._plan.report.notes.append(f"{name}: {self._cost_of_crops()}")
-        use = self._dataset
-        manifest = Manifest(
-            name,
-            use.role,
-            use.repeats,
-            self._common,
-            table,
-            variants=use.captions.variants,
-            weights=use.captions.weights or (),
-            loss_weight=use.loss_weight,
-        )
+        use, rule = self._dataset, self._dataset.captions
+        options: dict[str, Any] = {"variants": rule.variants, "weights": rule.weights or ()}
+        manifest = Manifest(name, use.role, use.repeats, self._common, table, loss_weight=use.loss_weight, **options)
         self._plan.manifests.append(manifest)
         if self._num_variants > 1 and self._encodings.has_texts and only is None:
             self._say_costs(name, table.columns["caption/keys"])
@@ -301,7 +293,8 @@ class _DatasetPlanner:
         # Equal captions are one; not where each has a weight, which it would give to the next one.
         captions = sample.captions if rule.weights else dict.fromkeys(sample.captions)
         variants = [variants_of(caption, rule) for caption in captions]
-        texts = [(self._text_key(text, controls), text) for each in variants for text in each]
+        has_texts, text_key = self._encodings.has_texts, self._texts.key
+        texts = [(text_key(text, controls) if has_texts else "", text) for each in variants for text in each]
         self._rows.start(sample_id, path, image)
         for made, shape, source in entries:
             put(shape.role.part or "image", made, shape.column, source)
@@ -309,12 +302,7 @@ class _DatasetPlanner:
             put("caption", made, b"", text=text)
         return [(sample, image, entries, texts)]
 
-    def _text_key(self, text: str, controls: Controls) -> str:
-        """The key of a text; empty where none is encoded."""
-        return self._texts.key(text, controls) if self._encodings.has_texts else ""
-
     def _count_crops(self, entries: Sequence[_Entry]) -> None:
-        """Count what the crops of a sample add to the entries of its first one."""
         twins = self._preparations.num_twins
         first = {key for at, (key, *_) in enumerate(entries) if at % self._num_each < twins}
         more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}

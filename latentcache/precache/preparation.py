@@ -112,7 +112,10 @@ class Preparations:
         # A control image is no target of the loss: diffusers' pipelines and the trainers take its posterior's mode.
         encoding = replace(encodings.image, output="mean", seed=0)
         for number, control in enumerate(dataset.control, 1):
-            own = None if control.area is None else BucketRule(_buckets_of(dataset.buckets, control.area))
+            own, buckets = None, dataset.buckets
+            if control.area is not None:
+                sizes = BucketsConfig(area=control.area, step=buckets.step, max_aspect=buckets.max_aspect)
+                own = BucketRule(sizes)
             role = Role(number, f"control {number}", "control", policy, encoding, own or rule, own is None)
             self.roles.append(role)
         self.takes_alpha = dataset.mask is not None and dataset.mask.alpha
@@ -245,10 +248,6 @@ class Preparations:
         num_bytes = self._encodings.image_bytes(geometry, output)
         group = (geometry.extent, output, role.part == "masked image")  # whose pixels have a channel more
         return Shape(role, geometry, column, key, group, group_size, num_bytes)
-
-
-def _buckets_of(buckets: BucketsConfig, area: int) -> BucketsConfig:
-    return BucketsConfig(area=area, step=buckets.step, max_aspect=buckets.max_aspect)
 
 
 def _refusal(role: Role, size: Size, image: Size) -> ImageRefused:

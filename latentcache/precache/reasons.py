@@ -108,7 +108,8 @@ class History:
             if "image" in facts and row.source not in (image, None):
                 return _SHORT["image"]
             # A caption that was unknown was imported as the empty one.
-            return _why_imported(same or [(ref, was) for ref, was in known if was[by[0]] == ""], key)
+            imported = same or [(ref, was) for ref, was in known if was[by[0]] == ""]
+            return _why_imported(imported, key)
         if any(ref.key == key for ref, _ in known):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         before = {**_common_facts(self._last.common, name), **(same or near or known)[0][1]}
@@ -158,6 +159,12 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
     return facts | (common.get("frames") or {} if name == "image" else {})
 
 
+def _why_imported(imported: Sequence[tuple[Ref, Facts]], key: str) -> str:
+    if not imported:
+        return NEW
+    return LOST if imported[0][0].key == key else IMPORTED
+
+
 def _control_policies(common: Mapping[str, Any]) -> list[Any]:
     return [part["policy"] for part in common.get("parts") or () if part["name"].startswith("control")]
 
@@ -177,15 +184,6 @@ def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
         if name not in hidden:
             values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
-
-
-def _why_imported(known: Sequence[tuple[Ref, Facts]], key: str) -> str:
-    """Why the entry `key` is a miss, of a sample that was imported. `known` is what was imported of it."""
-    if not known:
-        return NEW
-    if known[0][0].key == key:
-        return LOST
-    return IMPORTED
 
 
 def _shown(value: Any) -> str:

@@ -26,7 +26,7 @@ logger = logging.getLogger("latentcache")
 
 
 @dataclass(slots=True)
-class Workspace:
+class Workspace(AbstractContextManager["Workspace"]):
     """A store, its manifests, and the memo.
 
     For a cache in CPU memory make one, pass it to `run_precache`, then pass its store and manifests to `LatentCache`.
@@ -37,9 +37,6 @@ class Workspace:
     memo: Memo = field(default_factory=Memo)
     path: Path | str | None = None
     """The directory, or the URL of a bucket or a service."""
-
-    def __enter__(self) -> Workspace:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

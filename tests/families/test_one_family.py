@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_folder, tiny_model
+from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_folder, tiny_model, tiny_pipeline
 
 from latentcache import Config, LatentCache, run_precache
 from latentcache.errors import ConfigError, ModelError
@@ -20,7 +20,6 @@ from latentcache.families import FAMILIES, family_named, sdxl
 from latentcache.families.base import Family
 from latentcache.families.qwen_image import NUM_DROPPED
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import tiny_pipeline
 from latentcache.models.vae import vae_facts
 from latentcache.types import Crop, Geometry, Size
 

@@ -623,3 +623,10 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "anima": _anima,
     "qwen-image-21": _qwen_image_21,
 }
+
+
+def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0) -> Any:
+    """A whole pipeline of diffusers over `parts`; those that are not given are of the tiny model of DEFAULT."""
+    family = family_named(DEFAULT)
+    made = {**tiny_model(DEFAULT, seed), family.denoiser: tiny_denoiser(DEFAULT, seed)}
+    return family.pipeline(**{**made, **(parts or {})})

@@ -15,6 +15,7 @@ from accelerate import Accelerator, cpu_offload
 from accelerate.data_loader import BatchSamplerShard
 from diffusers import DDPMScheduler, DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_pipeline
 from packaging.version import Version
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -29,7 +30,7 @@ from latentcache.integrations.diffusers import (
     prompt_kwargs,
     time_ids,
 )
-from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache.run import run_precache
 
 # Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size names the sample.

@@ -4,11 +4,12 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from helpers.encoding import encode_captions
+from helpers.tiny_models import tiny_pipeline
 
 from latentcache.errors import ModelError
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_parts
 
 LONG = "a very long caption " * 20
 CAPTIONS = ["a photo of a cat", "", "日本の猫 🙂 café", LONG, "  Mixed CASE,  punctuation!? "]

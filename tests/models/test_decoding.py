@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_models import tiny_encoders
+from helpers.tiny_models import tiny_encoders, tiny_pipeline
 
 from latentcache.errors import EncodeError
-from latentcache.models.tiny import tiny_pipeline
 from latentcache.models.vae import decode_fitting, decode_latents
 
 SIZE = {"height": 64, "width": 96}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DDPMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
+from helpers.tiny_models import tiny_pipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint as save_parts
@@ -23,7 +24,7 @@ from latentcache.integrations.diffusers import load_unet
 from latentcache.models import files
 from latentcache.models.denoiser import load_scheduler
 from latentcache.models.lora import lora_settings
-from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
+from latentcache.models.tiny import tiny_denoiser
 
 STEM = "diffusion_pytorch_model"
 

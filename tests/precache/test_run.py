@@ -18,6 +18,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from helpers.photo_files import write_photo
+from helpers.tiny_models import tiny_pipeline
 from PIL import Image
 
 from latentcache import LatentCache
@@ -33,7 +34,7 @@ from latentcache.errors import (
 )
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
 from latentcache.precache import encodings
 from latentcache.precache import run as precache_run

@@ -16,13 +16,13 @@ from helpers.pack_answers import entries_in
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
-from helpers.tiny_models import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder, tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.config_file import load_config
 from latentcache.errors import RemoteError, StoreError
-from latentcache.models.tiny import tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.validation.sample_images import prompt_embeddings

@@ -6,10 +6,10 @@ import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
+from helpers.tiny_models import tiny_pipeline
 
 from latentcache.devices.guard import guard
 from latentcache.errors import DeviceMismatchError
-from latentcache.models.tiny import tiny_pipeline
 
 
 class Classifier(torch.nn.Module):

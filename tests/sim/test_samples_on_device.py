@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.encoding import generate
+from helpers.tiny_models import tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import Config, ValidationConfig
 from latentcache.devices.audit import audit
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
 from latentcache.validation.sample_images import prompt_embeddings

@@ -12,12 +12,12 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionXLPipeline
 from helpers.encoding import generate
+from helpers.tiny_models import tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, DeviceMismatchError
-from latentcache.models.tiny import tiny_pipeline
 from latentcache.precache.run import run_precache
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
