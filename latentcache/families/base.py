@@ -22,6 +22,7 @@ from typing_extensions import override
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.scaling import Rule, Scaling
+from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry, Padding
 
 Role = Literal["vae", "text_encoder", "tokenizer"]
@@ -125,26 +126,6 @@ class LatentSpace:
     preview: Preview | None = None
     others: Mapping[int, int] = field(default_factory=dict)
     published: Scaling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerFiles:
-    """How the cache of another trainer has this family.
-
-    The names of files say `architecture`, and the metadata `title`, where there is some. `is_scaled`: latents are. The
-    names of texts' files end with `text_suffix`, and `texts` maps the names in them to fields. `has_resolutions`: names
-    in files of latents end with the resolution. `has_mask`: that in a file of a text says which rows are padding.
-    `needs_control`: the trainer trains it with a control image only.
-    """
-
-    architecture: str
-    title: str = ""
-    is_scaled: bool = False
-    texts: Mapping[str, str] = field(default_factory=dict)
-    text_suffix: str = ""
-    has_resolutions: bool = False
-    has_mask: bool = True
-    needs_control: bool = False
 
 
 @dataclass(frozen=True, slots=True)

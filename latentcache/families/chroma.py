@@ -8,18 +8,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import (
-    KL_VAE,
-    T5_SETTINGS,
-    Caption,
-    Encoded,
-    LatentSpace,
-    Part,
-    TextField,
-    TrainerFiles,
-)
+from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
-from latentcache.families.scaling import FLUX_VAE
+from latentcache.families.trainers import FLUX_VAE, TrainerFiles
 from latentcache.types import Padding
 
 _MASK = "prompt_attention_mask"

@@ -9,19 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import (
-    KL_VAE,
-    T5_SETTINGS,
-    Caption,
-    Encoded,
-    LatentSpace,
-    Part,
-    TextField,
-    TrainerFiles,
-)
+from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField
 from latentcache.families.clip import CLIP_SETTINGS, pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
-from latentcache.families.scaling import FLUX_VAE
+from latentcache.families.trainers import FLUX_VAE, TrainerFiles
 
 _GUIDANCE = 3.5
 """Of the distilled guidance while training: the default of diffusers' train_dreambooth_lora_flux.py."""

@@ -9,19 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import (
-    LLM_SETTINGS,
-    MASK,
-    Caption,
-    Encoded,
-    LatentSpace,
-    Part,
-    TextField,
-    TrainerFiles,
-)
+from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, LatentSpace, Part, TextField
 from latentcache.families.packed import PackedFamily
 from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
-from latentcache.families.scaling import WAN_VAE
+from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 
 _LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)

@@ -20,10 +20,9 @@ from latentcache.families.base import (
     LatentSpace,
     Part,
     TextField,
-    TrainerFiles,
 )
 from latentcache.families.packed import PackedFamily
-from latentcache.families.scaling import WAN_VAE
+from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (

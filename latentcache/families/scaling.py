@@ -74,21 +74,6 @@ class Scaling:
         return cls(**{**value, **statistics})
 
 
-FLUX_VAE = Scaling(0.3611, 0.1159)
-WAN_VAE = Scaling(
-    rule="mean_std",
-    mean=(
-        *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
-        *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
-    ),
-    std=(
-        *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
-        *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916),
-    ),
-)
-"""The defaults of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are the same."""
-
-
 @lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """These numbers on the device, copied once. Any stream may use them: the copy has ended."""

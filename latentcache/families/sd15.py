@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import KL_VAE, LatentSpace, Part, TextField, TimestepSampling, TrainerFiles
+from latentcache.families.base import KL_VAE, LatentSpace, Part, TextField, TimestepSampling
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
 from latentcache.families.scaling import Scaling
+from latentcache.families.trainers import TrainerFiles
 
 
 class SD15(ClipFamily):

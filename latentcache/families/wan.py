@@ -25,9 +25,8 @@ from latentcache.families.base import (
     Part,
     TextField,
     TimestepSampling,
-    TrainerFiles,
 )
-from latentcache.families.scaling import WAN_VAE
+from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (

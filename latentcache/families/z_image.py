@@ -17,10 +17,9 @@ from latentcache.families.base import (
     LatentSpace,
     Part,
     TextField,
-    TrainerFiles,
     padded,
 )
-from latentcache.families.scaling import FLUX_VAE
+from latentcache.families.trainers import FLUX_VAE, TrainerFiles
 from latentcache.types import Padding
 
 

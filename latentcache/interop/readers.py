@@ -17,7 +17,7 @@ from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, DatasetError
 from latentcache.families import FAMILIES, family_named
-from latentcache.families.base import TrainerFiles
+from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry, Refusal, Size
 
 _MAX_SIDE = 1 << 20

@@ -38,9 +38,9 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
-from latentcache.families.base import TrainerFiles
 from latentcache.families.clip import LONG_BY_ROWS
 from latentcache.families.sdxl import FAMILY as SDXL
+from latentcache.families.trainers import TrainerFiles
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportCaption, ExportOptions, ExportSample
 from latentcache.interop.files import corrupt, read_npz, tensor_in
 from latentcache.interop.readers import (
