@@ -25,7 +25,6 @@ from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
 from latentcache.loading.choices import Choices, Chooser, Visits
-from latentcache.loading.loader import LOOK_AHEAD
 from latentcache.loading.sampler import Visit
 from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
 
@@ -256,19 +255,6 @@ def test_what_is_read_was_announced(path: Path, order: str, dropout_to: str, mon
     monkeypatch.setattr(store, "rows", counted)
     assert len([*loader_of(sampler, prefetch=0)]) == len(sampler)
     assert read == announced and read.total() == 4 * 3 * NUM
-
-
-def test_choices_of_batches_that_are_read_ahead_are_made_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, found, real = sampler_of(path), list[int](), LatentDataset.refs
-    expected = seen(loader_of(sampler))
-
-    def counted(self: LatentDataset, indices: list[int]) -> Any:
-        found.append(len(indices))
-        return real(self, indices)
-
-    monkeypatch.setattr(LatentDataset, "refs", counted)
-    assert seen(loader_of(sampler, prefetch=0)) == expected
-    assert sum(found) == 3 * NUM and len(found) <= len(expected) // LOOK_AHEAD + 2
 
 
 def test_the_state_of_other_choices_is_refused_by_name(path: Path) -> None:

@@ -120,22 +120,6 @@ def test_companions_of_equal_sizes_and_other_roles_are_in_other_batches(config: 
     assert all(len({*batch["dataset"]}) == 1 for batch in batches)
 
 
-def test_a_loader_gives_what_the_cache_gives(config: Config) -> None:
-    dataset = LatentDataset(config.cache, "pairs", flips=True)
-    sampler = BucketBatchSampler(dataset, 2, seed=3)
-    names = ["control_latents_1", "control_latents_2", "mask", "moments"]
-    with (
-        LatentCache(config.cache) as cache,
-        LatentLoader(sampler, device="cpu", output="moments") as loader,
-    ):
-        flips = [[index >= len(NAMES) for index in batch] for batch in sampler]
-        for batch, which in zip(loader, flips, strict=True):
-            for number, (sample_id, flip) in enumerate(zip(batch["sample_id"], which, strict=True)):
-                expected = cache.batch([sample_id], device="cpu", output="moments", flip=flip)
-                for name in names:
-                    assert torch.equal(batch[name][number], expected[name][0]), name
-
-
 def test_a_lost_part_is_an_error_of_its_sample(config: Config, tmp_path: Path) -> None:
     import shutil
 
