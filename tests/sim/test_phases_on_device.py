@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from helpers.phase_disturbances import DISTURBANCES
-from helpers.phase_runs import CASES, assert_as_without, fill, leave_no_trace, name_of, predict
+from helpers.phase_runs import CASES, assert_as_without, leave_no_trace, name_of
 from helpers.phase_training import Training
 
 from latentcache.errors import PhaseError
@@ -25,18 +25,6 @@ def test_training_goes_on_bit_by_bit(variant: str, scenario: Callable[[Training]
 @pytest.mark.parametrize("variant", ["amp", "lora", "text-encoder"])
 def test_all_disturbances_at_once_are_put_back(variant: str, device: torch.device) -> None:
     leave_no_trace(device, variant, DISTURBANCES)
-
-
-def test_onetrainer_459_without_declaring_the_placement_again(device: torch.device) -> None:
-    training = Training(device, "text-encoder")
-    training.step()
-    with training.phases.enter("validate") as phases:
-        fill(training)
-        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            predict(training)
-        phases.place()
-        predict(training)
-    training.step()
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
