@@ -121,20 +121,6 @@ def test_state_loaded_before_the_move_fails_until_it_is_repaired(
         torch.testing.assert_close(got, expected)
 
 
-def test_float32_moments_of_bfloat16_parameters_keep_their_bits(device: torch.device) -> None:
-    model = torch.nn.Linear(3, 2).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for param in model.parameters():
-        exact = torch.full_like(param, 1 / 3, dtype=torch.float32)
-        optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": exact, "exp_avg_sq": exact.clone()}
-    model.to(device)
-    repair_optimizer(optimizer)
-    for state in optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert (state[name].dtype, state[name].device) == (torch.float32, device)
-            assert state[name].flatten()[0].item() == torch.tensor(1 / 3).item()
-
-
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_torch_judges_each_misplaced_state(name: str, setting: str, device: torch.device) -> None:
     """Each state tensor alone is moved to the other device: the step fails exactly where the audit says error."""
