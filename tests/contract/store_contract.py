@@ -110,13 +110,6 @@ class StoreContract:
         found = store.get(entry.record.key).tensors["moments"]
         assert torch.equal(found, weight.detach().t()) and not found.requires_grad
 
-    def test_find(self, store):
-        entries = [make_entry(number) for number in range(3)]
-        store.add(entries)
-        keys = {entry.record.key for entry in entries}
-        assert store.find([*keys, ABSENT]) == keys
-        assert store.find([]) == set()
-
     def test_missing(self, store):
         for call in (store.get, store.record, store.describe):
             with pytest.raises(EntryMissingError) as caught:
@@ -148,19 +141,6 @@ class StoreContract:
         batch = read_batch(store, [entries[i].record.key for i in order])
         assert same(batch["moments"], torch.stack([entries[i].tensors["moments"] for i in order]))
         assert read_batch(store, []) == {}
-
-    def test_rows_are_what_was_stored(self, store):
-        entries = [make_entry(number, kind="text") for number in range(3)]
-        store.add(entries)
-        keys = [entry.record.key for entry in entries]
-        rows = store.rows(keys)
-        expected = {name: torch.stack([entry.tensors[name] for entry in entries]) for name in ("moments", "pooled")}
-        for name, column in stack(keys, rows).items():
-            assert same(column, expected[name])
-        store.add([make_entry(7)])
-        store.find(keys)
-        assert store.rows(keys)[0].description is rows[0].description
-        assert len(store.rows(keys[1:])) == 2 and not store.rows([])
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_new_tensors_of_any_size_stand_alone(self, store, dtype):
@@ -355,13 +335,3 @@ class RemovingStoreContract(StoreContract):
             store.rows(keys)
         assert len(store.rows(keys[1:])) == 2 and not store.rows([])
         assert same(stack(keys, rows)["pooled"], expected["pooled"]), "what was read stays readable"
-
-    def test_remove(self, store):
-        entries = [make_entry(number) for number in range(3)]
-        store.add(entries)
-        assert store.remove([entries[0].record.key, entries[0].record.key, ABSENT]) == 1
-        assert store.find(entry.record.key for entry in entries) == {entry.record.key for entry in entries[1:]}
-        with pytest.raises(EntryMissingError):
-            store.get(entries[0].record.key)
-        assert store.add([entries[0]]) == 1
-        assert_holds(store, entries[0])
