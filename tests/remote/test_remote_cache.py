@@ -6,10 +6,7 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,35 +114,6 @@ def test_workers_of_a_data_loader_read_from_the_service(server: RunningServer, s
 
     workers = {"num_workers": 2, "multiprocessing_context": "fork", "generator": torch.Generator()}
     assert repr(read(server.url, **workers)) == repr(read(served_cache))
-
-
-TRAINER = """
-import sys
-import threading
-import time
-from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
-dataset = LatentDataset(sys.argv[1], token=sys.argv[2], local=sys.argv[3])
-with LatentLoader(BucketBatchSampler(dataset, 4, seed=5), device="cpu", scaled=True) as loader:
-    for batch in loader.forever():
-        print("batch", flush=True)
-"""
-
-
-def test_trainers_get_the_batches_that_they_get_alone(server: RunningServer, token: str, tmp_path: Path) -> None:
-    """Two in threads, which share a local tier with a third one that is killed meanwhile."""
-    local = tmp_path / "local"
-    alone = epochs(server.url, 3)
-    command = [sys.executable, "-c", TRAINER, server.url, token, str(local)]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed,
-        ThreadPoolExecutor(2) as threads,
-    ):
-        assert killed.stdout is not None and killed.stdout.readline() == "batch\n"
-        together = [threads.submit(epochs, server.url, 3, local=local) for _ in range(2)]
-        time.sleep(0.1)
-        killed.kill()
-        assert [future.result(60) for future in together] == [alone] * 2
-    assert epochs(server.url, 3, local=local) == alone
 
 
 def free_port() -> int:
