@@ -65,12 +65,6 @@ def test_a_large_body_is_refused_by_its_length_and_by_its_bytes(server):
     assert answer.status == 413 and answer.json()["allowed"] == 100_000
 
 
-def test_many_keys_are_refused(server):
-    answer = server.post("/v1/entries:find", {"keys": ["0" * 64] * 21})
-    assert answer.status == 413 and (answer.json()["met"], answer.json()["allowed"]) == (21, 20)
-    assert "several parts" in answer.json()["next_step"]
-
-
 def test_a_body_that_stalls_is_a_408(server):
     start = time.monotonic()
     status, problem = problem_in(raw(server, POST + b"Content-Length: 20\r\n\r\n{"))

@@ -21,7 +21,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref, Row
-from latentcache.service.auth import Access
 from latentcache.service.page.text import url
 
 pytestmark = pytest.mark.page
@@ -34,7 +33,6 @@ ARGUMENTS = [
 ]
 AXE = gzip.decompress((Path(__file__).parent / "axe.min.js.gz").read_bytes()).decode()
 VIEW, PHONE = {"width": 1200, "height": 800}, {"width": 390, "height": 844}
-TOKEN = "read-" * 5
 LEFT = ("htmx:sendAbort, ", "htmx:afterRequest, ")
 """What htmx writes when a page is left while it loads: no fault. One that failed says `htmx:sendError` besides."""
 
@@ -257,27 +255,3 @@ def test_hostile_texts_do_nothing(open_page: OpenPage, tmp_path: Path) -> None:
             page.go_back()
             page.keyboard.press("End")
             expect(tiles(page)).to_have_count(48)
-
-
-def test_a_token_is_asked_for_and_kept_from_scripts(open_page: OpenPage, tmp_path: Path) -> None:
-    photo_cache(tmp_path, 3)
-    with page_of(tmp_path / "cache", access=Access(reading_token=TOKEN, is_open=False)) as base:
-        page = open_page(base, "/login")
-        page.get_by_label("Token").fill(TOKEN)
-        page.get_by_role("button", name="Log in").click()
-        expect(page.get_by_role("heading", level=1)).to_have_text("cache")
-        page.wait_for_load_state("networkidle")
-        assert images_loaded(page)
-        assert page.evaluate("document.cookie") == ""
-        page.get_by_role("button", name="Log out").click()
-        expect(page.get_by_role("heading", level=1)).to_have_text("Log in")
-        assert page.request.get("/gallery").status == 401
-
-
-def test_the_first_view_takes_less_than_200_kb(open_page: OpenPage, base: str) -> None:
-    """`scripts/bench_service.py --part page` measures it for 100,000 samples, with the time."""
-    for path in ("/", "/gallery"):
-        page = open_page(base, path)
-        page.wait_for_load_state("networkidle")
-        sizes = page.evaluate("performance.getEntries().reduce((sum, entry) => sum + (entry.transferSize || 0), 0)")
-        assert 10_000 < sizes < 200_000

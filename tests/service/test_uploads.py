@@ -123,27 +123,6 @@ def test_no_changed_byte_is_sealed(server, cache, at, flip, cut):
         assert answer.status == 422 and answer.json()["kind"] == "PackError"
 
 
-def test_a_damaged_entry_is_a_miss_until_it_is_there_again(cache, server):
-    """Its bytes change while the server runs; another process writes it again."""
-    whole = entry(900)
-    key = whole.record.key
-    name, data = pack([whole])
-    assert server.put(f"/v1/packs/{name}", data).status == 201
-    path = cache.path / "packs" / name[:2] / f"{name}.safetensors"
-    at = data.index(whole.tensors["moments"].numpy().tobytes())
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([data[at] ^ 1]))
-    for _ in range(2):
-        answer = server.post("/v1/verify", {"keys": [key]}, token=server.write_token)
-        assert answer.json()["damaged"].keys() == {key}
-    assert server.post("/v1/entries:find", {"keys": [key]}).json() == {"found": []}
-    with DiskStore(cache.path) as store:
-        assert store.add([whole]) == 1
-    assert server.post("/v1/entries:find", {"keys": [key]}).json() == {"found": [key]}
-    assert server.post("/v1/verify", {"keys": [key]}, token=server.write_token).json() == {"damaged": {}}
-
-
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_an_upload_takes_the_place_of_a_damaged_file_that_the_index_does_not_know(tmp_path, damage):
     """The server died between the file and the index, and the disk lost bytes: the client's bytes are not at fault."""
