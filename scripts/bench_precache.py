@@ -27,10 +27,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache` does it, before torch is loaded
 
@@ -50,7 +48,7 @@ from latentcache.devices.placement import device_named, placed
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.running import free_cached_memory, vae_settings
+from latentcache.models.running import vae_settings
 from latentcache.models.tiny import seeded, tiny_parts
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
@@ -67,16 +65,7 @@ JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
 
 
-@dataclass(frozen=True, slots=True)
-class VaeShape:
-    """The VAE's encoder: SDXL's is the default. Two resnets a level, attention in the middle."""
-
-    channels: tuple[int, ...] = (128, 256, 512, 512)
-    norm_num_groups: int = 32
-
-
-@dataclass(frozen=True, slots=True)
-class TextShape:
+class TextShape(NamedTuple):
     """One CLIP text encoder."""
 
     hidden_size: int
@@ -85,21 +74,22 @@ class TextShape:
     hidden_act: str
 
 
-SDXL_VAE = VaeShape()
+SDXL_VAE = (128, 256, 512, 512)
+"""Channels of each level."""
 CLIP_L = TextShape(768, 12, 12, "quick_gelu")
 CLIP_BIG_G = TextShape(1280, 32, 20, "gelu")
 
 
-def make_vae(shape: VaeShape, dtype: torch.dtype) -> AutoencoderKL:
-    """An AutoencoderKL with random weights: CPU, frozen, eval."""
+def make_vae(channels: tuple[int, ...], dtype: torch.dtype) -> AutoencoderKL:
+    """A VAE as SDXL's but for its channels, with random weights: CPU, frozen, eval."""
     with seeded(0):
         vae = AutoencoderKL(
-            block_out_channels=shape.channels,
-            down_block_types=("DownEncoderBlock2D",) * len(shape.channels),
-            up_block_types=("UpDecoderBlock2D",) * len(shape.channels),
+            block_out_channels=channels,
+            down_block_types=("DownEncoderBlock2D",) * len(channels),
+            up_block_types=("UpDecoderBlock2D",) * len(channels),
             layers_per_block=2,
             latent_channels=4,
-            norm_num_groups=shape.norm_num_groups,
+            norm_num_groups=min(32, channels[0]),
             scaling_factor=SCALING_FACTOR,
             force_upcast=False,
         )
@@ -181,12 +171,6 @@ def caption(generator: np.random.Generator, number: int) -> str:
     return f"{number} " + " ".join(generator.choice(WORDS, size=int(generator.integers(4, 14))))
 
 
-def narrowed(shape: VaeShape, divisor: int) -> VaeShape:
-    """The same levels with fewer channels; as many groups of the norm as fit."""
-    channels = tuple(count // divisor for count in shape.channels)
-    return replace(shape, channels=channels, norm_num_groups=min(shape.norm_num_groups, channels[0]))
-
-
 # What is measured -----------------------------------------------------------------------------------------------------
 
 
@@ -194,27 +178,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-@dataclass(slots=True)
-class Peak:
-    """Largest memory of the device, or None where it does not tell."""
-
-    num_bytes: int | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure what is allocated at most inside."""
-    module = torch.get_device_module(device)
-    peak = Peak()
-    has_peak = hasattr(module, "reset_peak_memory_stats")
-    if has_peak:
-        free_cached_memory(device)
-        module.reset_peak_memory_stats(device)
-    yield peak
-    if has_peak:
-        peak.num_bytes = module.max_memory_allocated(device)
 
 
 class Case:
@@ -315,20 +278,14 @@ def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
     case.run()  # the first one imports, allocates and compiles
     case.reports.clear()
     seconds = benchmarking.in_turns(methods, options.repetitions, clock=lambda method: method())
-    batches.clear()  # they are no part of the run's memory
-    with peak_memory(device) as peak:
-        case.run()
-    slower = [max(pair) for pair in zip(seconds["encoder"], seconds["decode"], strict=True)]
     return {
         "num_images": len(paths),
         "batch_size": encodings.vae.batch_size,
         "images_per_s": {name: len(paths) / benchmarking.spread(values)["median"] for name, values in seconds.items()},
         "fraction_of_encoder": benchmarking.ratios(seconds["encoder"], seconds["run"]),
         "fraction_of_decoders": benchmarking.ratios(seconds["decode"], seconds["run"]),
-        "fraction_of_slower": benchmarking.ratios(slower, seconds["run"]),
         "decode_share": benchmarking.ratios(seconds["decode"], seconds["encoder"]),
         "stages_s": case.stages(),
-        "peak_memory_bytes": peak.num_bytes,
     }
 
 
@@ -371,9 +328,6 @@ def captions_case(case: Case, captions: Sequence[str]) -> dict[str, Any]:
     case.run()
     case.reports.clear()
     seconds = benchmarking.in_turns(methods, case.options.repetitions, clock=lambda method: method())
-    batches.clear()  # they are no part of the run's memory
-    with peak_memory(device) as peak:
-        case.run()
     return {
         "num_captions": len(captions),
         "batch_size": batch_size,
@@ -382,71 +336,38 @@ def captions_case(case: Case, captions: Sequence[str]) -> dict[str, Any]:
         },
         "fraction_of_encoder": benchmarking.ratios(seconds["encoder"], seconds["run"]),
         "stages_s": case.stages(),
-        "peak_memory_bytes": peak.num_bytes,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large the cases are. Sides are pixels of square images: of the bucket, and of the JPEG."""
-
-    num_images: int
-    side: int
-    vae: VaeShape
-    num_photos: int
-    photo_side: int
-    num_captions: int
-    text_encoder: TextShape
-    text_encoder_2: TextShape
-
-
-TINY = Sizes(
-    num_images=3,
-    side=64,
-    vae=VaeShape((8, 8, 16, 16), 8),
-    num_photos=3,
-    photo_side=200,
-    num_captions=5,
-    text_encoder=TextShape(16, 2, 2, "quick_gelu"),
-    text_encoder_2=TextShape(16, 3, 2, "gelu"),
-)
-ON_CPU = replace(
-    TINY,
-    num_images=32,
-    side=256,
-    vae=narrowed(SDXL_VAE, 2),
-    num_photos=48,
-    photo_side=3500,
-    num_captions=192,
-    text_encoder=TextShape(256, 12, 4, "quick_gelu"),
-    text_encoder_2=TextShape(384, 16, 6, "gelu"),
-)
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All cases, each in a folder of its own."""
-    sizes, dtype = TINY if options.tiny else ON_CPU, DTYPES[options.dtype]
-    result: dict[str, Any] = {"goals": GOALS}
+    dtype = DTYPES[options.dtype]
+    # Numbers of images, photos and captions; sides of square images, of the bucket and of the JPEG.
+    num_images, num_photos, num_captions = (3, 3, 5) if options.tiny else (32, 48, 192)
+    side, photo_side, channels = (64, 200, (8, 8, 16, 16)) if options.tiny else (256, 3500, (64, 128, 256, 256))
+    encoders = TextShape(256, 12, 4, "quick_gelu"), TextShape(384, 16, 6, "gelu")
+    if options.tiny:
+        encoders = TextShape(16, 2, 2, "quick_gelu"), TextShape(16, 3, 2, "gelu")
 
-    case = Case(folder / "encoder", models_of(vae=make_vae(sizes.vae, dtype)), sizes.side, options)
-    paths = make_photos(case.folder / "photos", sizes.num_images, sizes.side)
-    result["encoder_bound"] = images_case(case, paths)
+    case = Case(folder / "encoder", models_of(vae=make_vae(channels, dtype)), side, options)
+    images = images_case(case, make_photos(case.folder / "photos", num_images, side))
 
     case = Case(folder / "decode", models_of(), 64, options)
-    paths = make_photos(case.folder / "photos", sizes.num_photos, sizes.photo_side)
-    result["decode_bound"] = images_case(case, paths)
+    decoded = images_case(case, make_photos(case.folder / "photos", num_photos, photo_side))
 
-    texts = make_texts(sizes.text_encoder, sizes.text_encoder_2, dtype)
-    case = Case(folder / "captions", models_of(texts=texts), 64, options)
-    [path] = make_photos(case.folder / "photos", 1, 64, sizes.num_captions)
-    result["captions"] = captions_case(case, path.with_suffix(".txt").read_text(encoding="utf-8").splitlines())
+    case = Case(folder / "captions", models_of(texts=make_texts(*encoders, dtype)), 64, options)
+    [path] = make_photos(case.folder / "photos", 1, 64, num_captions)
+    captions = captions_case(case, path.with_suffix(".txt").read_text(encoding="utf-8").splitlines())
 
-    result |= {
-        "fraction_of_ceiling": result["encoder_bound"]["fraction_of_encoder"]["median"],
-        "fraction_of_decode_ceiling": result["decode_bound"]["fraction_of_decoders"]["median"],
-        "captions_fraction_of_ceiling": result["captions"]["fraction_of_encoder"]["median"],
+    return {
+        "goals": GOALS,
+        "encoder_bound": images,
+        "decode_bound": decoded,
+        "captions": captions,
+        "fraction_of_ceiling": images["fraction_of_encoder"]["median"],
+        "fraction_of_decode_ceiling": decoded["fraction_of_decoders"]["median"],
+        "captions_fraction_of_ceiling": captions["fraction_of_encoder"]["median"],
     }
-    return result
 
 
 def main() -> None:
