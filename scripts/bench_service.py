@@ -26,18 +26,18 @@ page      the first view of the page in Chromium, for 100,000 samples and a serv
 from __future__ import annotations
 
 import argparse
-import asyncio
 import http.client
 import itertools
 import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -121,17 +121,10 @@ def server(root: str) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    config = uvicorn.Config(handle, port=0, ws="none", access_log=False, log_level="warning")
-
-    async def main() -> None:
-        running = uvicorn.Server(config)
-        task = asyncio.create_task(running.serve())
-        while not running.started:
-            await asyncio.sleep(0.01)
-        print(json.dumps({"port": running.servers[0].sockets[0].getsockname()[1]}), flush=True)
-        await task
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # connections wait until the server runs
+        print(json.dumps({"port": listening.getsockname()[1]}), flush=True)
+        config = uvicorn.Config(handle, ws="none", access_log=False, log_level="warning")
+        uvicorn.Server(config).run([listening])
 
 
 class Client:
@@ -335,97 +328,73 @@ def s3_serving() -> Iterator[S3Store]:
         yield server.store(S3_BUCKET)
 
 
-def at_once(function: Callable[[Path], Any], packs: Iterable[Path]) -> None:
+def transfer(folder: Path, options: argparse.Namespace) -> dict[str, Any]:  # noqa: C901 - functions of a line or two
+    import obstore
+
     from latentcache.remote.transfer import NUM_THREADS
+    from latentcache.remote.transfer import transfer as move_all
 
-    with ThreadPoolExecutor(NUM_THREADS) as executor:
-        for _ in executor.map(function, packs):
-            pass
+    cache, numbers = folder / "cache", itertools.count()
+    make_cache(cache, 2 * options.num_samples, options.scale)
+    packs = sorted(cache.glob("packs/*/*.safetensors"))
 
+    def moved(source: Any, target: Any) -> None:
+        report = move_all(source, target)
+        assert report.ok and report.num_packs == len(packs) and report.manifests, report.to_text()
 
-class Moves:
-    """Moves the packs of a cache, to a new place each time. Each method returns the seconds of the moving alone."""
+    def at_once(function: Callable[[Path], Any]) -> None:
+        with ThreadPoolExecutor(NUM_THREADS) as executor:
+            for _ in executor.map(function, packs):
+                pass
 
-    def __init__(self, folder: Path, cache: Path, store: S3Store):
-        import obstore
-
-        self.obstore = obstore
-        self.folder, self.cache, self.store = folder, cache, store
-        self.packs = sorted(cache.glob("packs/*/*.safetensors"))
-        self._numbers = itertools.count()
-        self._full = f"s3://{S3_BUCKET}/full"
-        self._transfer(cache, self._full)
-
-    def _transfer(self, source: Any, target: Any) -> None:
-        from latentcache.remote.transfer import transfer
-
-        report = transfer(source, target)
-        assert report.ok and report.num_packs == len(self.packs) and report.manifests, report.to_text()
-
-    def _uploaded(self, upload: Callable[[str], Any]) -> float:
-        prefix = f"round{next(self._numbers)}"
-        taken = seconds_of(partial(upload, prefix))
-        for each in [each for chunk in self.obstore.list(self.store, prefix) for each in chunk]:
-            self.obstore.delete(self.store, each["path"])
+    def uploaded(upload: Callable[[str], None]) -> float:
+        """The seconds that it takes to send all packs to a new place, which is removed afterwards."""
+        place = f"round{next(numbers)}"
+        taken = seconds_of(partial(upload, place))
+        for each in [each for chunk in obstore.list(store, place) for each in chunk]:
+            obstore.delete(store, each["path"])
         return taken
 
-    def _put(self, prefix: str, path: Path) -> None:
-        self.obstore.put(self.store, f"{prefix}/{path.name}", path, use_multipart=False)
-
-    def puts(self) -> float:
-        def upload(prefix: str) -> None:
-            at_once(
-                lambda path: self.obstore.put(self.store, f"{prefix}/{path.name}", path, use_multipart=False),
-                self.packs,
-            )
-
-        return self._uploaded(upload)
-
-    def push(self) -> float:
-        return self._uploaded(lambda prefix: self._transfer(self.cache, f"s3://{S3_BUCKET}/{prefix}"))
-
-    def _get(self, path: Path) -> memoryview:
-        return memoryview(self.obstore.get(self.store, f"full/packs/{path.stem[:2]}/{path.name}").bytes())
-
-    def gets(self) -> float:
-        return seconds_of(lambda: at_once(self._get, self.packs))
-
-    def _downloaded(self, download: Callable[[Path], Any]) -> float:
-        target = self.folder / f"round{next(self._numbers)}"
+    def downloaded(download: Callable[[Path], None]) -> float:
+        """As `uploaded`, of what brings them into a new folder."""
+        target = folder / f"round{next(numbers)}"
         taken = seconds_of(partial(download, target))
         shutil.rmtree(target)
         return taken
 
-    def gets_to_files(self) -> float:
-        def download(target: Path) -> None:
-            target.mkdir()
-            at_once(partial(self._get_to_file, target), self.packs)
+    def put_all(place: str) -> None:
+        at_once(lambda path: obstore.put(store, f"{place}/{path.name}", path, use_multipart=False))
 
-        return self._downloaded(download)
+    def get(path: Path) -> memoryview:
+        return memoryview(obstore.get(store, f"full/packs/{path.stem[:2]}/{path.name}").bytes())
 
-    def _get_to_file(self, target: Path, path: Path) -> None:
-        data = self._get(path)
-        with (target / path.name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    def get_all(target: Path) -> None:
+        target.mkdir()
 
-    def pull(self) -> float:
-        return self._downloaded(lambda target: self._transfer(self._full, target))
+        def write(path: Path) -> None:
+            with (target / path.name).open("wb") as file:
+                file.write(get(path))
+                file.flush()
+                os.fsync(file.fileno())
 
+        at_once(write)
 
-def transfer(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     compared_with = {"puts": "puts", "push": "puts", "gets": "gets", "gets_to_files": "gets", "pull": "gets"}
-    make_cache(folder / "cache", 2 * options.num_samples, options.scale)
+    methods: dict[str, Callable[[], float]] = {
+        "puts": lambda: uploaded(put_all),
+        "push": lambda: uploaded(lambda place: moved(cache, f"s3://{S3_BUCKET}/{place}")),
+        "gets": lambda: seconds_of(lambda: at_once(get)),
+        "gets_to_files": lambda: downloaded(get_all),
+        "pull": lambda: downloaded(lambda target: moved(f"s3://{S3_BUCKET}/full", target)),
+    }
     with s3_serving() as store:
-        moves = Moves(folder, folder / "cache", store)
-        methods: dict[str, Callable[[], float]] = {name: getattr(moves, name) for name in compared_with}
+        moved(cache, f"s3://{S3_BUCKET}/full")
         for method in methods.values():
             method()
         seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
-    num_bytes = sum(path.stat().st_size for path in moves.packs)
+    num_bytes = sum(path.stat().st_size for path in packs)
     return {
-        "num_packs": len(moves.packs),
+        "num_packs": len(packs),
         "num_bytes": num_bytes,
         "gb_per_s": {name: spread([num_bytes / each / 1e9 for each in taken]) for name, taken in seconds.items()},
         "ratio": {name: ratios(seconds[compared_with[name]], taken) for name, taken in seconds.items()},
