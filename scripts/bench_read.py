@@ -19,7 +19,6 @@ cold       before each pass the files are dropped from the page cache, free memo
 ragged     warm batches of captions of natural length, as Qwen-Image's: padded to the longest of each batch, and so is
            what the limit copies
 packs      pack order, cold, over a whole epoch, against `cat` of the packs to /dev/null and against random order
-shuffling  how far two samples that lie side by side in a pack come apart in an epoch, and how many packs a batch meets
 
 The host of a virtual machine may still hold files that were dropped: trust the ratios.
 """
@@ -36,7 +35,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,10 +56,7 @@ from benchmarking import (
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.families import family_named
-from latentcache.loading.choices import Choices
-from latentcache.loading.pack_order import WINDOW, Places
 from latentcache.store.entry import as_array
-from latentcache.types import Bucket
 
 BATCH = 16
 PEERS = (*FILE_FORMATS, "diskcache_pickle")
@@ -501,61 +497,7 @@ def ragged(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# Shuffling ------------------------------------------------------------------------------------------------------------
-
-
-class Numbers:
-    """A dataset of one bucket, `num_per_pack` items in a pack."""
-
-    choices = Choices()
-
-    def __init__(self, num_items: int, num_per_pack: int, *, in_packs: bool):
-        self.num_items, self.num_per_pack, self.in_packs = num_items, num_per_pack, in_packs
-
-    def __len__(self) -> int:
-        return self.num_items
-
-    def bucket(self, index: int) -> Bucket:
-        return Bucket(1024, 1024)
-
-    def groups(self) -> np.ndarray:
-        return np.zeros(self.num_items, np.int64)
-
-    def identity(self) -> str:
-        return ""
-
-    def places(self) -> Places | None:
-        numbers = np.arange(self.num_items)
-        return Places(numbers // self.num_per_pack, numbers % self.num_per_pack, "") if self.in_packs else None
-
-    def prefetch(self, items: Sequence[int]) -> None:
-        """Nothing is read."""
-
-
-def shuffling(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    num_samples, num_per_pack, window = (6400, 64, 4) if options.tiny else (200_000, 512, WINDOW)
-    found = {}
-    for name, in_packs in (("packs", True), ("random", False)):
-        numbers = Numbers(num_samples, num_per_pack, in_packs=in_packs)
-        sampler = BucketBatchSampler(cast(Any, numbers), BATCH, window=window)
-        order = np.array([item for batch in sampler for item in batch])
-        positions = np.empty(len(order), np.int64)
-        positions[order] = np.arange(len(order))
-        inside = np.arange(len(order) - 1) % num_per_pack != num_per_pack - 1
-        distance = np.abs(np.diff(positions))[inside]
-        batches = (order[: len(order) // BATCH * BATCH] // num_per_pack).reshape(-1, BATCH)
-        same = (positions[:-1] // BATCH == positions[1:] // BATCH)[inside]
-        found[name] = {
-            "median": float(np.median(distance)),
-            "mean": float(distance.mean()),
-            "of_random": float(distance.mean() / (len(order) / 3)),
-            "packs_in_a_batch": float(np.mean([len(set(batch)) for batch in batches.tolist()])),
-            "pairs_in_one_batch": float(same.mean()),
-        }
-    return {"apart": found, "num_samples": num_samples, "num_per_pack": num_per_pack, "window": window}
-
-
-PARTS = {"warm": warm, "cold": cold, "ragged": ragged, "packs": packs, "shuffling": shuffling}
+PARTS = {"warm": warm, "cold": cold, "ragged": ragged, "packs": packs}
 
 
 def main() -> None:

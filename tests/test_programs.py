@@ -47,7 +47,7 @@ def spreads(document: Any) -> Iterator[dict[str, float]]:
 @pytest.mark.parametrize(
     ("script", "parts"),
     [
-        benchmark("bench_read", "warm", "ragged", "shuffling"),
+        benchmark("bench_read", "warm", "ragged"),
         benchmark("bench_read", "cold", "packs", marks=[pytest.mark.bench, COLD]),
         benchmark("bench_write"),
         benchmark("bench_loader"),
