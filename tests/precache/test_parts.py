@@ -20,10 +20,11 @@ from latentcache.config_file import parse_config
 from latentcache.dataset.masks import luma, prepare_mask
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError
-from latentcache.families import family_named
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.loading.status import status, verify
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
+from latentcache.precache.explanation import explain
 from latentcache.precache.preparation import Preparations
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
@@ -302,7 +303,39 @@ def test_each_input_of_a_part_changed_alone_is_a_miss_with_its_reason(
     assert shown == expected and len(found) == len(expected), report.misses_by_reason
 
 
-def test_a_family_that_reads_control_images_needs_them(pairs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(family_named("sdxl")), "text_reads_control", True)
+def test_explain_names_the_roles(pairs: Path) -> None:
+    config = config_of(pairs)
+    run(config)
+    other_control(pairs)
+    text = explain(config, "a.png", models=LoadedModels(**tiny_parts())).to_text()
+    [control] = [line for line in text.splitlines() if "control 1" in line]
+    [mask] = [line for line in text.splitlines() if "mask" in line]
+    assert "miss: control 1: image changed" in control and "image" in control
+    assert "hit" in mask and "(mask, 64x128)" in mask
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDXL as a family whose text encoder reads the control images with the text: as words of the caption."""
+
+    def tokenize(family: Any, parts: Any, texts: list[str], images: list[list[np.ndarray]]) -> Any:
+        words = [" ".join(f"{each.shape[0]} {int(each.sum())}" for each in group) for group in images]
+        return family.tokenize(parts, [f"{text} {more}" for text, more in zip(texts, words, strict=True)])
+
+    monkeypatch.setattr(type(SDXL), "text_reads_control", True)
+    monkeypatch.setattr(type(SDXL), "tokenize_with_control", tokenize)
+
+
+@pytest.mark.usefixtures("reading")
+def test_a_damaged_control_image_costs_the_text_of_its_sample_alone(pairs: Path) -> None:
+    corrupt(pairs / "before/a.png")
+    config = config_of(pairs)
+    report = run(config)
+    assert [(refusal.sample_id, refusal.reason) for refusal in report.refused] == [("a.png", "corrupt")]
+    assert "control image" in report.refused[0].detail and row_of(config, "b.png").refusal is None
+
+
+@pytest.mark.usefixtures("reading")
+def test_a_family_that_reads_control_images_needs_them(pairs: Path) -> None:
     with pytest.raises(ConfigError, match="sdxl reads captions together with control images; give dataset pairs some"):
         run(config_of(pairs, control=[]))

@@ -1,4 +1,4 @@
-"""Variants of captions in a run: what is encoded, why, and what it costs."""
+"""Variants of captions in a run: what is encoded, why, what it costs, and how they are shown."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
+from helpers.page_server import page_of
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.dataset.captions import variants_of
 from latentcache.loading.sampler import Visit
-from latentcache.loading.status import status
+from latentcache.loading.status import show, status
+from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
+from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
+from latentcache.service.page.text import url
 from latentcache.utils.wording import size
 
 TAGS = "red, house, garden, dog, tree, sky"
@@ -35,6 +40,11 @@ def make(make_config: Callable[..., Config], photos: Path) -> Callable[..., Conf
         return make_config(**{"datasets.0.captions": chosen, "validation.prompts": [], **changes})
 
     return made
+
+
+def fetched(address: str) -> str:
+    with urlopen(address) as answer:
+        return str(answer.read().decode())
 
 
 def texts_of(config: Config, name: str) -> list[str]:
@@ -82,10 +92,20 @@ def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], pho
     assert drawn == {"a cow": 1024, "a dog": 256, "a cat": 768}
 
 
-def test_the_cost_is_said(make: Callable[..., Config], caplog: pytest.LogCaptureFixture) -> None:
-    config = make()
-    dry = run_precache(config, dry_run=True)
+def test_the_cost_is_said_before_anything_is_encoded(
+    make: Callable[..., Config], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, said = make(), list[str]()
+    run = TextStage.run
+
+    def run_and_look(stage: TextStage, batches: Any) -> None:
+        said.extend(caplog.messages)
+        run(stage, batches)
+
+    monkeypatch.setattr(TextStage, "run", run_and_look)
     with caplog.at_level(logging.INFO, "latentcache"):
+        dry = run_precache(config, dry_run=True)
+        assert not said
         run_precache(config)
     rule = config.datasets[0].captions
     captions = [TAGS, "a street at night, rain", f"blue, {TAGS}", "a tree", ""]
@@ -94,7 +114,7 @@ def test_the_cost_is_said(make: Callable[..., Config], caplog: pytest.LogCapture
         entry = cache.get(cache.row("a.png")[1].captions[1].key)
     num_bytes = sum(tensor.nbytes for tensor in entry.tensors.values())
     note = f"photos: {NUM} variants of 5 captions: {num_texts} texts, {size(num_texts * num_bytes)}"
-    assert note in caplog.messages and note in dry.notes and note in dry.to_text()
+    assert note in said and note in dry.notes and note in dry.to_text()
     assert run_precache(make({})).notes == [], "the captions alone need no word"
 
 
@@ -153,3 +173,37 @@ def test_a_caption_that_is_cut_counts_where_its_variants_alone_are_encoded(
         run_precache(make({}), workspace=workspace)
         report = run_precache(make(), workspace=workspace)
     assert report.num_hits and (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
+
+
+def test_the_caption_is_shown_once(make: Callable[..., Config]) -> None:
+    config = make()
+    before = explain(config, "b.png")
+    run_precache(config)
+    rule = config.datasets[0].captions
+    num_texts = len(set(variants_of(f"blue, {TAGS}", rule)))
+    text = before.to_text()
+    assert f"3 variants  miss: new  ({size(3 * before.datasets[0]['text_bytes'])})" in text, text
+    assert num_texts == NUM and text.count("text ") == 2
+    assert "3 variants  hit" in explain(config, "b.png").to_text()
+    assert [each["variant"] for each in before.datasets[0]["entries"]] == [0, 0, 1, 2, 3]
+    [shown] = show(config.cache.path, "a.png")["datasets"]
+    assert [each["text"] for each in shown["captions"]] == [TAGS, "a street at night, rain"]
+    assert shown["variants"] == NUM and len(shown["entries"]) == 3
+
+
+def test_the_page_shows_a_caption_once(make: Callable[..., Config]) -> None:
+    config = make()
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        lost = cache.row("b.png")[1].captions[2].key
+        cache.store.remove([lost])
+    other = variants_of(TAGS, config.datasets[0].captions)[1]
+    with page_of(config.cache.path, config=config) as base:
+        page = fetched(base + url("/sample", dataset="photos", id="a.png"))
+        assert page.count("<blockquote") == 2 and "4 variants: it and 3 texts" in page and other not in page
+        page = fetched(base + url("/sample", dataset="photos", id="b.png"))
+        assert page.count("<blockquote") == 1 and lost[:12] in page, "of variants what is lost is named"
+        reasons = fetched(base + url("/sample/reasons", dataset="photos", id="b.png"))
+        assert reasons.count("<dt>") == 3 and reasons.count("entry lost") == 1
+        gallery = fetched(base + url("/gallery", dataset="photos"))
+        assert TAGS in gallery and other not in gallery

@@ -1,4 +1,4 @@
-"""Further crops of each image: where they lie, what they share, and what their keys depend on."""
+"""Further crops of each image: where they lie, what they cost, what they share, and what their keys depend on."""
 
 from __future__ import annotations
 
@@ -159,6 +159,18 @@ def test_a_crop_depends_on_the_seed_the_image_and_its_number_alone(folder: Path)
     assert run(more, dry_run=True).num_misses == 0
     write_photo(folder / "photos/high.png", 77, SIZES["high.png"])
     assert run(more, dry_run=True).misses_by_reason == {"image changed": 3}
+
+
+def test_the_plan_says_what_crops_cost(folder: Path) -> None:
+    run(config_of(folder))
+    config = config_of(folder, variations=3)
+    report = run(config, dry_run=True)
+    [note] = report.notes
+    assert note.startswith("photos: 3 crops of each image add 4 entries (") and note.endswith(
+        "to 3; 1 sample without any room for other crops"
+    )
+    assert report.num_misses == 4 and run(config).num_encoded == 4
+    assert not run(config_of(folder)).notes
 
 
 def test_explain_and_the_validation_loss_know_which_crop_is_meant(folder: Path) -> None:
