@@ -8,7 +8,6 @@ must get a row in `tests/precache/test_staleness.py`, which fails otherwise. Key
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -122,7 +121,10 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoding:
-    """The encoder and what is stored of its output. `seed` counts for `sample` only, and is 0 otherwise."""
+    """The encoder and what is stored of its output. `seed` counts for `sample` only, and is 0 otherwise.
+
+    `condition` is the rule of what a clip's entry also has (`Family.clip_condition`); empty for all other entries.
+    """
 
     vae: PartIdentity
     compute_dtype: str
@@ -131,6 +133,12 @@ class ImageEncoding:
     scaling_factor: float
     shift_factor: float | None
     seed: int = 0
+    condition: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The encoding as JSON."""
+        found = _values(self) | {"vae": _values(self.vae)}
+        return found if self.condition else _without(found, "condition")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,7 @@ class TextEncoding:
 @functools.lru_cache(maxsize=64)
 def encoding_json(encoding: ImageEncoding | TextEncoding) -> dict[str, Any]:
     """The encoding as JSON. One object for all entries of a run (a plan makes millions): do not change it."""
-    return encoding.to_json() if isinstance(encoding, TextEncoding) else dataclasses.asdict(encoding)
+    return encoding.to_json()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ RefusalReason = Literal[
     "animated",  # more than one frame
     "too-many-pixels",  # a decompression bomb, or just too large
     "too-small",  # smaller than the least usable side
+    "too-short",  # a still image, or a clip of one frame, where the model needs more
     "extreme-aspect",  # longer than max_aspect times its shorter side
     "other-shape",  # the mask has other proportions than its image
     "has-parts",  # exported: the format has no place for control images or masks

@@ -88,6 +88,7 @@ CLIPS = {
     None: "11d6ed80b34a8ddb4a54443d5c066ba2af57a5c46a5d475f69bed49f0796b463",
 }
 """By frames a second."""
+WITH_FIRST_FRAME = "4cb8b187231aac31349890a65a1157c4b4cf2ac9b345c0902725b0b4a5587487"
 NO_CAPTION = "45568c8ac282e525202dc55d7833e67794851ac2c940c0bb3cd32ed1657d63c1"
 
 
@@ -201,6 +202,14 @@ def test_the_key_of_a_clip(fps: float | None) -> None:
     rule = {"fps": fps, "start": "first", "decoder": "pillow-or-pyav"}
     preparation = Preparation.of(preparation_policy(IMAGES) | rule, dataclasses.replace(geometry, num_frames=9))
     assert key_of(ImageIdentity(digest(b"the bytes of a clip"), preparation, IMAGE).to_json()) == CLIPS[fps]
+
+
+def test_the_key_of_a_clip_with_its_first_frame() -> None:
+    geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
+    rule = {"fps": 16.0, "start": "first", "decoder": "pillow-or-pyav"}
+    preparation = Preparation.of(preparation_policy(IMAGES) | rule, dataclasses.replace(geometry, num_frames=9))
+    encoding = dataclasses.replace(IMAGE, condition=family_named("wan-i2v").clip_condition)
+    assert key_of(ImageIdentity(digest(b"the bytes of a clip"), preparation, encoding).to_json()) == WITH_FIRST_FRAME
 
 
 def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry, Padding
 
 Role = Literal["vae", "text_encoder", "tokenizer"]
+CONDITION = "condition"
+"""The name of what `Family.clip_condition` is the rule of, in entries (unscaled) and in batches."""
 MASK = "_mask"
 """What follows a field's name in the name of its mask: bool [B, L], True for the rows that are not padding."""
 
@@ -182,10 +184,11 @@ def inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None) -> None:
-    """ConfigError for prompts of a family whose pipeline reads them together with control images.
+def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None, *, sampled: bool = True) -> None:
+    """ConfigError for prompts of a family whose pipeline needs a picture too: control images, or a first frame.
 
-    And for those of a denoiser that generates with a mask and a masked image.
+    And for those of a denoiser that generates with a mask and a masked image. Prompts that are not `sampled` are
+    encoded alone, which needs no first frame.
     """
     if prompts and family.inpaints(denoiser):
         raise ConfigError(
@@ -193,10 +196,13 @@ def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None) 
             "here; set them to [] (a validation set has its masks: its loss is measured)",
             key="validation.prompts",
         )
-    if prompts and family.text_reads_control:
+    needed = (
+        "control images" if family.text_reads_control else "a first frame" if sampled and family.clip_condition else ""
+    )
+    if prompts and needed:
         raise ConfigError(
-            f"{family.name} generates from a prompt and control images, and a prompt has none here; set prompts to [] "
-            "(a validation set has its control images: its loss is measured)",
+            f"{family.name} generates from a prompt and {needed}, and a prompt has none here; set prompts to [] "
+            f"(a validation set has {needed}: its loss is measured)",
             key="validation.prompts",
         )
 
@@ -237,6 +243,12 @@ class Family(ABC):
     """Whether some of its denoisers inpaint: they take a mask and the latents of the masked image too."""
     has_clips: ClassVar[bool] = False
     """Whether its denoiser takes latents of several frames."""
+    clip_condition: ClassVar[str] = ""
+    """By which rule a clip's entry has the latents CONDITION too, which its denoiser also takes; most have none.
+
+    "first frame, padded": the mean of the clip's first frame, with zeros (grey) in place of the others. The rule is a
+    part of the key. Such a family makes clips of a picture: it takes no still images, and prompts alone are no use.
+    """
     fields: ClassVar[Mapping[str, TextField]]
     text_dtype: ClassVar[str] = "bfloat16"
     """In which the text encoders compute on an accelerator, and in which texts are stored."""
@@ -433,9 +445,13 @@ class Family(ABC):
         `timesteps` [B] are the schedule's, 0 to 1000. For flow it is the velocity: noise - latents.
         """
         conditions = self.conditions(denoiser, noisy, batch)
-        given = self.with_masked(noisy, batch) if self.inpaints(denoiser) else noisy
+        given = self.inputs(denoiser, noisy, batch)
         prediction: torch.Tensor = denoiser(given, timesteps, **conditions, return_dict=False)[0]
         return prediction
+
+    def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The denoiser's channels: noised latents, and what else it takes in further ones."""
+        return self.with_masked(noisy, batch) if self.inpaints(denoiser) else noisy
 
     def inpaints(self, denoiser: Any) -> bool:
         """Whether this denoiser also takes a mask and the latents of the masked image, by its number of channels."""

@@ -2,14 +2,14 @@
 
 A14B of 2.2 has two denoisers, each for its part of the timesteps: `model.denoiser` says which one is trained and
 validated. Images need both, and are refused. TI2V-5B has a VAE of its own (48 channels, 16 pixels a row); its pipeline
-gives each token a timestep (`expand_timesteps`), which for text to video are all equal. Image to video is refused: it
-needs latents of the padded clip and, in 2.1, embeddings of CLIP's vision model.
+gives each token a timestep (`expand_timesteps`), which for text to video are all equal. Image to video is the family
+`wan-i2v`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -33,7 +33,7 @@ _VAE_SETTINGS = (
     *("base_dim", "decoder_base_dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample"),
     *("dropout", "is_residual", "in_channels", "patch_size", "scale_factor_temporal", "scale_factor_spatial"),
 )
-_IMAGE_TO_VIDEO = "makes videos from a first frame (36 channels: noise, a mask, latents of that frame): not supported"
+_IMAGE_TO_VIDEO = "makes videos from a first frame (36 channels): set model.family to wan-i2v"
 _ROWS = 512
 """Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
 
@@ -43,8 +43,7 @@ class Wan(Family):
 
     name = "wan"
     pipeline_name = "WanPipeline"
-    pipeline_names = ("WanVideoToVideoPipeline",)
-    refused_pipelines = {"WanImageToVideoPipeline": _IMAGE_TO_VIDEO}
+    pipeline_names: ClassVar[tuple[str, ...]] = ("WanVideoToVideoPipeline",)
     repositories = (
         *(f"Wan-AI/Wan2.1-T2V-{size}-Diffusers" for size in ("1.3B", "14B")),
         *(f"Wan-AI/Wan2.2-{size}-Diffusers" for size in ("T2V-A14B", "TI2V-5B")),
@@ -114,8 +113,9 @@ class Wan(Family):
 
     @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """For one frame, a still image; the pipeline's own default is 81."""
-        return {**super().pipeline_kwargs(embeds, negative), "num_frames": 1}
+        """For one frame, a still image, where it makes those; the pipeline's own default is 81."""
+        still = {} if self.clip_condition else {"num_frames": 1}
+        return {**super().pipeline_kwargs(embeds, negative), **still}
 
 
 FAMILY = Wan()

@@ -9,6 +9,7 @@ import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import StoreError
+from latentcache.families.base import CONDITION
 from latentcache.families.scaling import Scaling, latents_from_moments
 from latentcache.types import Batch
 
@@ -50,7 +51,7 @@ def to_device(
     placed: Batch = {output: image.to(target, dtype or stored_dtype)}
     rest = {name: value for name, value in batch.items() if name not in IMAGE_FIELDS}
     if scaling is not None:
-        for name, control in [each for each in rest.items() if each[0].startswith((CONTROL, MASKED))]:
+        for name, control in [each for each in rest.items() if each[0].startswith((CONTROL, MASKED, CONDITION))]:
             rest[name] = scaling.apply(control.to(target).float()).to(dtype or control.dtype)
     tensors = {name: value for name, value in rest.items() if isinstance(value, torch.Tensor)}
     return placed | rest | moved(tensors, target, dtype)

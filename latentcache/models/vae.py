@@ -124,8 +124,8 @@ def encode_images(
 
     [B, 2C, h, w] of images, uint8 [B, H, W, 3], upright sRGB; [B, 2C, F, h, w] of a family of video, which also takes
     clips: [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `kept`, uint8
-    [B, H, W, 1], says how much of each pixel is left: they are multiplied by `kept / 255`. `family` None is DEFAULT.
-    `facts` are the VAE's, where they are known.
+    [B, H, W, 1], says how much of each pixel is left: they are multiplied by `kept / 255`; of frames it is
+    [B, frames, H or 1, W or 1, 1]. `family` None is DEFAULT. `facts` are the VAE's, where they are known.
     The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad, without autocast, and
     with `pinned_numerics`.
     The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
@@ -148,7 +148,7 @@ def encode_images(
         images = pixels.to(parameter.device).movedim(-1, 1).float().div(127.5).sub(1.0)
         if kept is not None:
             shares = kept.to(parameter.device).movedim(-1, 1).float().div(255)
-            images *= shares[:, :, None] if is_video else shares
+            images *= shares[:, :, None] if shares.ndim < images.ndim else shares
         # Laid out as the weights: for channels-last strides convolutions may take a kernel that rounds otherwise.
         layout = torch.contiguous_format if is_video else memory_format_of(vae)
         images = images.to(parameter.dtype).contiguous(memory_format=layout)
@@ -163,6 +163,17 @@ def encode_images(
     if list(parameters.shape) != expected:
         raise refused("vae", f"it gave moments of shape {list(parameters.shape)}, but {expected} is needed")
     return parameters
+
+
+def first_frames(vae: Any, clips: torch.Tensor, family: Family, facts: VaeFacts | None = None) -> torch.Tensor:
+    """The condition of clips, uint8 [B, frames, H, W, 3], by the rule "first frame, padded": [B, C, F, h, w], unscaled.
+
+    Where only the first frame is left of a clip, the others are zeros for the VAE, which is grey. Later latent frames
+    are not those of a clip of zeros: the first one reaches into them. As `encode_images` in all else.
+    """
+    kept = torch.zeros(*clips.shape[:2], 1, 1, 1, dtype=torch.uint8)
+    kept[:, 0] = 255
+    return latents_from_moments(encode_images(vae, clips, family, facts, kept=kept))
 
 
 def memory_format_of(module: torch.nn.Module) -> torch.memory_format:

@@ -22,7 +22,7 @@ from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Task
 from latentcache.store.entry import DTYPES, dtype_name
-from latentcache.types import Bucket, Geometry, ImageOutput
+from latentcache.types import Bucket, Geometry
 from latentcache.utils.json_document import recalled
 
 
@@ -67,10 +67,10 @@ class Encodings(TextEncodings):
             )
             raise ConfigError(message, key="datasets.buckets")
 
-    def image_bytes(self, geometry: Geometry, output: ImageOutput) -> int:
+    def image_bytes(self, geometry: Geometry, encoding: ImageEncoding) -> int:
         """Bytes of one image entry of this geometry."""
         facts = self.facts
-        channels = facts.latent_channels * (2 if output == "moments" else 1)
+        channels = facts.latent_channels * ((2 if encoding.output == "moments" else 1) + bool(encoding.condition))
         num_frames = ((geometry.num_frames or 1) - 1) // facts.frames_factor + 1
         num_pixels = math.prod(geometry.target_size) // facts.downscale_factor**2
         return channels * num_frames * num_pixels * DTYPES[self.image.store_dtype].itemsize
@@ -138,6 +138,7 @@ def choose_encodings(
         scaling_factor=facts.scaling.scaling_factor,
         shift_factor=facts.scaling.shift_factor,
         seed=encode.seed if output == "sample" else 0,
+        condition=models.family.clip_condition,
     )
     return Encodings(
         **{name: getattr(texts, name) for name in TextEncodings.__slots__},

@@ -22,8 +22,9 @@ import torch
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download
 from latentcache.errors import ImageRefused
+from latentcache.families.base import CONDITION
 from latentcache.models.running import vae_settings
-from latentcache.models.vae import encode_images, keep_output, problems
+from latentcache.models.vae import encode_images, first_frames, keep_output, problems
 from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.report import Failure, timed
@@ -111,8 +112,11 @@ class ImageStage(EncodingStage):
             encodings = self._encodings
             given = self._transfer.upload(pixels)
             kept = given[..., 3:] if given.shape[-1] > 3 else None  # of masked images: see `Task.pixels`
-            moments = encode_images(models, given[..., :3], encodings.family, encodings.facts, kept=kept)
-            return self._transfer.download({"moments": moments})
+            family, facts = encodings.family, encodings.facts
+            outputs = {"moments": encode_images(models, given[..., :3], family, facts, kept=kept)}
+            if items[0].task.identity.encoding.condition:
+                outputs[CONDITION] = first_frames(models, given, family, facts)
+            return self._transfer.download(outputs)
 
     def _fetch(self, download: Download) -> Mapping[str, torch.Tensor]:
         with timed(self._context.report, "encode"):
@@ -122,10 +126,11 @@ class ImageStage(EncodingStage):
 
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
         context, moments = self._context, outputs["moments"]
+        rest = {name: tensor for name, tensor in outputs.items() if name != "moments"}
         encoding = items[0].task.identity.encoding  # one for the batch: see `Shape.group`
         computed_dtype = encoding.compute_dtype if note is None else "float32"
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
-        kept = keep_output(moments, encoding.output, seeds)
+        kept = {**keep_output(moments, encoding.output, seeds), **rest}
         tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in kept.items()}
         found = [problems(tensor) for tensor in (moments, *tensors.values())]
         for number, item in enumerate(items):

@@ -107,6 +107,9 @@ class Preparations:
         if dataset.frames is not None and not encodings.family.has_clips:
             message = f"dataset {dataset.name} has frames, but models of {encodings.family.name} take no clips"
             raise ConfigError(f"{message}; leave frames out", key="datasets.frames")
+        if dataset.frames is None and encodings.image.condition:
+            message = f"dataset {dataset.name} has no frames, but models of {encodings.family.name} take clips alone"
+            raise ConfigError(f"{message}; set frames, as {{count: 81, fps: 16}}", key="datasets.frames")
         policy, rule = preparation_policy(dataset.images), BucketRule(dataset.buckets)
         self.roles = [Role(0, "image", None, policy, encodings.image, rule, False)]
         # A control image is no target of the loss: diffusers' pipelines and the trainers take its posterior's mode.
@@ -218,6 +221,9 @@ class Preparations:
                     factor = self._encodings.facts.frames_factor
                     num_frames = num_frames_of_clip(num_available, self._dataset.frames, factor)
                     geometry = replace(geometry, num_frames=num_frames)
+                if image is None and (geometry.num_frames or 1) == 1 and self._encodings.image.condition:
+                    detail = f"{self._encodings.family.name} trains on clips, and it gives 1 frame: give a longer video"
+                    return ImageRefused("", "too-short", detail)
                 images[number] = image or geometry
                 # The mask's shapes are the last ones before: of a pair the same one is so many places back.
                 mask = found[-self.num_twins] if role.part == "masked image" else None
@@ -245,7 +251,7 @@ class Preparations:
         output = role.encoding.output
         # A clip alone: a group of them would not fit into memory.
         group_size = self._encodings.image_group_size if geometry.num_frames is None else 1
-        num_bytes = self._encodings.image_bytes(geometry, output)
+        num_bytes = self._encodings.image_bytes(geometry, role.encoding)
         group = (geometry.extent, output, role.part == "masked image")  # whose pixels have a channel more
         return Shape(role, geometry, column, key, group, group_size, num_bytes)
 

@@ -108,7 +108,7 @@ def plan_validation_prompts(
         if config.validation.prompts:
             entries.plan.report.notes.append("validation.prompts are not cached: encode.text is none")
         return
-    check_prompts(encodings.family, config.validation.prompts)
+    check_prompts(encodings.family, config.validation.prompts, sampled=False)
     if encodings.family.text_reads_control:
         return
     positive = [(text, False) for text in ("", *config.validation.prompts)]
@@ -175,7 +175,7 @@ def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> Task:
 
     ConfigError for a family that reads texts with control images.
     """
-    check_prompts(keys[negative].family, [text])
+    check_prompts(keys[negative].family, [text], sampled=False)
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
     return Task(key_of(identity.to_json()), identity, Sample(sample_id, sample_id), caption=text)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_clip, write_photo
 from helpers.tiny_models import tiny_encoders, tiny_folder
 
 from latentcache import LatentCache, LoadedModels
@@ -37,7 +37,10 @@ def test_each_family_has_a_complete_config(name: str) -> None:
     path, family = CONFIGS / f"{name}.yaml", family_named(name)
     settings = shown(yaml.safe_load(path.read_text(encoding="utf-8")))
     base = shown(yaml.safe_load((CONFIGS / BASE).read_text(encoding="utf-8")))
-    assert {each for each in settings if not each.startswith("datasets.N.control")} == base.keys()
+    assert {
+        each for each in settings if not each.startswith(("datasets.N.control", "datasets.N.frames."))
+    } == base.keys()
+    assert bool(family.clip_condition) == ("datasets.N.frames.count" in settings)
     assert family.text_reads_control == ("datasets.N.control" in settings)
     others = (CONFIGS / f"{other}.yaml" for other in ("edit_pairs", "wan_clips"))
     shown_there = {each for other in others for each in shown(yaml.safe_load(other.read_text(encoding="utf-8")))}
@@ -54,17 +57,22 @@ def test_each_family_has_a_complete_config(name: str) -> None:
 @pytest.mark.families
 @pytest.mark.parametrize(("config_name", "name"), [(f"{n}.yaml", n) for n in FAMILIES] + [(BASE, n) for n in FAMILIES])
 def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path: Path) -> None:
+    family = family_named(name)
     for number in range(2):
-        photo = write_photo(tmp_path / "photos" / f"{number}.png", number, (64, 64))
+        write = write_clip if family.clip_condition else write_photo
+        photo = write(tmp_path / "photos" / f"{number}.png", number, (64, 64))
         photo.with_suffix(".txt").write_text("a red cat on the table")
         write_photo(tmp_path / "controls" / photo.name, 2 + number, (64, 64))
-    family = family_named(name)
     small: dict[str, Any] = {"source": {"path": str(tmp_path / "photos")}, "buckets": {"area": 64 * 64, "step": 16}}
     if family.text_reads_control:
         small["control"] = [{"path": str(tmp_path / "controls")}]
+    if family.clip_condition:
+        small["frames"] = {"fps": None}
+    datasets = yaml.safe_load((CONFIGS / config_name).read_text(encoding="utf-8"))["datasets"]
+    names = [each["name"] for each in datasets]
     overrides: dict[str, Any] = {
         "cache": {"path": str(tmp_path / "cache")},
-        "datasets": {each: {**small, "images": {"min_side": 16}} for each in ("my-photos", "held-out")},
+        "datasets": {each: {**small, "images": {"min_side": 16}} for each in names},
         "model": {"family": name, "path": tiny_folder(name)},
         "encode": {"device": "cpu"},
     }
@@ -77,7 +85,7 @@ def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path
     report = run_precache(config, models=models)
     assert not report.refused and report.num_samples == 4
     assert report.placement["family"].startswith(f"{name}: ")
-    with LatentCache(config.cache.path, manifest="my-photos") as cache:
+    with LatentCache(config.cache.path, manifest=names[0]) as cache:
         batch = cache.batch(["0.png", "1.png"], device="cpu")
     latents = batch["latents"]
     assert latents.shape[1] == family.latent.channels and latents.ndim == (5 if family.latent.is_video else 4)

@@ -85,7 +85,7 @@ def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypa
         run.pipeline.vae, "decode", lambda z, *args, **rest: (decoded.append(z), decode(z, *args, **rest))[1]
     )
     run.generate(run.pipeline, **kwargs)
-    vae = None if run.family.text_reads_control else run.pipeline.vae  # which encodes a control image
+    vae = None if run.has_pictures else run.pipeline.vae  # which encodes a picture
     without_vae = whole_pipeline(run.family, **{name: part for name, part in run.parts.items() if part is not vae})
     latents = run.generate(without_vae, **kwargs, output_type="latent")
     found = run.scaling.undo(run.family.final_latents(latents, SIDE, SIDE))
@@ -110,7 +110,7 @@ def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
     texts = run.groups(PAIR)[0]
     family, cached = run.family, run.batch(texts)
     call, _, _ = run.first_call(texts)
-    conditions = family.conditions(run.denoiser, torch.zeros(2, run.denoiser_channels, 8, 8), cached)
+    conditions = family.conditions(run.denoiser, torch.zeros(run.latent_shape(len(texts))), cached)
 
     class Live:
         """The denoiser with all conditions from the pipeline's own call."""
@@ -123,7 +123,7 @@ def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
 
     live = torch.cat([SCALED_LATENTS[family.name](run.pipeline, run.pixels(text)) for text in texts])
     stored = torch.cat([run.latents(text) for text in texts])
-    live_batch = cached | (run.live_controls(*texts) if family.text_reads_control else {})
+    live_batch = cached | (run.live_pictures(*texts) if run.has_pictures else {})
     loss, wanted = gradients(run, lambda noisy, steps: family.predict(Live(), noisy, steps, live_batch), live)
     cached_loss, found = gradients(run, lambda noisy, steps: family.predict(run.denoiser, noisy, steps, cached), stored)
     assert torch.equal(cached_loss, loss) and loss > 0

@@ -38,11 +38,7 @@ TEXT = TEXTS[1]
 
 def output(run: FamilyRun, denoiser: Any) -> torch.Tensor:
     """What this denoiser predicts for a cached text."""
-    space, side = run.family.latent, SIDE // run.family.latent.downscale
-    if run.scaling.rule == "batch_norm":
-        side //= 2
-    shape = (1, run.denoiser_channels, *([1] if space.is_video else []), side, side)
-    noisy = torch.randn(shape, generator=generator())
+    noisy = torch.randn(run.latent_shape(1), generator=generator())
     with torch.no_grad():
         return run.family.predict(denoiser, noisy, torch.tensor([700.0]), run.batch([TEXT]))
 
@@ -128,7 +124,7 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
     family, chosen = run.family, settings(guidance_scale=guidance)
     embeddings = [PromptEmbeddings(TEXT, "", run.texts([TEXT]), run.negative([TEXT]))]
     scheduler, vae = run.parts["scheduler"], run.parts["vae"]
-    if family.text_reads_control:
+    if run.has_pictures:
         with pytest.raises(ConfigError, match="a prompt has none here; set prompts to") as raised:
             denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
         assert raised.value.key == "validation.prompts"

@@ -69,14 +69,15 @@ def name(request: pytest.FixtureRequest) -> str:
 def config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A training set and a validation set of the same photos, and one prompt, whose model is the family's tiny one."""
     reads_controls = family_named(name).text_reads_control
-    given = family_config(tmp_path, with_controls=reads_controls).model_dump(mode="json")
+    has_clips = bool(family_named(name).clip_condition)
+    given = family_config(tmp_path, with_controls=reads_controls, with_clips=has_clips).model_dump(mode="json")
     [dataset] = given["datasets"]
     given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
     given["model"]["path"] = tiny_folder(name)
     without_torchvision(monkeypatch, family_named(name))
     given["validation"] |= {
         "path": str(tmp_path / "validation"),
-        "prompts": [] if reads_controls else ["a cat"],
+        "prompts": [] if reads_controls or has_clips else ["a cat"],
         "num_timesteps": 2,
         "num_inference_steps": 2,
         "guidance_scale": 4.0,

@@ -241,7 +241,7 @@ def test_a_processor_without_torchvision_is_refused_with_the_next_step(name: str
 def test_control_latents_are_the_pipeline_s_but_for_the_last_bit(filled: FamilyRun) -> None:
     """It has them `(z - mean) / std`, and those that it is trained on `(z - mean) * (1 / std)`."""
     text = TEXTS[1]
-    cached, live = filled.batch([text])["control_latents_1"], filled.live_controls(text)["control_latents_1"]
+    cached, live = filled.batch([text])["control_latents_1"], filled.live_pictures(text)["control_latents_1"]
     pixels = filled.vae_input(*filled.controls(text))
     with torch.no_grad():
         own = filled.pipeline._encode_vae_image(pixels, torch.Generator())

@@ -1,11 +1,10 @@
-"""Wan 2.2 A14B: two denoisers, each trained and validated alone at the timesteps that its pipeline gives it."""
+"""Wan 2.2 A14B, both kinds: two denoisers, each trained and validated alone at the timesteps of its pipeline."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from helpers.family_runs import SIDE, family_config
@@ -15,6 +14,7 @@ from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
+from latentcache.families.base import Family
 from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share
 from latentcache.models.lora import LORA_FILE
@@ -24,17 +24,21 @@ from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families
 
-WAN = family_named("wan")
+BOUNDARIES = {"wan": 0.875, "wan-i2v": 0.9}
 EXPERTS = ("transformer", "transformer_2")
 
 
+@pytest.fixture(scope="module", params=BOUNDARIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return family_named(request.param)
+
+
 @pytest.fixture(scope="module")
-def pipeline() -> Any:
+def pipeline(family: Family) -> Any:
     """The second expert predicts other numbers than the first."""
-    second = tiny_model(WAN.name, seed=4)["transformer"]
-    made = diffusers.WanPipeline(**tiny_model(WAN.name), transformer_2=second, boundary_ratio=0.875)
-    made.set_progress_bar_config(disable=True)
-    return made
+    second = tiny_model(family.name, seed=4)["transformer"]
+    boundary = BOUNDARIES[family.name]
+    return family.pipeline(**tiny_model(family.name), transformer_2=second, boundary_ratio=boundary)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +48,10 @@ def folder(pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A training set and a validation set of the same photos."""
+def cached(family: Family, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A training set and a validation set of the same photos, or clips."""
     root = tmp_path_factory.mktemp("cached")
-    given = family_config(root).model_dump(mode="json")
+    given = family_config(root, with_clips=bool(family.clip_condition)).model_dump(mode="json")
     [dataset] = given["datasets"]
     given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
     given["model"] |= {"path": str(folder)}
@@ -61,7 +65,7 @@ def of_expert(config: Config, name: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"denoiser": name})})
 
 
-def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(pipeline: Any, folder: Path) -> None:
+def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(family: Family, pipeline: Any, folder: Path) -> None:
     seen: dict[str, list[float]] = {name: [] for name in EXPERTS}
     hooks = [
         getattr(pipeline, name).register_forward_pre_hook(
@@ -70,13 +74,14 @@ def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(pipeline: Any, f
         for name in EXPERTS
     ]
     size = {"height": 32, "width": 32, "num_frames": 1, "output_type": "latent"}
-    pipeline("cat", num_inference_steps=12, guidance_scale=1.0, **size)
+    size |= {"image": torch.zeros(1, 3, 32, 32)} if family.clip_condition else {}
+    pipeline(prompt_embeds=torch.ones(1, 512, 32), num_inference_steps=12, guidance_scale=1.0, **size)
     for hook in hooks:
         hook.remove()
     scheduler = load_scheduler(model=ModelConfig(path=str(folder)))
     used = []
     for name in EXPERTS:
-        share = denoised_share(ModelConfig(path=str(folder), denoiser=name), WAN)
+        share = denoised_share(ModelConfig(path=str(folder), denoiser=name), family)
         schedule = NoiseSchedule.of(scheduler, share)
         used += schedule.used
         known = schedule.timesteps[list(schedule.used)]
@@ -91,8 +96,8 @@ def test_the_named_expert_is_loaded(pipeline: Any, folder: Path) -> None:
         assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None:
-    shift, boundary = tiny_model(WAN.name)["scheduler"].config.flow_shift, 0.875
+def test_the_loss_is_that_of_the_expert_at_its_timesteps(family: Family, cached: Config) -> None:
+    shift, boundary = tiny_model(family.name)["scheduler"].config.flow_shift, BOUNDARIES[family.name]
     first = 1000 * boundary / (shift - (shift - 1) * boundary)  # of the unshifted schedule
     high, low = (validate(of_expert(cached, name)).report.loss for name in EXPERTS)
     assert high is not None and low is not None and high == validate(cached).report.loss
@@ -105,26 +110,31 @@ def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None
     assert other is not None and other.loss.mean != high.loss.mean
 
 
-def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_expert_is_trained_at_its_timesteps(
+    family: Family, cached: Config, script: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     config, seen = of_expert(cached, "transformer_2"), []
-    predict = type(WAN).predict
+    predict = type(family).predict
 
     def recorded(family: Any, denoiser: Any, noisy: Any, timesteps: torch.Tensor, batch: Any) -> torch.Tensor:
         seen.extend(timesteps.tolist())
         return predict(family, denoiser, noisy, timesteps, batch)
 
-    monkeypatch.setattr(type(WAN), "predict", recorded)
+    monkeypatch.setattr(type(family), "predict", recorded)
     options = script.Options(steps=3, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "lora", device="cpu")
     [trained] = script.train(config, options)["validations"]
-    assert len(seen) > 6 and max(seen) < 875
+    assert len(seen) > 6 and max(seen) < 1000 * BOUNDARIES[family.name]
     plain = validate(config).report.loss
     found = validate(config, lora=str(tmp_path / "lora" / LORA_FILE)).report.loss
     assert plain is not None and found is not None
     assert trained["loss"] == found.loss.mean != plain.loss.mean
 
 
-def test_images_are_refused_for_one_of_two_experts(cached: Config) -> None:
+def test_images_are_refused_for_one_of_two_experts(family: Family, cached: Config) -> None:
     validation = cached.validation.model_copy(update={"prompts": ("a cat",)})
-    with pytest.raises(ConfigError, match=r"images need all timesteps.*from 0\.875 to 1\.0.*set it to \[\]") as caught:
+    boundary = BOUNDARIES[family.name]
+    with pytest.raises(
+        ConfigError, match=rf"images need all timesteps.*from {boundary} to 1\.0.*set it to \[\]"
+    ) as caught:
         validate(cached.model_copy(update={"validation": validation}))
     assert caught.value.key == "validation.prompts"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,17 +15,18 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from diffusers.pipelines.wan import pipeline_wan
 from helpers.family_references import generator
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_clip, write_photo
 from helpers.tiny_models import tiny_model, whole_pipeline
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
-from latentcache.families.base import MASK, Family
+from latentcache.families.base import CONDITION, MASK, Family
 from latentcache.identity import Preparation
 from latentcache.models.model_loader import LoadedModels, Models
 from latentcache.precache import encodings
@@ -47,15 +49,20 @@ CONTROL = (96, SIDE)
 """Of control images, whose buckets have other sides than those of images."""
 
 
-def family_config(folder: Path, *, with_controls: bool = False, **settings: Any) -> Config:
+NUM_FRAMES = 5
+"""Of clips."""
+
+
+def family_config(folder: Path, *, with_controls: bool = False, with_clips: bool = False, **settings: Any) -> Config:
     """Three photos of 64x64 with captions of unequal length; everything is computed and stored in float32.
 
-    `with_controls`: each has a control image, of 96x64.
+    `with_controls`: each has a control image, of 96x64. `with_clips`: they are clips of NUM_FRAMES.
     """
     photos, controls = folder / "photos", folder / "controls"
     if not photos.exists():
         for number, text in enumerate(TEXTS):
-            path = write_photo(photos / f"{number}.png", number, (SIDE, SIDE))
+            path = photos / f"{number}.png"
+            (write_clip if with_clips else write_photo)(path, number, (SIDE, SIDE))
             path.with_suffix(".txt").write_text(text)
             write_photo(controls / path.name, 10 + number, CONTROL)
     encode = {"device": "cpu", "num_workers": 1, "batch_size": 1, "text_store_dtype": "float32", **settings}
@@ -68,6 +75,7 @@ def family_config(folder: Path, *, with_controls: bool = False, **settings: Any)
                     "source": {"kind": "folder", "path": photos},
                     "buckets": {"area": SIDE**2, "step": 16},
                     "images": {"min_side": 8},
+                    "frames": {"count": NUM_FRAMES, "fps": None} if with_clips else None,
                     "control": [{"path": controls, "area": CONTROL[0] * CONTROL[1]}] if with_controls else [],
                 }
             ],
@@ -175,10 +183,15 @@ class FamilyRun:
         return self.cache.scaling(self.cache.manifest("photos"))
 
     def pixels(self, text: str) -> torch.Tensor:
-        """The photo of this caption as the VAE gets it: [1, 3, (1,) H, W]."""
+        """The photo or clip of this caption as the VAE gets it: [1, 3, (F,) H, W]."""
         row = self.rows[text]
-        path = self.config.datasets[0].source.path / row.sample_id  # type: ignore[union-attr]
-        return self.vae_input(prepared(path, row.images[0].geometry))
+        path, geometry = self.config.datasets[0].source.path / row.sample_id, row.images[0].geometry  # type: ignore[union-attr]
+        if geometry.num_frames is None:
+            return self.vae_input(prepared(path, geometry))
+        with Image.open(path) as file:
+            frames = [prepare(np.array(frame.convert("RGB")), geometry) for frame in ImageSequence.Iterator(file)]
+        assert len(frames) == geometry.num_frames == NUM_FRAMES
+        return torch.cat([self.vae_input(frame) for frame in frames], dim=2)
 
     def vae_input(self, image: np.ndarray) -> torch.Tensor:
         """Pixels [1, 3, (1,) H, W] of an image [H, W, 3]."""
@@ -186,9 +199,14 @@ class FamilyRun:
         return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
 
     def groups(self, texts: Sequence[str]) -> list[list[str]]:
-        """The texts that the pipeline takes at once: with control images each alone, and where one moves the other."""
-        is_alone = self.family.text_reads_control or self.family.name in ALONE
+        """The texts that the pipeline takes at once: with pictures each alone, and where one moves the other."""
+        is_alone = self.has_pictures or self.family.name in ALONE
         return [[text] for text in texts] if is_alone else [list(texts)]
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether the pipeline is given control images or a first frame."""
+        return self.family.text_reads_control or bool(self.family.clip_condition)
 
     def controls(self, text: str) -> list[np.ndarray]:
         """The control images of this caption, as they are cached, [H, W, 3]."""
@@ -208,8 +226,14 @@ class FamilyRun:
             return self.family.tokenize(self.parts, captions or texts)
         return self.family.tokenize_with_control(self.parts, captions or texts, [self.controls(each) for each in texts])
 
-    def live_controls(self, text: str) -> dict[str, torch.Tensor]:
-        """What `batch` has of this caption's control images, encoded now."""
+    def live_pictures(self, text: str) -> dict[str, torch.Tensor]:
+        """What `batch` has of this caption's control images, or of its first frame, encoded now."""
+        if self.family.clip_condition:
+            shape = (1, self.family.latent.channels, SIDE, SIDE, NUM_FRAMES)
+            with torch.no_grad():
+                first = self.pictures([text])["image"]
+                _, made = self.pipeline.prepare_latents(first, *shape, first.dtype, first.device, generator())
+            return {CONDITION: made[:, -self.family.latent.channels :]}  # which the mask comes before
         found = {}
         for number, image in enumerate(self.controls(text), 1):
             with torch.no_grad():
@@ -254,7 +278,10 @@ class FamilyRun:
         return kwargs if self.family.name != "chroma" else self._masked(kwargs)
 
     def pictures(self, texts: Sequence[str]) -> dict[str, Any]:
-        """The pipeline's argument for the control images of one text, if it reads any."""
+        """The pipeline's argument for the control images of one text, or for its first frame, if it reads any."""
+        if self.family.clip_condition:
+            [text] = texts
+            return {"image": self.pixels(text)[:, :, 0]}  # as pixels: of a picture it makes others, 1e-7 apart
         if not self.family.text_reads_control:
             return {}
         [text] = texts
@@ -305,24 +332,37 @@ class FamilyRun:
         return 4 * channels if self.scaling.rule == "batch_norm" else channels
 
     def _frames(self) -> tuple[int, ...]:
-        return (1,) if self.family.latent.is_video else ()
+        num_frames = 2 if self.family.clip_condition else 1
+        return (num_frames,) if self.family.latent.is_video else ()
+
+    def latent_shape(self, num: int) -> tuple[int, ...]:
+        """The shape of `num` scaled latents."""
+        side = SIDE // self.family.latent.downscale // (2 if self.scaling.rule == "batch_norm" else 1)
+        return (num, self.denoiser_channels, *self._frames(), side, side)
 
     def generate(self, pipeline: Any, **kwargs: Any) -> Any:
-        """Two steps of a pipeline; one frame of a video."""
+        """Two steps of a pipeline; one frame of a video, where it takes a picture to begin with NUM_FRAMES."""
         accepted = inspect.signature(pipeline.__call__).parameters
-        frames = {"num_frames": 1} if "num_frames" in accepted else {}
+        frames = {"num_frames": NUM_FRAMES if self.family.clip_condition else 1} if "num_frames" in accepted else {}
         settings: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt", **SIZE, **frames, **kwargs}
         # Copies: some pipelines write to the lists that they are given.
         settings = {name: list(value) if isinstance(value, list) else value for name, value in settings.items()}
-        with self._controls_as_cached(pipeline):
+        with self._pictures_as_cached(pipeline):
             return pipeline(**{"generator": generator(), **settings})[0]
 
     @contextmanager
-    def _controls_as_cached(self, pipeline: Any) -> Iterator[None]:
+    def _pictures_as_cached(self, pipeline: Any) -> Iterator[None]:
         """The pipeline makes control images as large as the cache has them, and not of a megapixel.
 
-        It also scales them as images are: `(z - mean) / std`, as it has it, has other last bits.
+        It also scales them as images are: `(z - mean) / std`, as it has it, has other last bits. One that takes a first
+        frame cleans texts with ftfy, also where that is not installed.
         """
+        if self.family.clip_condition:
+            module = sys.modules[type(pipeline).__module__]
+            with patch.object(module, "prompt_clean", pipeline_wan.prompt_clean), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Passing `image` as torch tensor", FutureWarning)
+                yield
+            return
         if not self.family.text_reads_control:
             yield
             return
@@ -353,7 +393,9 @@ def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Fa
     """A family's tiny model, and a cache that `run_precache` filled by it. `settings` are those of `encode`."""
     family = family_named(name)
     reads_controls = family.text_reads_control
-    parts, config = tiny_model(family.name, seed), family_config(folder, with_controls=reads_controls, **settings)
+    has_clips = bool(family.clip_condition)
+    config = family_config(folder, with_controls=reads_controls, with_clips=has_clips, **settings)
+    parts = tiny_model(family.name, seed)
     models = loaded_models(family, parts)
     num_empty = 0
     if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch

@@ -101,12 +101,20 @@ def clips(folder: Path) -> dict[str, Any]:
     return {"source": {"path": folder}, "flip": True, "frames": {"count": 9, "fps": 10}}
 
 
+def videos(folder: Path) -> dict[str, Any]:
+    """The same without the still image."""
+    settings = clips(folder)
+    (folder / "still.png").unlink()
+    return settings
+
+
 WALKS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "flux": edit_pairs,
     "flux2": edit_pairs,
     "z-image": masked_table,
     "qwen-image": transparent_tar,
     "wan": clips,
+    "wan-i2v": videos,
 }
 """Family -> what makes its dataset in a folder, and returns its settings."""
 

@@ -12,7 +12,20 @@ from PIL import Image
 def write_photo(path: Path, seed: int, size: tuple[int, int] = (96, 128), **save: Any) -> Path:
     """A smooth random photo of `size` (height, width)."""
     generator = np.random.default_rng(seed)
-    small = generator.integers(0, 256, (6, 8, 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(small).resize((size[1], size[0]), Image.Resampling.BICUBIC).save(path, **save)
+    _photo(generator, size).save(path, **save)
     return path
+
+
+def write_clip(path: Path, seed: int, size: tuple[int, int] = (96, 128), num_frames: int = 5) -> Path:
+    """An animation of random photos, each shown for a tenth of a second; the first is that of `write_photo`."""
+    generator = np.random.default_rng(seed)
+    frames = [_photo(generator, size) for _ in range(num_frames)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=100)
+    return path
+
+
+def _photo(generator: np.random.Generator, size: tuple[int, int]) -> Image.Image:
+    small = generator.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((size[1], size[0]), Image.Resampling.BICUBIC)

@@ -255,7 +255,7 @@ def _z_image(seed: int) -> dict[str, Any]:
     return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
-def _wan(seed: int) -> dict[str, Any]:
+def _wan(seed: int, **settings: Any) -> dict[str, Any]:
     tokenizer = t5_tokenizer()
     with seeded(seed):
         parts = {
@@ -271,11 +271,16 @@ def _wan(seed: int) -> dict[str, Any]:
             ffn_dim=32,
             num_layers=2,
             rope_max_seq_len=64,
+            **settings,
         )
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+
+
+def _wan_i2v(seed: int) -> dict[str, Any]:
+    return _wan(seed, in_channels=36, out_channels=16)
 
 
 def _qwen_image(seed: int) -> dict[str, Any]:
@@ -622,6 +627,7 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "flux2-dev": _flux2_dev,
     "anima": _anima,
     "qwen-image-21": _qwen_image_21,
+    "wan-i2v": _wan_i2v,
 }
 
 

@@ -145,6 +145,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen-image-edit": {},
     "qwen-image-21": {},
 }
+_NAMES["wan-i2v"] = _NAMES["wan"]
 _JOINED = (
     (("attention.to_q", "attention.to_k", "attention.to_v"), "attention.qkv"),
     (("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), "attn.added"),

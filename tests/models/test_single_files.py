@@ -45,7 +45,7 @@ def check_same(found: torch.nn.Module, expected: dict[str, torch.Tensor]) -> Non
     assert all(torch.equal(state[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
 
-OTHERS = ("wan", "qwen-image", "krea2", "flux2", "flux2-dev", "anima", "qwen-image-21")
+OTHERS = ("wan", "wan-i2v", "qwen-image", "krea2", "flux2", "flux2-dev", "anima", "qwen-image-21")
 PREFIXES = ("", ORIGINAL_PREFIX)
 MORE = [("sd15", ORIGINAL_PREFIX), ("anima", "net."), *((name, prefix) for name in OTHERS for prefix in PREFIXES)]
 FILES = [

@@ -258,6 +258,15 @@ CHANGES = [
         base={"encode.image_output": "sample"},
     ),
     Change(
+        "what else a clip has",
+        ("image_encoding.condition",),
+        "condition changed (first frame, padded -> two frames, padded)",
+        patch=lambda patch: patch.setattr(type(family_named("wan-i2v")), "clip_condition", "two frames, padded"),
+        base=rule_of_frames(),
+        prepare=only_a_clip,
+        family="wan-i2v",
+    ),
+    Change(
         "stored dtype",
         ("image_encoding.store_dtype", "text_encoding.store_dtype"),
         "stored dtype changed (float32 -> float16)",

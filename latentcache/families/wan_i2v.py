@@ -1,0 +1,69 @@
+"""Wan 2.2 A14B, image to video: clips that begin with a given picture.
+
+Its denoisers take 36 channels: noised latents, a mask of the latent frames that are given (in 4 channels, one for each
+of their pixel frames), and the latents of the first frame with grey ones after it, the condition. A14B has two
+denoisers, as `wan` has: `model.denoiser` says which one is trained. TI2V-5B is of `wan`. Models that are given the last
+frame too are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ModelError
+from latentcache.families import wan
+from latentcache.families.base import CONDITION, Caption, Encoded, LatentSpace, Upload
+
+_SUBFRAMES = 4
+"""Channels of the mask: the pixel frames of a latent frame."""
+
+
+class WanImageToVideo(wan.Wan):
+    """As `wan`, whose texts it has, for clips alone. A clip's entry also has the latents of its padded first frame."""
+
+    name = "wan-i2v"
+    pipeline_name = "WanImageToVideoPipeline"
+    pipeline_names = ()
+    repositories = ("Wan-AI/Wan2.2-I2V-A14B-Diffusers",)
+    latent = LatentSpace(16, is_video=True, draws=False)
+    clip_condition = "first frame, padded"
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """By the pipeline of `wan`: this one's own cleans texts with ftfy, which it does not look for first."""
+        return wan.FAMILY.encode_text(parts, texts, recipe, upload=upload)
+
+    @override
+    def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        """36 channels. The mask follows from the shape: the first latent frame is given, and no other."""
+        if CONDITION not in batch:
+            message = f"the batch has no {CONDITION}, the latents of first frames; precache clips as {self.name}"
+            raise ModelError(f"{self.denoiser}: {message}", part=self.denoiser)
+        condition = batch[CONDITION].to(noisy.dtype)
+        mask = condition.new_zeros(len(condition), _SUBFRAMES, *condition.shape[2:])
+        mask[:, :, 0] = 1
+        return torch.cat([noisy, mask, condition], dim=1)
+
+    @override
+    def check_settings(self, settings: Mapping[str, Any]) -> str | None:
+        if settings.get("pos_embed_seq_len"):
+            return "makes videos from a first and a last frame (pos_embed_seq_len is set): not supported"
+        return self._other_channels(settings.get("in_channels"))
+
+    @override
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
+        channels = [shape[1] for name, shape in shapes.items() if name.endswith("patch_embedding.weight")]
+        return self._other_channels(channels[0]) if channels else None
+
+    def _other_channels(self, channels: int | None) -> str | None:
+        needed = 2 * self.latent.channels + _SUBFRAMES
+        return None if channels == needed else f"takes {channels} channels, not the {needed} of image to video"
+
+
+FAMILY = WanImageToVideo()
