@@ -76,12 +76,16 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
 
 def others_of(family: Family, action: str) -> list[str]:
     """The foreign formats that the command line can `import` or `export` for the family, by their names there."""
-    from latentcache.families import FAMILIES
+    from latentcache.families import FAMILIES, family_named
     from latentcache.interop.readers import layouts_of
 
     formats: dict[str, dict[str, Collection[str]]] = {
         "import": {name: layouts_of(name) for name in ("kohya", "simpletuner")},
-        "export": {"kohya": layouts_of("kohya"), "musubi": layouts_of("musubi"), "webdataset": FAMILIES},
+        "export": {
+            "kohya": layouts_of("kohya"),
+            "musubi": layouts_of("musubi"),
+            "webdataset": [each for each in FAMILIES if not family_named(each).clip_condition],
+        },
     }
     return [f"`{name}`" for name, families in formats[action].items() if family.name in families]
 

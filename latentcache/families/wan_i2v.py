@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.families import wan
-from latentcache.families.base import CONDITION, Caption, Encoded, LatentSpace, Upload
+from latentcache.families.base import CONDITION, Caption, Encoded, LatentSpace
 
 _SUBFRAMES = 4
 """Channels of the mask: the pixel frames of a latent frame."""
@@ -31,13 +31,12 @@ class WanImageToVideo(wan.Wan):
     repositories = ("Wan-AI/Wan2.2-I2V-A14B-Diffusers",)
     latent = LatentSpace(16, is_video=True, draws=False)
     clip_condition = "first frame, padded"
+    trainer_files = {"musubi": wan.Wan.trainer_files["musubi"]}
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """By the pipeline of `wan`: this one's own cleans texts with ftfy, which it does not look for first."""
-        return wan.FAMILY.encode_text(parts, texts, recipe, upload=upload)
+        return wan.FAMILY.encode_text(parts, texts, recipe)
 
     @override
     def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:

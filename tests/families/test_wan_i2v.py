@@ -14,6 +14,7 @@ from helpers.family_runs import NUM_FRAMES, SIDE, TEXTS, FamilyRun, family_confi
 from helpers.photo_files import write_clip, write_photo
 from helpers.serving import serving_here
 from helpers.tiny_models import tiny_folder, tiny_model
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
@@ -21,6 +22,7 @@ from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
+from latentcache.interop.formats import musubi, webdataset
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.vae import first_frames
 from latentcache.precache.run import run_precache
@@ -172,6 +174,33 @@ def test_every_way_to_read_a_cache_gives_the_condition(tmp_path: Path, output: s
         item = dataset.collate([dataset[0], dataset[1]])
         placed = dataset.place(item, device="cpu", scaled=True)["condition"]
         assert torch.equal(placed, cache.batch(["0.png", "1.png"], device="cpu", scaled=True)["condition"])
+
+
+@pytest.mark.parametrize("name", ["wan", FAMILY.name])
+def test_musubi_tuner_s_files_have_the_clip_and_its_first_frame(name: str, run: FamilyRun, tmp_path: Path) -> None:
+    """As its cache_io.py and VideoDataset have them: names, the mask before the condition, both scaled."""
+    config = config_of(tmp_path, frames={"count": 5, "fps": 10})
+    config = config.model_copy(update={"model": ModelConfig(path=tiny_folder(name), family=name)})
+    write_clip(tmp_path / "clips/a cat.png", 3, (SIDE, SIDE)).with_suffix(".txt").write_text(TEXT)
+    assert run_precache(config).num_refused == 0
+    with LatentCache(config.cache.path) as cache:
+        report = musubi.export(cache, "clips", tmp_path / "out", dtype=torch.bfloat16)
+        batch = cache.batch(["a cat.png"], device="cpu", scaled=True)
+        if name == FAMILY.name:
+            with pytest.raises(ConfigError, match="wan-i2v"):
+                webdataset.export(cache, "clips", tmp_path / "shards")
+    assert (report.num_images, report.num_texts, report.skipped) == (1, 1, [])
+    files = {path.name: path for path in (tmp_path / "out").iterdir()}
+    assert files.keys() == {"a cat_00000-005_0064x0064_wan.safetensors", "a cat_wan_te.safetensors"}
+    with safe_open(files["a cat_00000-005_0064x0064_wan.safetensors"], "pt") as file:
+        assert file.metadata()["architecture"] == "wan" and file.metadata()["frame_count"] == "5"
+        found = {key: file.get_tensor(key) for key in file.keys()}
+    expected = {"latents_2x8x8_bfloat16": batch["latents"][0].bfloat16()}
+    if name == FAMILY.name:
+        mask = torch.stack([torch.ones(4, 8, 8), torch.zeros(4, 8, 8)], dim=1)
+        expected["latents_image_2x8x8_bfloat16"] = torch.cat([mask, batch["condition"][0]]).bfloat16()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) and found[key].dtype == value.dtype for key, value in expected.items())
 
 
 def test_a_batch_without_a_condition_is_refused(run: FamilyRun) -> None:

@@ -4,7 +4,9 @@ W and H are those of the image, `<name>` its file's name without suffix and fold
 `latents_{F}x{H}x{W}_{dtype}` [C, h, w], of Qwen-Image, Krea 2 and Wan [C, F, h, w]; of Z-Image unscaled, of others
 scaled. Metadata: `architecture`, `width`, `height`. Text: `varlen_<what>_{dtype}` has a row for each token, without
 padding; FLUX.1's has its padding. Metadata: `architecture`, `caption1`. Latents of control images
-(`latents_control_...`) stand next to those of the image. (Read in musubi-tuner 30c658c.)
+(`latents_control_...`) stand next to those of the image. A clip has `_00000-{frames:03d}` after `<name>`, and
+`frame_count` in its metadata; for image to video its file also has `latents_image_...`, the mask of the first frame
+before the condition. (Read in musubi-tuner 30c658c.)
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import save
 from typing_extensions import Unpack
 
+from latentcache.families.base import CONDITION
 from latentcache.families.trainers import TrainerFiles
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
 from latentcache.interop.readers import layouts_of
@@ -45,7 +48,7 @@ def export(
 
     Latents are scaled where musubi-tuner has them so, in `dtype`; embeddings keep theirs. A sample has one caption
     there: its first. FLUX.1 is trained there with one control image (Kontext): samples without are skipped, and
-    listed, and so are clips. Raises what `Export` does.
+    listed. Raises what `Export` does.
     """
     layouts = layouts_of("musubi")
     run = Export("musubi", cache, name, folder, options, families=layouts, takes={"control"})
@@ -63,13 +66,22 @@ def export(
             continue
         base = Path(folder, sample.stem.name)
         height, width = sample.geometry.original_size
+        stored = [("latents", sample.latents), *(("latents_control", control) for control in controls)]
+        if CONDITION in sample.entry.tensors:
+            stored.append(("latents_image", sample.entry.tensors[CONDITION].float()))
         tensors = {}
-        for kind, latents in (("latents", sample.latents), *(("latents_control", control) for control in controls)):
+        for kind, latents in stored:
             values = (run.scaling.apply(latents) if layout.is_scaled else latents).to(dtype)
+            if kind == "latents_image":  # all that the denoiser takes but for noised latents: of these no channel here
+                values = run.family.inputs(None, values[None, :0], {CONDITION: values[None]})[0]
             sides = (1, *values.shape[1:]) if values.ndim == 3 else tuple(values.shape[1:])
             tensors[f"{kind}_{'x'.join(map(str, sides))}_{dtype_name(values)}"] = values
-        path = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{layout.architecture}.safetensors")
-        data = _file(tensors, layout, {"width": str(width), "height": str(height)})
+        num_frames = sample.geometry.num_frames
+        start = "" if num_frames is None else f"_00000-{num_frames:03d}"
+        path = base.with_name(f"{base.name}{start}_{width:04d}x{height:04d}_{layout.architecture}.safetensors")
+        metadata = {"width": str(width), "height": str(height)}
+        metadata |= {} if num_frames is None else {"frame_count": str(num_frames)}
+        data = _file(tensors, layout, metadata)
         run.report.num_images += run.write(path, data, sample)
         run.report.note(None if sample.flipped is None else NOTE_FLIPPED)
         _export_text(sample, base.with_name(f"{base.name}_{layout.architecture}_te.safetensors"), layout, run)
@@ -78,8 +90,6 @@ def export(
 
 def _why_not(sample: ExportSample, layout: TrainerFiles, other: str, num_controls: int) -> tuple[str, str] | None:
     """Reason and detail of a sample that its files cannot hold. `other` is the first sample of its name."""
-    if sample.geometry.num_frames is not None:
-        return "unsupported-format", "it is a clip: images alone are exported"
     if other != sample.sample_id:
         return "duplicate", f"{other} has the same name in another folder, and one folder has the files of both"
     if num_controls != int(layout.needs_control):

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 import latentcache
 from latentcache.errors import ConfigError, StoreError
-from latentcache.families import FAMILIES
+from latentcache.families import FAMILIES, family_named
 from latentcache.interop.exporting import Export, ExportOptions, ExportSample
 from latentcache.interop.files import flaw_of
 from latentcache.interop.reports import ExportReport
@@ -57,7 +57,8 @@ def export(
     if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
         allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
         raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
-    run = Export("webdataset", cache, name, folder, options, families=FAMILIES, takes=())
+    held = [each for each in FAMILIES if not family_named(each).clip_condition]
+    run = Export("webdataset", cache, name, folder, options, families=held, takes=())
     folder = Path(folder)
     with typed_errors(folder, 0):
         if folder.exists() and not folder.is_dir():
