@@ -124,6 +124,7 @@ class ImageEncoding:
     """The encoder and what is stored of its output. `seed` counts for `sample` only, and is 0 otherwise.
 
     `condition` is the rule of what a clip's entry also has (`Family.clip_condition`); empty for all other entries.
+    `picture` is what its rows of the first frame are made by, where it has these: names, and parts or rules.
     """
 
     vae: PartIdentity
@@ -134,11 +135,13 @@ class ImageEncoding:
     shift_factor: float | None
     seed: int = 0
     condition: str = ""
+    picture: tuple[tuple[str, PartIdentity | str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The encoding as JSON."""
-        found = _values(self) | {"vae": _values(self.vae)}
-        return found if self.condition else _without(found, "condition")
+        """The encoding as JSON, what `picture` names among the rest."""
+        found = _without(_values(self), "picture", *([] if self.condition else ["condition"]))
+        named = {**found, **dict(self.picture)}
+        return {name: _values(each) if isinstance(each, PartIdentity) else each for name, each in named.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,11 @@ from latentcache.families.scaling import Rule, Scaling
 from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry, Padding
 
-Role = Literal["vae", "text_encoder", "tokenizer"]
+Role = Literal["vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"]
 CONDITION = "condition"
 """The name of what `Family.clip_condition` is the rule of, in entries (unscaled) and in batches."""
+PICTURE = "image_embeds"
+"""The name of `Family.encode_pictures`' rows, in entries of clips and in batches."""
 MASK = "_mask"
 """What follows a field's name in the name of its mask: bool [B, L], True for the rows that are not padding."""
 
@@ -41,7 +43,8 @@ class Part:
     by which it reads images. A file in the layout of the model's authors is converted as one of the class `layout`,
     with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
     cannot be made without. `inside` is how its names begin in a file of the denoiser, which has it inside.
-    `rule` is how statistics of a VAE of video scale its latents.
+    `rule` is how statistics of a VAE of video scale its latents. An `optional` part is one that some of the family's
+    models have.
     """
 
     role: Role
@@ -53,6 +56,7 @@ class Part:
     needs: str | None = None
     inside: str | None = None
     rule: Rule = "mean_std"
+    optional: bool = False
 
     def load_class(self) -> Any:
         """The class itself."""
@@ -426,6 +430,13 @@ class Family(ABC):
         """The posterior's parameters, unscaled: [B, 2C, h, w] of pixels [B, 3, H, W] in -1..1, each with F in video."""
         parameters: torch.Tensor = vae.encode(pixels).latent_dist.parameters
         return parameters
+
+    def encode_pictures(self, parts: Mapping[str, Any], pictures: Sequence[Any]) -> torch.Tensor:
+        """Rows [B, n, D] of the first frames of clips, which are PIL images: PICTURE of models with an image encoder.
+
+        `parts` are the image encoder, with which they are returned on its device, and the image processor.
+        """
+        raise NotImplementedError(f"models of {self.name} have no image encoder")
 
     def size_conditions(self, geometry: Geometry) -> list[int] | None:
         """Numbers that the denoiser takes of how an image was resized and cropped (`add_time_ids`), if it does."""

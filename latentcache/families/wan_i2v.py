@@ -1,9 +1,9 @@
-"""Wan 2.2 A14B, image to video: clips that begin with a given picture.
+"""Wan 2.1 and 2.2 A14B, image to video: clips that begin with a given picture.
 
 Its denoisers take 36 channels: noised latents, a mask of the latent frames that are given (in 4 channels, one for each
 of their pixel frames), and the latents of the first frame with grey ones after it, the condition. A14B has two
-denoisers, as `wan` has: `model.denoiser` says which one is trained. TI2V-5B is of `wan`. Models that are given the last
-frame too are refused.
+denoisers, as `wan` has: `model.denoiser` says which one is trained. 2.1 has one, which also takes rows of CLIP's vision
+model of the first frame. TI2V-5B is of `wan`. Models that are given the last frame too are refused.
 """
 
 from __future__ import annotations
@@ -16,19 +16,35 @@ from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.families import wan
-from latentcache.families.base import CONDITION, Caption, Encoded, LatentSpace
+from latentcache.families.base import CONDITION, PICTURE, Caption, Encoded, LatentSpace, Part
 
+_VISION = ("hidden_act", "image_size", "layer_norm_eps", "num_attention_heads", "num_hidden_layers", "patch_size")
+_IMAGES = (
+    *("size", "crop_size", "do_convert_rgb", "do_resize", "resample", "do_center_crop", "do_rescale"),
+    *("rescale_factor", "do_normalize", "image_mean", "image_std"),
+)
 _SUBFRAMES = 4
 """Channels of the mask: the pixel frames of a latent frame."""
 
 
 class WanImageToVideo(wan.Wan):
-    """As `wan`, whose texts it has, for clips alone. A clip's entry also has the latents of its padded first frame."""
+    """As `wan`, whose texts it has, for clips alone. A clip's entry also has the latents of its padded first frame.
+
+    With an image encoder (2.1) it has rows of that frame too, of the clip as it is prepared.
+    """
 
     name = "wan-i2v"
     pipeline_name = "WanImageToVideoPipeline"
     pipeline_names = ()
-    repositories = ("Wan-AI/Wan2.2-I2V-A14B-Diffusers",)
+    repositories = (
+        "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+        *(f"Wan-AI/Wan2.1-I2V-14B-{size}-Diffusers" for size in ("480P", "720P")),
+    )
+    parts = {
+        **wan.Wan.parts,
+        "image_encoder": Part("image_encoder", "transformers.CLIPVisionModel", settings=_VISION, optional=True),
+        "image_processor": Part("image_processor", "transformers.CLIPImageProcessor", settings=_IMAGES, optional=True),
+    }
     latent = LatentSpace(16, is_video=True, draws=False)
     clip_condition = "first frame, padded"
     trainer_files = {"musubi": wan.Wan.trainer_files["musubi"]}
@@ -37,6 +53,22 @@ class WanImageToVideo(wan.Wan):
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """By the pipeline of `wan`: this one's own cleans texts with ftfy, which it does not look for first."""
         return wan.FAMILY.encode_text(parts, texts, recipe)
+
+    @override
+    def encode_pictures(self, parts: Mapping[str, Any], pictures: Sequence[Any]) -> torch.Tensor:
+        """As its pipeline: resized and cropped by the processor, the hidden states before the last layer."""
+        rows: torch.Tensor = self.pipeline(**parts).encode_image([*pictures], parts["image_encoder"].device)
+        return rows
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Rows of CLIP too, unless the denoiser's config says that it takes none."""
+        found, config = super().conditions(denoiser, noisy, batch), getattr(denoiser, "config", None)
+        takes = PICTURE in batch if config is None else config.get("image_dim") is not None
+        if takes and PICTURE not in batch:
+            message = f"it takes {PICTURE} of first frames, and the batch has none; precache with a model that has an"
+            raise ModelError(f"{self.denoiser}: {message} image_encoder", part=self.denoiser)
+        return found | ({"encoder_hidden_states_image": batch[PICTURE]} if takes else {})
 
     @override
     def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -68,7 +68,7 @@ def model_index(folder: Path, name: str) -> dict[str, Any] | None:
 
 def weights_name(part: str, variant: str | None = None) -> str:
     """How the names of a part's weights begin in a diffusers folder: `diffusion_pytorch_model`, or with `.fp16`."""
-    stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
+    stem = "model" if part.startswith(("text_encoder", "image_encoder")) else "diffusion_pytorch_model"
     return f"{stem}.{variant}" if variant else stem
 
 

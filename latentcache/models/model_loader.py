@@ -37,7 +37,7 @@ from latentcache.models.files import (
     refused,
     weights_name,
 )
-from latentcache.models.part_identity import module_identity, tokenizer_identity
+from latentcache.models.part_identity import image_processor_identity, module_identity, tokenizer_identity
 from latentcache.models.tiny import tiny_part
 from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.provenance import installed_versions
@@ -93,6 +93,29 @@ class Models(ABC):
     def text(self, dtype: torch.dtype) -> dict[str, Any]:
         """The text encoders and the tokenizers, by name."""
         return {**self.text_encoders(dtype), **self.tokenizers()}
+
+    def picture_parts(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The image encoder, as the VAE on the CPU, and the image processor by name; nothing of a model without."""
+        names = self.picture_names
+        encoders = {name: self._module(name, dtype) for name in names[:1]}
+        return encoders | {name: self._processor(name) for name in names[1:]}
+
+    @property
+    def picture_names(self) -> tuple[str, ...]:
+        """The names of these parts: none of a model without. ModelError for a model that has only one of them."""
+        names = (*self.family.names("image_encoder"), *self.family.names("image_processor"))
+        found = tuple(name for name in names if self._has(name))
+        if found and found != names:
+            raise ModelError(f"the model has {found[0]}, but not all of {', '.join(names)}", part=found[0])
+        return found
+
+    @abstractmethod
+    def _has(self, part: str) -> bool:
+        """Whether the model has this part, which is optional."""
+
+    @abstractmethod
+    def _processor(self, part: str) -> Any:
+        """A processor of images."""
 
     @abstractmethod
     def tokenizers(self) -> dict[str, Any]:
@@ -161,6 +184,8 @@ class ModelLoader(Models):
             own = self.family.parts[part]
             if own.role == "tokenizer":
                 known = self._tokenizer_identity(part, self.tokenizers()[part])
+            elif own.role == "image_processor":
+                known = image_processor_identity(part, self._processor(part), own.settings)
             else:
                 known = module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
             if key is not None:
@@ -196,6 +221,18 @@ class ModelLoader(Models):
             self._check_files(names)
             self._tokenizers = found
         return self._tokenizers
+
+    @override
+    def _has(self, part: str) -> bool:
+        folder = self._origin(part).folder
+        return folder is not None and (folder / part).is_dir()
+
+    @override
+    def _processor(self, part: str) -> Any:
+        self._check_files([part])
+        found = self._origin(part).load_processor(part)
+        self._check_files([part])
+        return found
 
     @override
     def tokenizers_ahead(self) -> dict[str, Any]:
@@ -282,6 +319,8 @@ class LoadedModels(Models):
         found, own = self._part(part), self.family.parts[part]
         if own.role == "tokenizer":
             return self._tokenizer_identity(part, found)
+        if own.role == "image_processor":
+            return image_processor_identity(part, found, own.settings)
         check_frozen(part, found)
         return module_identity(part, found, dtype, own.weights, own.settings)
 
@@ -300,6 +339,14 @@ class LoadedModels(Models):
     @override
     def tokenizers(self) -> dict[str, Any]:
         return {name: self._part(name) for name in self.family.names("tokenizer")}
+
+    @override
+    def _has(self, part: str) -> bool:
+        return self._parts.get(part) is not None
+
+    @override
+    def _processor(self, part: str) -> Any:
+        return self._part(part)
 
     def _part(self, part: str) -> Any:
         if self._parts.get(part) is None:
@@ -400,13 +447,15 @@ class ModelOrigin:
         names = self.family.names("tokenizer")
         if self.folder is None:
             return {name: tiny_part(name) for name in names}
-        tokenizers = {}
-        for part in names:
-            folder, described = self._existing(part, self.folder), self.family.parts[part]
-            check_package(part, described.class_name, described.needs)
-            with loading(part, self.name):
-                tokenizers[part] = described.load_class().from_pretrained(folder, local_files_only=True)
-        return tokenizers
+        return {part: self.load_processor(part) for part in names}
+
+    def load_processor(self, part: str) -> Any:
+        """A tokenizer, or a processor of images."""
+        assert self.folder is not None  # tiny models have tokenizers alone
+        folder, described = self._existing(part, self.folder), self.family.parts[part]
+        check_package(part, described.class_name, described.needs)
+        with loading(part, self.name):
+            return described.load_class().from_pretrained(folder, local_files_only=True)
 
     def _folder_of(self, part: str, folder: Path) -> Path:
         return folder if self.flat else self.elsewhere.get(part, folder / part)
@@ -429,7 +478,8 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
         configs += [f"{part}/{weights_name(part)}*.safetensors*" for part in _outside(family)]
         folder, name, next_step = config_folder(path, config, configs)
         elsewhere = _elsewhere(family, folder, name)
-        lacking = [part for part in family.parts if part not in elsewhere and not (folder / part).exists()]
+        needed_parts = [name for name, part in family.parts.items() if not part.optional and name not in elsewhere]
+        lacking = [part for part in needed_parts if not (folder / part).exists()]
         if not any((folder / each).is_file() for each in MODEL_INDEXES):
             lacking.insert(0, MODEL_INDEXES[0])
         if lacking:

@@ -108,10 +108,19 @@ def tokenizer_identity(part: str, tokenizer: Any, image_settings: Sequence[str] 
         "truncation_side": tokenizer.truncation_side,
     }
     if image_processor is not None:
-        counting = _named(part, image_processor.to_dict(), image_settings)
-        # The class too: that of Pillow and that of torchvision resize otherwise.
-        settings["images"] = {**counting, "class": type(image_processor).__name__}
+        settings["images"] = _images(part, image_processor, image_settings)
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
+
+
+def image_processor_identity(part: str, processor: Any, settings: Sequence[str]) -> PartIdentity:
+    """The identity of a processor of images alone, which has no weights: those of its settings that are named."""
+    config = digest(canonical_json(_images(part, processor, settings)))
+    return PartIdentity("image processor", digest(b""), config)
+
+
+def _images(part: str, processor: Any, names: Sequence[str]) -> dict[str, Any]:
+    # The class too: that of Pillow and that of torchvision resize otherwise.
+    return {**_named(part, processor.to_dict(), names), "class": type(processor).__name__}
 
 
 def weights_digest(
@@ -135,8 +144,8 @@ def weights_digest(
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
     prefixes = tuple(weights)
-    # transformers before 5.6 has all of a CLIPTextModel in `text_model`: one model has one key under every release.
-    wrapper = "text_model." if type(module).__name__ == "CLIPTextModel" else ""
+    # transformers before 5.6 has all of a model of CLIP in one module: one model has one key under every release.
+    wrapper = {"CLIPTextModel": "text_model.", "CLIPVisionModel": "vision_model."}.get(type(module).__name__, "")
     for name, tensor in sorted((k.removeprefix(wrapper), v) for k, v in module.state_dict().items()):
         if not name.startswith(prefixes):
             continue

@@ -16,7 +16,7 @@ from latentcache.devices.placement import Placement, device_named, vae_batch_siz
 from latentcache.errors import ConfigError
 from latentcache.families import DEFAULT
 from latentcache.families.base import Family
-from latentcache.identity import ImageEncoding, TextEncoding, canonical_json, digest
+from latentcache.identity import ImageEncoding, PartIdentity, TextEncoding, canonical_json, digest
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
@@ -68,7 +68,7 @@ class Encodings(TextEncodings):
             raise ConfigError(message, key="datasets.buckets")
 
     def image_bytes(self, geometry: Geometry, encoding: ImageEncoding) -> int:
-        """Bytes of one image entry of this geometry."""
+        """Bytes of one image entry of this geometry; without rows of a first frame, which are few beside it."""
         facts = self.facts
         channels = facts.latent_channels * ((2 if encoding.output == "moments" else 1) + bool(encoding.condition))
         num_frames = ((geometry.num_frames or 1) - 1) // facts.frames_factor + 1
@@ -130,6 +130,11 @@ def choose_encodings(
     if output == "auto":
         output = "moments" if models.family.latent.draws else "mean"
     # Statistics of channels are in the manifest, and not in the key: what is stored is unscaled.
+    picture: list[tuple[str, PartIdentity | str]] = [
+        (name, models.identity(name, vae_type)) for name in models.picture_names
+    ]
+    if picture:  # of clips as they are prepared, not of their files' whole frames
+        picture.append(("image_pixels", "prepared"))
     image = ImageEncoding(
         vae=models.identity(models.vae_name, vae_type),
         compute_dtype=dtype_name(vae_type),
@@ -139,6 +144,7 @@ def choose_encodings(
         shift_factor=facts.scaling.shift_factor,
         seed=encode.seed if output == "sample" else 0,
         condition=models.family.clip_condition,
+        picture=tuple(picture),
     )
     return Encodings(
         **{name: getattr(texts, name) for name in TextEncodings.__slots__},

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download
 from latentcache.errors import ImageRefused
-from latentcache.families.base import CONDITION
-from latentcache.models.running import vae_settings
+from latentcache.families.base import CONDITION, PICTURE, inference
+from latentcache.models.running import pinned_numerics, vae_settings
 from latentcache.models.vae import encode_images, first_frames, keep_output, problems
 from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import Encodings
@@ -52,17 +53,23 @@ class ImageStage(EncodingStage):
         context, threads = self._context, num_threads(self._context.encode)
         with ExitStack() as stack:
             with timed(context.report, "load"):
-                vae = self._place(stack, self._placement.dtype)
+                models = self._place(stack, self._placement.dtype)
             context.progress.start("encode images", sum(map(len, batches)))
-            stack.enter_context(vae_settings(vae))
+            stack.enter_context(vae_settings(models[0]))
             decoders = stack.enter_context(ThreadPoolExecutor(threads, "latentcache-decode"))
             groups = self._all_groups(batches, decoders, threads + self._encodings.image_group_size)
             stack.callback(groups.close)  # cancels the decoding of what still waits
-            self._encode(vae, groups, lambda: timed(context.report, "write"))
+            self._encode(models, groups, lambda: timed(context.report, "write"))
         context.progress.finish()
 
     def _place(self, stack: ExitStack, dtype: torch.dtype) -> Any:
-        return stack.enter_context(placed(self._context.models.vae(dtype), self._placement.device))
+        """The VAE, and the parts that make rows of first frames."""
+        models, device = self._context.models, self._placement.device
+        parts = models.picture_parts(dtype) if self._encodings.image.picture else {}
+        for module in [models.vae(dtype), *parts.values()]:
+            if isinstance(module, torch.nn.Module):
+                stack.enter_context(placed(module, device))
+        return models.vae(dtype), parts
 
     # Decoding threads
 
@@ -112,10 +119,14 @@ class ImageStage(EncodingStage):
             encodings = self._encodings
             given = self._transfer.upload(pixels)
             kept = given[..., 3:] if given.shape[-1] > 3 else None  # of masked images: see `Task.pixels`
-            family, facts = encodings.family, encodings.facts
-            outputs = {"moments": encode_images(models, given[..., :3], family, facts, kept=kept)}
+            (vae, parts), family, facts = models, encodings.family, encodings.facts
+            outputs = {"moments": encode_images(vae, given[..., :3], family, facts, kept=kept)}
             if items[0].task.identity.encoding.condition:
-                outputs[CONDITION] = first_frames(models, given, family, facts)
+                outputs[CONDITION] = first_frames(vae, given, family, facts)
+            if items[0].task.identity.encoding.picture:
+                pictures = [Image.fromarray(item.data[0]) for item in items]
+                with inference(self._placement.device), pinned_numerics():
+                    outputs[PICTURE] = family.encode_pictures(parts, pictures)
             return self._transfer.download(outputs)
 
     def _fetch(self, download: Download) -> Mapping[str, torch.Tensor]:
@@ -133,11 +144,12 @@ class ImageStage(EncodingStage):
         kept = {**keep_output(moments, encoding.output, seeds), **rest}
         tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in kept.items()}
         found = [problems(tensor) for tensor in (moments, *tensors.values())]
+        parts = [context.models.vae_name, *(context.models.picture_names if encoding.picture else ())]
         for number, item in enumerate(items):
             problem = next((names[number] for names in found if names[number]), None)
             path, dtypes = item.task.sample.path, (computed_dtype, encoding.store_dtype)
             if not self._is_bad(item, problem, dtypes, path, path):
-                record = self._record(item, [context.models.vae_name], computed_dtype, note)
+                record = self._record(item, parts, computed_dtype, note)
                 context.store(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
 
 

@@ -315,7 +315,8 @@ class MissingEntryEncoder:
     @property
     def blocked_reason(self) -> str | None:
         """Why nothing can be encoded, or None if it can."""
-        missing = [name for name in self._family.parts if self._parts.get(name) is None]
+        needed = [name for name, part in self._family.parts.items() if not part.optional]
+        missing = [name for name in needed if self._parts.get(name) is None]
         if missing:
             return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
         return "this cache is open for reading only" if self._cache.store.read_only else None

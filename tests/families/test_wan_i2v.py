@@ -9,11 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from helpers.family_references import SCALED_LATENTS, generator
-from helpers.family_runs import NUM_FRAMES, SIDE, TEXTS, FamilyRun, family_config, family_run, loaded_models, recorded
+from helpers.family_runs import (
+    NUM_FRAMES,
+    SIDE,
+    TEXTS,
+    DenoiserCall,
+    FamilyRun,
+    family_config,
+    family_run,
+    loaded_models,
+    recorded,
+)
 from helpers.photo_files import write_clip, write_photo
 from helpers.serving import serving_here
-from helpers.tiny_models import tiny_folder, tiny_model
+from helpers.tiny_models import frozen, randomised, tiny_folder, tiny_model
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -24,7 +36,9 @@ from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.interop.formats import musubi, webdataset
 from latentcache.models.denoiser import load_denoiser
+from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import first_frames
+from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 
@@ -72,17 +86,22 @@ def test_a_step_of_each_denoiser_is_that_of_live_encoding(run: FamilyRun, expert
     denoiser = getattr(pipeline, expert)
     with recorded(denoiser) as calls:
         run.generate(pipeline, **run.prompts([TEXT]), **FAMILY.guidance_kwargs(1.0), num_inference_steps=6)
-    call, batch = calls[0].arguments, run.batch([TEXT])
-    assert (call["timestep"].item() >= 1000 * BOUNDARY) == (expert == "transformer")
+    assert (calls[0].arguments["timestep"].item() >= 1000 * BOUNDARY) == (expert == "transformer")
+    check_step(run, denoiser, calls[0], run.live_pictures(TEXT))
+
+
+def check_step(run: FamilyRun, denoiser: Any, call: DenoiserCall, pictures: dict[str, torch.Tensor]) -> None:
+    """The call of a denoiser is that of a cached batch, and a step on it is that on what `pictures` encodes live."""
+    batch, timestep = run.batch([TEXT]), call.arguments["timestep"].float()
     with torch.no_grad():
-        own = FAMILY.predict(denoiser, call["hidden_states"][:, :16], call["timestep"].float(), batch)
-    assert torch.equal(own, calls[0].output[0])
+        own = FAMILY.predict(denoiser, call.arguments["hidden_states"][:, :16], timestep, batch)
+    assert torch.equal(own, call.output[0])
 
     def step(latents: torch.Tensor, given: dict[str, Any]) -> list[torch.Tensor]:
-        noise, share = torch.randn(latents.shape, generator=generator()), call["timestep"].item() / 1000
+        noise, share = torch.randn(latents.shape, generator=generator()), timestep.item() / 1000
         noisy = (1 - share) * latents + share * noise
         denoiser.requires_grad_(True).zero_grad()
-        loss = (FAMILY.predict(denoiser, noisy, call["timestep"].float(), given) - (noise - latents)).square().mean()
+        loss = (FAMILY.predict(denoiser, noisy, timestep, given) - (noise - latents)).square().mean()
         loss.backward()
         found = [each.grad.clone() for each in denoiser.parameters() if each.grad is not None]
         denoiser.requires_grad_(False)
@@ -90,7 +109,7 @@ def test_a_step_of_each_denoiser_is_that_of_live_encoding(run: FamilyRun, expert
         return [loss.detach(), *found]
 
     live = SCALED_LATENTS[FAMILY.name](run.pipeline, run.pixels(TEXT))
-    pairs = zip(step(run.latents(TEXT), batch), step(live, batch | run.live_pictures(TEXT)), strict=True)
+    pairs = zip(step(run.latents(TEXT), batch), step(live, batch | pictures), strict=True)
     assert all(torch.equal(cached, wanted) for cached, wanted in pairs)
 
 
@@ -101,7 +120,7 @@ def test_plain_clips_keep_their_keys(run: FamilyRun, tmp_path: Path) -> None:
         family = family_named(name)
         config = family_config(tmp_path, with_clips=True)
         config = config.model_copy(update={"cache": config.cache.model_copy(update={"path": tmp_path / name})})
-        parts = {**tiny_model(name), **{part: run.parts[part] for part in family.parts}}
+        parts = {**tiny_model(name), **{part: run.parts[part] for part in run.parts if part in family.parts}}
         assert run_precache(config, models=loaded_models(family, parts)).num_refused == 0
         with LatentCache(config.cache.path) as cache:
             rows = [*cache.manifest("photos").rows.values()]
@@ -242,3 +261,116 @@ def remade() -> Callable[..., Any]:
         return type(own)(**{**given, **changes})
 
     return made
+
+
+# Wan 2.1, whose denoiser also takes rows of CLIP's vision model
+
+
+def parts_of_2_1(seed: int = 0) -> dict[str, Any]:
+    """The tiny model with an image encoder and its processor, and a denoiser that takes rows of it."""
+    made = tiny_model(FAMILY.name)
+    given = {name: value for name, value in made["transformer"].config.items() if not name.startswith("_")}
+    denoiser = type(made["transformer"])(**{**given, "image_dim": 24, "added_kv_proj_dim": 32})
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3))
+    made |= {"transformer": randomised(denoiser, 5), "image_encoder": randomised(encoder, seed + 6)}
+    # The crop keeps a part of a square whose side is 40, as that of a wide frame does.
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
+    return frozen({**made, "image_processor": processor})
+
+
+@pytest.fixture(scope="module")
+def with_clip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyRun]:
+    parts, config = parts_of_2_1(), family_config(tmp_path_factory.mktemp("wan-2.1"), with_clips=True)
+    report = run_precache(config, models=loaded_models(FAMILY, parts))
+    assert report.num_refused == 0 and report.num_encoded == 2 * len(TEXTS) + 1
+    with LatentCache(config.cache.path) as cache:
+        yield FamilyRun(FAMILY, parts, config, cache)
+
+
+def live_rows(run: FamilyRun, text: str) -> torch.Tensor:
+    """Of the first frame as a picture."""
+    first = ((run.pixels(text)[0, :, 0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+    with torch.no_grad():
+        rows: torch.Tensor = run.pipeline.encode_image(Image.fromarray(first), "cpu")
+    return rows
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_rows_of_a_picture_are_those_of_the_pipeline(with_clip: FamilyRun, text: str) -> None:
+    found = with_clip.batch([text])
+    assert torch.equal(found["image_embeds"], live_rows(with_clip, text)) and found["image_embeds"].shape == (1, 5, 24)
+    assert torch.equal(found["condition"], with_clip.live_pictures(text)["condition"])
+    entry = with_clip.cache.get(with_clip.rows[text].images[0].key)
+    assert entry.tensors.keys() == {"latents", "condition", "image_embeds"}
+    assert entry.record.provenance["models"].keys() == {"vae", "image_encoder", "image_processor"}
+    assert entry.record.identity["encoding"]["image_pixels"] == "prepared"
+
+
+def test_a_step_with_rows_of_a_picture_is_that_of_live_encoding(
+    with_clip: FamilyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, pipeline = live_rows(with_clip, TEXT), with_clip.pipeline
+    monkeypatch.setattr(pipeline, "encode_image", lambda *_: rows)  # which is given pixels here, and no picture
+    with recorded(with_clip.denoiser) as calls:
+        with_clip.generate(pipeline, **with_clip.prompts([TEXT]), **FAMILY.guidance_kwargs(1.0))
+    assert torch.equal(calls[0].arguments["encoder_hidden_states_image"], rows)
+    pictures = with_clip.live_pictures(TEXT) | {"image_embeds": rows}
+    check_step(with_clip, with_clip.denoiser, calls[0], pictures)
+
+
+def test_rows_of_a_picture_and_denoisers_have_to_fit(run: FamilyRun, with_clip: FamilyRun) -> None:
+    noisy, timestep = torch.randn(run.latent_shape(1), generator=generator()), torch.tensor([500.0])
+    with pytest.raises(ModelError, match="takes image_embeds of first frames, and the batch has none; precache with a"):
+        FAMILY.predict(with_clip.denoiser, noisy, timestep, run.batch([TEXT]))
+    batch = with_clip.batch([TEXT])
+    rest = {name: value for name, value in batch.items() if name != "image_embeds"}
+    with torch.no_grad():
+        plain, given = (FAMILY.predict(run.denoiser, noisy, timestep, each) for each in (rest, batch))
+        assert torch.equal(plain, given), "one of 2.2 takes none"
+        other = {**batch, "image_embeds": batch["image_embeds"] + 1}
+        changed = [FAMILY.predict(with_clip.denoiser, noisy, timestep, each) for each in (batch, other)]
+    assert not torch.equal(*changed)
+
+
+def test_the_parts_that_make_rows_of_a_picture_are_in_the_key(with_clip: FamilyRun, tmp_path: Path) -> None:
+    """A folder gives the keys of the parts that were saved in it, and any change of them gives others."""
+
+    def keys(models: Models) -> dict[str, Any]:
+        return choose_encodings(with_clip.config, models, {}).image.to_json()
+
+    FAMILY.pipeline(**with_clip.parts).save_pretrained(tmp_path / "model")
+    loader = ModelLoader(str(tmp_path / "model"), family=FAMILY)
+    expected = keys(loaded_models(FAMILY, with_clip.parts))
+    assert keys(loader) == expected and keys(loader)["image_encoder"]["class_name"] == "CLIPVisionModel"
+    config = with_clip.config.model_copy(
+        update={
+            "model": ModelConfig(path=str(tmp_path / "model")),
+            "cache": with_clip.config.cache.model_copy(update={"path": tmp_path / "cache"}),
+        }
+    )
+    assert run_precache(config).num_refused == 0
+    with LatentCache(tmp_path / "cache") as cache:
+        for row in with_clip.rows.values():
+            entry, other = cache.get(row.images[0].key), with_clip.cache.get(row.images[0].key)
+            assert all(torch.equal(entry.tensors[name], other.tensors[name]) for name in other.tensors)
+    different = [expected, keys(loaded_models(FAMILY, {**with_clip.parts, **parts_of_2_1(seed=1)}))]
+    for setting, value in (("crop_size", {"height": 16, "width": 32}), ("resample", 2), ("image_mean", [0.5] * 3)):
+        parts = parts_of_2_1()
+        setattr(parts["image_processor"], setting, value)
+        different.append(keys(loaded_models(FAMILY, {**with_clip.parts, **parts})))
+    without = {name: part for name, part in with_clip.parts.items() if not name.startswith("image_")}
+    different.append(keys(loaded_models(FAMILY, without)))
+    assert all(one != other for number, one in enumerate(different) for other in different[:number])
+    assert "image_encoder" not in different[-1] and "image_pixels" not in different[-1]
+    with pytest.raises(ModelError, match="the model has image_encoder, but not all of image_encoder, image_processor"):
+        keys(loaded_models(FAMILY, {**without, "image_encoder": with_clip.parts["image_encoder"]}))
+
+
+def test_musubi_tuner_s_files_have_the_rows_of_a_picture(with_clip: FamilyRun, tmp_path: Path) -> None:
+    report = musubi.export(with_clip.cache, "photos", tmp_path, dtype=torch.float16)
+    assert report.num_images == len(TEXTS) and not report.skipped
+    with safe_open(tmp_path / "1_00000-005_0064x0064_wan.safetensors", "pt") as file:
+        rows = file.get_tensor("clip_float16")
+        assert {*file.keys()} == {"latents_2x8x8_float16", "latents_image_2x8x8_float16", "clip_float16"}
+    assert torch.equal(rows, live_rows(with_clip, TEXT)[0].half())

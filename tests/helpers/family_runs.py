@@ -386,7 +386,7 @@ def prepared(path: Path, geometry: Geometry) -> np.ndarray:
 
 
 def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
-    return LoadedModels(family=family, **{name: parts[name] for name in family.parts})
+    return LoadedModels(family=family, **{name: part for name, part in parts.items() if name in family.parts})
 
 
 def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> FamilyRun:

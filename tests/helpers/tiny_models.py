@@ -69,7 +69,7 @@ def tiny_model(family: str = DEFAULT, seed: int = 0) -> dict[str, Any]:
 def tiny_encoders(family: str, seed: int = 0) -> dict[str, Any]:
     """What `LoadedModels` takes of it: VAE, text encoders and tokenizers."""
     made = tiny_model(family, seed)
-    return {name: made[name] for name in family_named(family).parts}
+    return {name: made[name] for name, part in family_named(family).parts.items() if name in made or not part.optional}
 
 
 def tiny_denoiser(family: str, seed: int = 0) -> Any:

@@ -102,9 +102,10 @@ def test_the_pipeline_of_a_community_script_is_the_second_that_is_named(tmp_path
         family_of(ModelConfig(path=str(folder_of(tmp_path / "other", {"_class_name": ["mine", "Mine"]}))))
 
 
-def test_a_model_of_image_to_video_is_refused_by_what_it_is(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "model", {"_class_name": "WanImageToVideoPipeline"})
-    with pytest.raises(ModelError, match=r"It makes videos from a first frame.*Name a model of WanPipeline, as Wan-AI"):
+def test_a_model_that_is_like_a_family_s_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", {"_class_name": "QwenImageEditPipeline"})
+    met = r"It is the first Qwen-Image-Edit, .*Name a model of QwenImageEditPlusPipeline, as Qwen/Qwen-Image-Edit-2511"
+    with pytest.raises(ModelError, match=met):
         family_of(ModelConfig(path=str(folder)))
 
 

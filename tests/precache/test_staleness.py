@@ -315,8 +315,8 @@ CHANGES = [
 
 
 def leaves(prefix: str, identity: type) -> Iterator[str]:
-    # controls: see test_parts.py; masking: see test_inpainting.py
-    nested = {"preparation", "geometry", "encoding", "controls", "masking"}
+    # controls: see test_parts.py; masking: see test_inpainting.py; picture: see families/test_wan_i2v.py
+    nested = {"preparation", "geometry", "encoding", "controls", "masking", "picture"}
     yield from (f"{prefix}.{field.name}" for field in dataclasses.fields(identity) if field.name not in nested)
 
 

@@ -6,7 +6,7 @@ scaled. Metadata: `architecture`, `width`, `height`. Text: `varlen_<what>_{dtype
 padding; FLUX.1's has its padding. Metadata: `architecture`, `caption1`. Latents of control images
 (`latents_control_...`) stand next to those of the image. A clip has `_00000-{frames:03d}` after `<name>`, and
 `frame_count` in its metadata; for image to video its file also has `latents_image_...`, the mask of the first frame
-before the condition. (Read in musubi-tuner 30c658c.)
+before the condition, and Wan 2.1's `clip_{dtype}`. (Read in musubi-tuner 30c658c.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from typing_extensions import Unpack
 
-from latentcache.families.base import CONDITION
+from latentcache.families.base import CONDITION, PICTURE
 from latentcache.families.trainers import TrainerFiles
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
 from latentcache.interop.readers import layouts_of
@@ -76,6 +76,8 @@ def export(
                 values = run.family.inputs(None, values[None, :0], {CONDITION: values[None]})[0]
             sides = (1, *values.shape[1:]) if values.ndim == 3 else tuple(values.shape[1:])
             tensors[f"{kind}_{'x'.join(map(str, sides))}_{dtype_name(values)}"] = values
+        if PICTURE in sample.entry.tensors:
+            tensors[f"clip_{dtype_name(dtype)}"] = sample.entry.tensors[PICTURE].to(dtype)
         num_frames = sample.geometry.num_frames
         start = "" if num_frames is None else f"_00000-{num_frames:03d}"
         path = base.with_name(f"{base.name}{start}_{width:04d}x{height:04d}_{layout.architecture}.safetensors")
