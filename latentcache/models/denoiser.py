@@ -218,6 +218,10 @@ class _Denoisers:
         if self.part != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
             original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
         unused = self.family.unused_weights
+        inside = {part: each.inside for part, each in self.family.parts.items() if each.inside is not None}
+        if name != self.model.path and any(first in key for first in inside.values() for key in original):
+            met = f"its {', '.join(inside)} is not used: cached texts are made with that of model.path"
+            logger.warning("%s: %s. If they differ, name the file as model.path and run precache", name, met)
         original = {key: value for key, value in original.items() if not key.startswith(unused)}
         state = converted(self.part, class_name, original, settings, name)
         # It renames, splits and joins tensors, so that only the sum of their numbers stays.

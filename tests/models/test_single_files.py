@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers.family_runs import family_config
 from helpers.tiny_models import (
     flux2_vae,
     image_vae,
@@ -25,13 +26,16 @@ from original_layouts import autoencoder_tensors, denoiser_tensors
 from safetensors.torch import load_file, save_file
 from single_file import with_prefix
 
+from latentcache import LatentCache, validate
 from latentcache.config import ModelConfig
+from latentcache.config_file import parse_config
 from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser, load_scheduler
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
+from latentcache.precache.run import run_precache
 
 FAMILIES_LANE = pytest.mark.families
 
@@ -244,7 +248,7 @@ def anima_files(folder: Path, prefix: str, of_encoder: str) -> dict[str, Any]:
 @FAMILIES_LANE
 @pytest.mark.parametrize(("prefix", "of_encoder"), [("net.", "model."), ("", ""), (ORIGINAL_PREFIX, "")])
 def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
-    prefix: str, of_encoder: str, tmp_path: Path
+    prefix: str, of_encoder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts, family = anima_files(tmp_path, prefix, of_encoder), family_named("anima")
     file, config = tmp_path / "anima.safetensors", tmp_path / "configs"
@@ -256,6 +260,9 @@ def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
     assert family_of(model)[0] is family
     check_same(load_denoiser(dtype=F32, model=model), parts["transformer"].state_dict())
     assert load_scheduler(model=model).config.shift == 3.0
+    assert "is not used" not in caplog.text
+    load_denoiser(file, dtype=F32, model=ModelConfig(path=tiny_folder("anima")))
+    assert "anima.safetensors: its text_conditioner is not used" in caplog.text
     with pytest.raises(ModelError, match=r"missing, e\.g\. .*as model\.vae"):
         ModelLoader(str(file), config=str(config), family=family).vae(F32)
     without = {name: each for name, each in load_file(file).items() if "llm_adapter.out_proj" not in name}
@@ -265,6 +272,41 @@ def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
     ) as caught:
         ModelLoader(str(file), config=str(config), family=family).text_encoders(F32)
     assert caught.value.part == "text_conditioner"
+
+
+@FAMILIES_LANE
+def test_single_files_are_cached_and_validated_as_the_folder_with_their_parts(tmp_path: Path) -> None:
+    parts = anima_files(tmp_path, "net.", "model.")
+    given = family_config(tmp_path).model_dump(mode="json")
+    [dataset] = given["datasets"]
+    given["datasets"] = [{**dataset, "role": "validation"}]
+    given["validation"] |= {
+        "path": str(tmp_path / "validation"),
+        "prompts": ["a cat"],
+        "num_timesteps": 1,
+        "num_inference_steps": 1,
+        "height": 64,
+        "width": 64,
+    }
+    save_diffusers_folder(parts, tmp_path / "folder", "anima")
+    losses, rows = [], []
+    for number, model in enumerate(
+        [
+            {"path": "folder"},
+            {"path": "anima.safetensors", "vae": "vae.safetensors", "config": "configs"},
+        ]
+    ):
+        given["model"] = {name: str(tmp_path / path) for name, path in model.items()}
+        given["cache"]["path"] = str(tmp_path / f"cache{number}")
+        config = parse_config(given)
+        assert run_precache(config).num_refused == 0
+        report = validate(config).report
+        assert report.loss is not None and len(report.images) == 1
+        losses.append(report.loss.loss.mean)
+        with LatentCache(config.cache) as cache:
+            manifest = cache.manifest("photos")
+            rows.append([(row.images[0].key, row.captions[0].key) for row in manifest.rows.values()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and rows[0] == rows[1]
 
 
 @FAMILIES_LANE
