@@ -29,6 +29,7 @@ FamilyName = Literal[
     "anima",
     "qwen-image-21",
     "wan-i2v",
+    "qwen-image-21-edit",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 DEFAULT: FamilyName = FAMILIES[0]

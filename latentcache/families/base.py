@@ -173,12 +173,12 @@ Encoded = dict[str, torch.Tensor]
 """Field -> [B, ...] on the encoders' device. `<field>_mask` (bool [B, L]) says which rows of a field are kept."""
 
 
-def padded(texts: Sequence[torch.Tensor]) -> Encoded:
+def padded(texts: Sequence[torch.Tensor], field: str = "prompt_embeds") -> Encoded:
     """Texts [n, D] of unequal length as one field with zeros up to the longest, and its mask."""
     embeds = torch.nn.utils.rnn.pad_sequence([*texts], batch_first=True)
     lengths = torch.tensor([[len(text)] for text in texts])
     mask = torch.arange(embeds.shape[1]) < lengths
-    return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.to(embeds.device)}
+    return {field: embeds, field + MASK: mask.to(embeds.device)}
 
 
 @contextmanager
@@ -352,6 +352,7 @@ class Family(ABC):
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
         """Texts as `encode_text` takes them, each with `num_tokens` when it is rendered. One thread at a time."""
         tokenizer = parts[self.names("tokenizer")[-1]]
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
         rendered = [self.rendered(parts, text) for text in texts]
         ids = tokenizer(rendered, truncation=False, padding=False, verbose=False).input_ids
         return [Caption(text, len(each)) for text, each in zip(texts, ids, strict=True)]

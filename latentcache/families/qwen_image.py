@@ -17,6 +17,7 @@ from latentcache.families.base import (
     VAE_WEIGHTS,
     Caption,
     Encoded,
+    Family,
     LatentSpace,
     Part,
     TextField,
@@ -75,7 +76,7 @@ class QwenImage(PackedFamily):
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        return _template(self).format(text)
+        return template(self).format(text)
 
     @override
     def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
@@ -84,7 +85,7 @@ class QwenImage(PackedFamily):
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
-        check_prefix(parts["tokenizer"], _template(self).partition("{}")[0])
+        check_prefix(parts["tokenizer"], template(self).partition("{}")[0])
         embeds, mask = self.pipeline_texts(parts, texts, recipe, STATES)
         mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.bool()}
@@ -105,9 +106,9 @@ class QwenImage(PackedFamily):
 
 
 @cache
-def _template(family: QwenImage) -> str:
+def template(family: Family, name: str = "prompt_template_encode") -> str:
     """The chat template of the family's pipeline, in which `{}` stands for the text."""
-    return str(family.pipeline().prompt_template_encode)
+    return str(getattr(family.pipeline(), name))
 
 
 def needed_mask(batch: Mapping[str, Any]) -> torch.Tensor | None:

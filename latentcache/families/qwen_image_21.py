@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,8 @@ from latentcache.families.base import (
     UncutTexts,
 )
 from latentcache.families.hidden_states import HiddenStates
-from latentcache.families.qwen_image import PLACEHOLDER, check_prefix, needed_mask
+from latentcache.families.packed import control_latents
+from latentcache.families.qwen_image import PLACEHOLDER, check_prefix, needed_mask, template
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (
@@ -30,13 +30,14 @@ _VAE_SETTINGS = (
 )
 
 
+_TEMPLATE = "prompt_template_t2i"
+
+
 class _NoProcessor:
     """What the pipeline asks a processor for when it is made: its answers are read with texts alone."""
 
     tokenizer = SimpleNamespace(encode=lambda *_: [0])
-
-    def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
-        return [[0]]
+    apply_chat_template = staticmethod(lambda *_, **__: [[0]])
 
 
 class QwenImage21(UncutTexts):
@@ -73,11 +74,7 @@ class QwenImage21(UncutTexts):
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        return _template(self).format(PLACEHOLDER.sub("", text) or " ")
-
-    @override
-    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
-        return super().tokenize({"processor": parts["processor"].tokenizer}, texts)
+        return template(self, _TEMPLATE).format(PLACEHOLDER.sub("", text) or " ")
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
@@ -94,7 +91,9 @@ class QwenImage21(UncutTexts):
         last = encoder.config.get_text_config().num_hidden_layers - 1
         states = HiddenStates(encoder, {-1: f"language_model.layers.{last}"})
         pipeline = self.pipeline(text_encoder=states, processor=processor)
-        check_prefix(processor.tokenizer, _template(self).partition("<|im_start|>user")[0], pipeline._drop_idx)
+        check_prefix(
+            processor.tokenizer, template(self, _TEMPLATE).partition("<|im_start|>user")[0], pipeline._drop_idx
+        )
         return pipeline
 
     @override
@@ -124,10 +123,11 @@ class QwenImage21(UncutTexts):
             places = [place for place, each in enumerate(lengths) if each == length]
             part, order = {name: value[places] for name, value in tensors.items()}, order + places
             part["prompt_embeds"] = part["prompt_embeds"][:, :length]
-            tokens = noisy[places].flatten(2).transpose(1, 2)
+            images = [*(control_latents(part, noisy) if self.reads_controls else ()), noisy[places]]
+            tokens = torch.cat([each.flatten(2) for each in images], dim=2).transpose(1, 2)
             conditions = self.conditions(denoiser, noisy[places], part)
             found = denoiser(tokens, timestep=timesteps[places] / 1000, return_dict=False, **conditions)[0]
-            made.append(found[:, -tokens.shape[1] :].transpose(1, 2).unflatten(2, noisy.shape[2:]))
+            made.append(found[:, -noisy[0, 0].numel() :].transpose(1, 2).unflatten(2, noisy.shape[2:]))
         return torch.cat(made)[[order.index(place) for place in range(len(noisy))]]
 
     @override
@@ -138,12 +138,6 @@ class QwenImage21(UncutTexts):
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         found: torch.Tensor = self.pipeline_class._unpack_latents(latents, height, width, self.latent.downscale)
         return found
-
-
-@cache
-def _template(family: QwenImage21) -> str:
-    """The template of the family's pipeline, in which `{}` stands for the text."""
-    return str(family.pipeline().prompt_template_t2i)
 
 
 FAMILY = QwenImage21()

@@ -27,7 +27,7 @@ _VISION_SETTINGS = (
     *(f"vision_config.{name}" for name in ("spatial_merge_size", "temporal_patch_size", "tokens_per_second")),
     "vision_config.window_size",
 )
-_IMAGE_SETTINGS = (
+IMAGE_SETTINGS = (
     *("size", "do_convert_rgb", "do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "patch_size"),
     *("temporal_patch_size", "merge_size", "image_mean", "image_std"),
 )
@@ -40,7 +40,31 @@ class EditCaption(Caption):
     pictures: Sequence[Any]
 
 
-class QwenImageEdit(UncutTexts, QwenImage):
+class EditTexts(UncutTexts):
+    """A family whose text encoder reads a caption together with control images, which its denoiser is given too."""
+
+    reads_controls, text_reads_control = True, True
+
+    def picture(self, pixels: Any) -> Any:
+        """A control image, uint8 [H, W, 3], as the pipeline gives it to the processor."""
+        return pixels
+
+    @override
+    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[EditCaption]:
+        return self.tokenize_with_control(parts, texts, [()] * len(texts))
+
+    @override
+    def tokenize_with_control(
+        self, parts: Mapping[str, Any], texts: Sequence[str], images: Sequence[Sequence[Any]]
+    ) -> Sequence[EditCaption]:
+        """As `Family.tokenize_with_control`. `num_tokens` are those of the text alone."""
+        return [
+            EditCaption(PLACEHOLDER.sub("", text.text), text.num_tokens, [*map(self.picture, group)])
+            for text, group in zip(super().tokenize(parts, texts), images, strict=True)
+        ]
+
+
+class QwenImageEdit(EditTexts, QwenImage):
     """Qwen2.5-VL reads each control image at about 384x384 pixels, then the text. Latents are Qwen-Image's.
 
     The means of control images are more tokens of the denoiser. Texts are read one by one, as the pipeline does it, and
@@ -61,11 +85,10 @@ class QwenImageEdit(UncutTexts, QwenImage):
             weights=("model.language_model.", "model.visual."),
             settings=(*LLM_SETTINGS, *_VISION_SETTINGS),
         ),
-        "processor": Part("tokenizer", "transformers.Qwen2VLProcessor", settings=_IMAGE_SETTINGS, needs="torchvision"),
+        "processor": Part("tokenizer", "transformers.Qwen2VLProcessor", settings=IMAGE_SETTINGS, needs="torchvision"),
     }
     longest = None
     recipe = {"layers": "-1", "num_dropped": _NUM_DROPPED, "control_area": _AREA, "control_resample": "lanczos"}
-    reads_controls, text_reads_control = True, True
 
     @override
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
@@ -77,19 +100,13 @@ class QwenImageEdit(UncutTexts, QwenImage):
         return super().rendered(parts, PLACEHOLDER.sub("", text))
 
     @override
-    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[EditCaption]:
-        return self.tokenize_with_control(parts, texts, [()] * len(texts))
+    def picture(self, pixels: Any) -> Any:
+        """About _AREA pixels."""
+        from diffusers.image_processor import VaeImageProcessor
 
-    @override
-    def tokenize_with_control(
-        self, parts: Mapping[str, Any], texts: Sequence[str], images: Sequence[Sequence[Any]]
-    ) -> Sequence[EditCaption]:
-        """As `Family.tokenize_with_control`. `num_tokens` are those of the text alone."""
-        counted = super().tokenize({"processor": parts["processor"].tokenizer}, texts)
-        return [
-            EditCaption(PLACEHOLDER.sub("", text.text), text.num_tokens, [*map(_picture, group)])
-            for text, group in zip(counted, images, strict=True)
-        ]
+        width, height = _pipeline_module().calculate_dimensions(_AREA, pixels.shape[1] / pixels.shape[0])
+        [picture] = VaeImageProcessor.numpy_to_pil(pixels / 255)
+        return VaeImageProcessor(resample="lanczos").resize(picture, height, width)
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
@@ -121,15 +138,6 @@ def _pipeline_module() -> Any:
 def _image_positions() -> str:
     """How the encoder numbers tokens of images: transformers 5 has to learn which those are (diffusers #14194)."""
     return "rows and columns" if "mm_token_type_ids" in inspect.getsource(_pipeline_module()) else "text"
-
-
-def _picture(pixels: Any) -> Any:
-    """A control image, uint8 [H, W, 3], as the pipeline resizes it for the processor: about _AREA pixels."""
-    from diffusers.image_processor import VaeImageProcessor
-
-    width, height = _pipeline_module().calculate_dimensions(_AREA, pixels.shape[1] / pixels.shape[0])
-    [picture] = VaeImageProcessor.numpy_to_pil(pixels / 255)
-    return VaeImageProcessor(resample="lanczos").resize(picture, height, width)
 
 
 FAMILY = QwenImageEdit()

@@ -41,7 +41,7 @@ def text_numbers(name: str) -> dict[str, Any]:
     for field in family.fields:
         mask = made.get(field + MASK, torch.ones(made[field].shape[:2], dtype=torch.bool))
         for number, text in enumerate(TEXTS):
-            rows = made[field][number][mask[number]] if made[field].ndim > 2 else made[field][number][None]
+            rows = made[field][number][mask[number]] if made[field].ndim > 2 else made[field][number][None].float()
             ends = torch.cat([rows[0].flatten()[:4], rows[-1].flatten()[:4]])
             numbers = [float(rows.mean()), float(rows.std()), *ends.tolist()]
             found[f"{field}: {text}"] = {"rows": len(rows), "numbers": [round(each, 5) for each in numbers]}

@@ -111,8 +111,7 @@ def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
 
 
 def test_its_class_and_config_say_its_family(run: FamilyRun) -> None:
-    expected = "qwen-image" if run.family.text_reads_control else run.family.name
-    assert family_of_denoiser(run.denoiser).name == expected
+    assert family_of_denoiser(run.denoiser).name == run.family.name.removesuffix("-edit")
 
 
 def settings(**changes: Any) -> ValidationConfig:

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: texts that are read together with control images, which are tokens of the denoiser too."""
+"""Qwen-Image-Edit and Qwen-Image 2.1: texts that are read with control images, which the denoiser is given too."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from latentcache.config import Config
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
+from latentcache.families.scaling import latents_from_moments
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.vae import vae_facts
 from latentcache.precache.prompts import cache_prompts
@@ -29,7 +30,7 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.service.miss_encoder import MissEncoder
 
-EDIT = family_named("qwen-image-edit")
+EDIT, EDIT_21 = family_named("qwen-image-edit"), family_named("qwen-image-21-edit")
 PIPELINE = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")
 
 
@@ -228,7 +229,7 @@ def test_prompts_are_refused_since_they_have_no_control_image(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is installed")
-@pytest.mark.parametrize("name", [EDIT.name, "qwen-image-21"])
+@pytest.mark.parametrize("name", [EDIT.name, "qwen-image-21", EDIT_21.name])
 def test_a_processor_without_torchvision_is_refused_with_the_next_step(name: str) -> None:
     with pytest.raises(ModelError, match=r"^processor: .*needs torchvision\. Install") as raised:
         ModelLoader(tiny_folder(name), family=family_named(name)).tokenizers()
@@ -287,3 +288,60 @@ def test_two_control_images_are_tokens_as_in_the_pipeline(
     assert own[0].arguments["img_shapes"] == calls[0].arguments["img_shapes"] == [[(1, 4, 4), (1, 4, 6), (1, 6, 4)]]
     assert torch.equal(own[0].output[0], calls[0].output[0]) and found.shape == noise.shape
     assert (found - other).abs().max() > 1e-3
+
+
+# Qwen-Image 2.1
+
+
+def edit_21_call(pictures: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """The pipeline's own call of the denoiser with these pictures, of its noise, and the batch of what is cached."""
+    parts = tiny_model(EDIT_21.name)
+    pipeline = EDIT_21.pipeline(**parts)
+    module = importlib.import_module(type(pipeline).__module__)
+    sizes = {each.shape[1] / each.shape[0]: (each.shape[1], each.shape[0], None) for each in pictures}
+    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: sizes[ratio])
+    noise = torch.randn(1, 64, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    size = {"height": SIDE, "width": SIDE, "num_inference_steps": 1, "output_type": "latent", "use_kv_cache": False}
+    shown: Any = [Image.fromarray(each) for each in pictures]
+    with recorded(parts["transformer"]) as calls:
+        pipeline("a cat", image=shown, latents=noise.flatten(2).transpose(1, 2), **size)
+    scaling = vae_facts(parts["vae"]).scaling
+    tokens = EDIT_21.tokenize_with_control(parts, ["a cat"], [pictures])
+    batch: dict[str, Any] = EDIT_21.encode_text(parts, tokens, EDIT_21.text_recipe())
+    for number, image in enumerate(shown, 1):
+        pixels = pipeline.image_processor.preprocess(image).unsqueeze(2)
+        with torch.no_grad():
+            moments = EDIT_21.encode_image(parts["vae"], pixels)
+        batch[f"control_latents_{number}"] = scaling.apply(latents_from_moments(moments))
+    return parts["transformer"], calls[0], noise, pipeline.scheduler.timesteps[:1].float(), batch
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_control_images_stand_at_their_slots_among_the_text(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [picture(0, 64, 96), picture(1, 96, 64)][:num]
+    denoiser, call, noise, timesteps, batch = edit_21_call(pictures, monkeypatch)
+    with recorded(denoiser) as own, torch.no_grad():
+        found = EDIT_21.predict(denoiser, noise, timesteps, batch)
+    arguments = own[0].arguments
+    for name in ("hidden_states", "img_mask", "timestep"):
+        assert torch.equal(arguments[name], call.arguments[name]), name
+    assert arguments["img_shapes"] == call.arguments["img_shapes"] == [[*[(1, 4, 6), (1, 6, 4)][:num], (1, 4, 4)]]
+    assert torch.equal(own[0].output[0], call.output[0]) and found.shape == noise.shape
+    # No row of an image is stored: six slots for each.
+    assert batch["prompt_embeds"].shape[1] + 6 * num == call.arguments["encoder_hidden_states"].shape[1]
+    assert batch["image_slots"].shape == (1, num)
+
+
+def test_texts_that_were_read_with_other_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    denoiser, _, noise, timesteps, batch = edit_21_call([picture(0)], monkeypatch)
+    with pytest.raises(ModelError, match=r"read with 1 control images, but the batch has 2\. Run `latentcache prec"):
+        EDIT_21.predict(denoiser, noise, timesteps, {**batch, "control_latents_2": batch["control_latents_1"]})
+
+
+def test_entries_have_the_slots_of_their_images_as_integers(tmp_path: Path) -> None:
+    run = family_run(tmp_path, EDIT_21.name, text_store_dtype="bfloat16")
+    batch = run.batch(TEXTS)
+    assert batch["image_slots"].dtype == torch.int32 and batch["prompt_embeds"].dtype == torch.bfloat16
+    live = EDIT_21.encode_text(run.parts, run.tokenized(TEXTS), run.encodings.text.settings)
+    assert torch.equal(batch["image_slots"].long(), live["image_slots"]) and batch["image_slots"].shape == (3, 1)
+    run.cache.close()

@@ -103,5 +103,6 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "anima": anima,
     "qwen-image-21": qwen_image_21,
     "wan-i2v": wan,
+    "qwen-image-21-edit": qwen_image_21,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

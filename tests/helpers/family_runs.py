@@ -27,6 +27,7 @@ from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
 from latentcache.families.base import CONDITION, MASK, Family
+from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import Preparation
 from latentcache.models.model_loader import LoadedModels, Models
 from latentcache.precache import encodings
@@ -40,7 +41,7 @@ from latentcache.types import Geometry
 SIDE = 64
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
 SIZE = {"height": SIDE, "width": SIDE}
-ALONE = ("anima", "qwen-image-21")
+ALONE = ("anima", "qwen-image-21", "qwen-image-21-edit")
 """Families of whose pipelines a text's values depend on the others of its batch: Qwen-Image 2.1 places an image after
 the longest text, and the last bits of Anima's empty text depend on their number (3e-7)."""
 
@@ -237,8 +238,8 @@ class FamilyRun:
         found = {}
         for number, image in enumerate(self.controls(text), 1):
             with torch.no_grad():
-                means = self.parts["vae"].encode(self.vae_input(image)).latent_dist.mode()
-            found[f"control_latents_{number}"] = self.scaling.apply(means)
+                moments = self.family.encode_image(self.parts["vae"], self.vae_input(image))
+            found[f"control_latents_{number}"] = self.scaling.apply(latents_from_moments(moments))
         return found
 
     def batch(self, texts: Sequence[str]) -> dict[str, Any]:
@@ -285,7 +286,8 @@ class FamilyRun:
         if not self.family.text_reads_control:
             return {}
         [text] = texts
-        return {"image": [Image.fromarray(image) for image in self.controls(text)]}
+        resolution = {"output_resolution": (CONTROL[0] * CONTROL[1]) ** 0.5} if self.family.name in ALONE else {}
+        return {"image": [Image.fromarray(image) for image in self.controls(text)], **resolution}
 
     def _masked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Chroma's pipeline with a mask that masks, unless its padding is kept."""
@@ -373,7 +375,7 @@ class FamilyRun:
 
         module = sys.modules[type(pipeline).__module__]
         with (
-            patch.object(module, "VAE_IMAGE_SIZE", CONTROL[0] * CONTROL[1]),
+            patch.object(module, "VAE_IMAGE_SIZE", CONTROL[0] * CONTROL[1], create=True),
             patch.object(pipeline, "_encode_vae_image", encoded),
         ):
             yield

@@ -628,6 +628,7 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "anima": _anima,
     "qwen-image-21": _qwen_image_21,
     "wan-i2v": _wan_i2v,
+    "qwen-image-21-edit": _qwen_image_21,
 }
 
 

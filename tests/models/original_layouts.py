@@ -144,6 +144,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen-image": {},
     "qwen-image-edit": {},
     "qwen-image-21": {},
+    "qwen-image-21-edit": {},
 }
 _NAMES["wan-i2v"] = _NAMES["wan"]
 _JOINED = (

@@ -21,7 +21,7 @@ from latentcache.validation.loss import validation_loss
 from latentcache.validation.metrics import LossReport, paired_difference
 
 NAMES = [f"{number}.png" for number in range(4)]
-READERS = "flux, qwen-image-edit, flux2, flux2-dev"
+READERS = "flux, qwen-image-edit, flux2, flux2-dev, qwen-image-21-edit"
 UNREAD = rf"pairs: has control images, but the denoiser of sdxl is not given them \(that of {READERS} is\)"
 
 

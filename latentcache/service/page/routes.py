@@ -216,7 +216,8 @@ class Pages:
     def sample(self, query: Fields) -> Response:
         """One sample in all detail; with `reasons`, which may read the models' files, why it is a hit or a miss."""
         details = sample_details(self._gallery, *_named(query), show_photo=self._show_photos)
-        explanation, captions = None, []
+        explanation: Any = None
+        captions: Any = []
         if self._explainer is not None and "reasons" in query:
             explanation, captions = self._explainer(details["row"], details["num_variants"])
         return self._page(

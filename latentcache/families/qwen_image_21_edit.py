@@ -1,0 +1,86 @@
+"""Qwen-Image 2.1 as an editor: the checkpoint of text to image, whose texts are read with control images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ModelError
+from latentcache.families.base import Encoded, TextField, Upload, padded
+from latentcache.families.packed import control_latents
+from latentcache.families.qwen_image_21 import QwenImage21
+from latentcache.families.qwen_image_edit import IMAGE_SETTINGS, EditTexts
+from latentcache.types import Padding
+
+_VISION_SETTINGS = (
+    *("image_token_id", "vision_start_token_id", "vision_config.deepstack_visual_indexes", "vision_config.hidden_act"),
+    *(f"vision_config.{name}" for name in ("num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")),
+)
+_ENCODER = QwenImage21.parts["text_encoder"]
+
+
+class QwenImage21Edit(EditTexts, QwenImage21):
+    """Qwen3-VL reads the control images as they are cached, then the text. Their means are tokens among those of it.
+
+    The denoiser puts them where the encoder had each image, over its rows there: they are not stored. `image_slots` has
+    the number of rows before each image. A folder of the model is taken as text to image: set `model.family`.
+    """
+
+    name = "qwen-image-21-edit"
+    parts = {
+        **QwenImage21.parts,
+        "text_encoder": replace(
+            _ENCODER, weights=(*_ENCODER.weights, "model.visual."), settings=(*_ENCODER.settings, *_VISION_SETTINGS)
+        ),
+        "processor": replace(QwenImage21.parts["processor"], settings=IMAGE_SETTINGS),
+    }
+    fields = {**QwenImage21.fields, "image_slots": TextField(None, Padding(), (1,), has_rows=False)}
+    recipe = {**QwenImage21.recipe, "control_size": "as cached", "image_slots_dtype": "int32"}
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        pipeline, device = self.text_pipeline(parts), parts["text_encoder"].device
+        rows, places = list[torch.Tensor](), list[torch.Tensor]()
+        for text in texts:
+            embeds, _, [is_slot] = pipeline.encode_prompt([text.text], [*text.pictures] or None, device)
+            rows.append(embeds[0, ~is_slot])
+            places.append((~is_slot).cumsum(0)[is_slot & ~is_slot.roll(1)])  # no text begins with a slot
+        return padded(rows) | padded(places, "image_slots")
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (64, *super().text_shapes(parts, recipe)["prompt_embeds"][1:]), "image_slots": (1,)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Family.conditions`. ModelError where the texts were read with another number of images."""
+        made, controls = super().conditions(denoiser, noisy, batch), control_latents(batch, noisy)
+        embeds, places = made["encoder_hidden_states"], batch["image_slots"][0].tolist()
+        if len(places) != len(controls):
+            met = f"the texts were read with {len(places)} control images, but the batch has {len(controls)}"
+            raise ModelError(f"text_encoder: {met}. Run `latentcache precache CONFIG` again.", part="text_encoder")
+        rows = [*range(embeds.shape[1])]
+        for place, control in reversed([*zip(places, controls, strict=True)]):
+            rows[place:place] = [-1] * (control[0, 0].numel() // 4)
+        is_slot = torch.tensor(rows, device=embeds.device) < 0
+        shapes = [(1, *each.shape[-2:]) for each in (*controls, noisy)]
+        return {
+            "encoder_hidden_states": embeds[:, rows].masked_fill(is_slot[:, None], 0),
+            "img_shapes": [shapes] * len(noisy),
+            "img_mask": torch.cat([is_slot.expand(len(noisy), -1), made["img_mask"][:, embeds.shape[1] :]], dim=1),
+        }
+
+    @override
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        """ModelError: the pipeline takes no embeddings together with images."""
+        met = f"{self.pipeline_name} takes no cached texts together with images"
+        raise ModelError(f"text_encoder: {met}. Give it the prompt and the images.", part="text_encoder")
+
+
+FAMILY = QwenImage21Edit()
