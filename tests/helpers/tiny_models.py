@@ -552,7 +552,7 @@ def qwen_vl_model(
     return randomised(getattr(transformers, class_name)(config), 4)
 
 
-def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: int) -> Any:
+def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: Any) -> Any:
     """A processor of texts and images. That of the library has one of videos too, which needs torchvision."""
     made_class: Any = getattr(transformers, f"{name}Processor")
 
