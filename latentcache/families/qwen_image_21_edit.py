@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import Encoded, TextField, Upload, padded
+from latentcache.families.base import Encoded, TextField, padded
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image_21 import QwenImage21
 from latentcache.families.qwen_image_edit import IMAGE_SETTINGS, EditTexts
@@ -42,9 +42,7 @@ class QwenImage21Edit(EditTexts, QwenImage21):
     recipe = {**QwenImage21.recipe, "control_size": "as cached", "image_slots_dtype": "int32"}
 
     @override
-    def encode_text(
-        self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any], *, upload: Upload = None
-    ) -> Encoded:
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
         pipeline, device = self.text_pipeline(parts), parts["text_encoder"].device
         rows, places = list[torch.Tensor](), list[torch.Tensor]()
         for text in texts:
