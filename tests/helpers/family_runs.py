@@ -318,7 +318,7 @@ class FamilyRun:
         prompts = self.prompts(texts)
         with patch.object(module, "randn_tensor", noted), recorded(self.denoiser, stop=True) as calls:
             # Keys and values that it keeps are no condition.
-            uncached = {"use_kv_cache": False} if self.family.name in ALONE else {}
+            uncached = {"use_kv_cache": False} if self.family.name.startswith("qwen-image-21") else {}
             self.generate(self.pipeline, **prompts, **guidance, **uncached)
         [call] = calls
         latents = call.arguments.get("sample")
