@@ -41,9 +41,11 @@ def families_page() -> Iterator[str]:
     for family in families:
         latents, shapes = latent_shape(family), caption_shapes(family, parts[family.name])
         padded = padded_shapes(family, parts[family.name]) if "max_length" in family.text_recipe() else shapes
+        more = " and the condition" if family.clip_condition else ""
+        latent_bytes = math.prod(latents) * BYTES * (2 if more else 1)
         ratio = f" ({num_bytes(padded) / num_bytes(shapes):.0f} x)" if shapes != padded else ""
         yield (
-            f"| `{family.name}` | {shape_text(latents)} | {math.prod(latents) * BYTES:,} | {shapes_text(shapes)} | "
+            f"| `{family.name}` | {shape_text(latents)}{more} | {latent_bytes:,} | {shapes_text(shapes)} | "
             f"{num_bytes(shapes):,} | {num_bytes(padded):,}{ratio} | {exactness(family)} |"
         )
     for family in families:
@@ -57,7 +59,10 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     yield f"| hub ids | {', '.join(f'`{each}`' for each in family.repositories)} |"
     names = (family.pipeline_name, *family.pipeline_names)
     yield f"| pipelines of diffusers | {', '.join(f'`{each}`' for each in names)} |"
-    frozen = (f"`{name}` ({part.class_name})" for name, part in family.parts.items())
+    frozen = (
+        f"`{name}` ({part.class_name}{', of some models' if part.optional else ''})"
+        for name, part in family.parts.items()
+    )
     yield f"| frozen parts | {', '.join(frozen)} |"
     yield f"| denoiser | `{family.denoiser}` ({family.denoiser_class}) |"
     yield f"| scaling of latents | {scaling_text(family, parts[family.name])} |"
@@ -149,11 +154,12 @@ def scaling_text(family: Family, parts: dict[str, Any]) -> str:
 
 
 def shares_vae(one: Family, other: Family, parts: dict[str, dict[str, Any]]) -> bool:
-    """Whether two families have VAEs of one class, with latents that are scaled alike."""
+    """Whether two families have VAEs of one class, with latents that are scaled alike, and nothing else in an entry."""
     from latentcache.models.vae import vae_facts
 
     first, second = (parts[family.name][family.names("vae")[0]] for family in (one, other))
-    return type(first) is type(second) and vae_facts(first) == vae_facts(second)
+    alike = type(first) is type(second) and one.clip_condition == other.clip_condition
+    return alike and vae_facts(first) == vae_facts(second)
 
 
 def num_bytes(shapes: dict[str, tuple[int, ...]]) -> int:

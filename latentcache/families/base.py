@@ -251,7 +251,7 @@ class Family(ABC):
     """By which rule a clip's entry has the latents CONDITION too, which its denoiser also takes; most have none.
 
     "first frame, padded": the mean of the clip's first frame, with zeros (grey) in place of the others. The rule is a
-    part of the key. Such a family makes clips of a picture: it takes no still images, and prompts alone are no use.
+    part of the key. Such a family makes clips of a picture: it takes no still images, and no prompt alone.
     """
     fields: ClassVar[Mapping[str, TextField]]
     text_dtype: ClassVar[str] = "bfloat16"

@@ -309,7 +309,8 @@ class LatentCache(Closing):
         Samples of several parts give `control_latents_1`, `control_latents_2` ... [B, C, h, w] too, the means of their
         control images, which `scaled` scales; `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly; and
         `masked_latents` as control images have them. A clip of a family that makes videos of a picture has `condition`
-        [B, C, F, h, w] too, the mean of its first frame and grey ones, which `scaled` scales.
+        [B, C, F, h, w] too, the mean of its first frame and grey ones, which `scaled` scales; if its model has an image
+        encoder also `image_embeds` [B, N, D] of that frame.
 
         On the CPU the memory of tensors that are as stored is numpy's: it cannot be resized.
 

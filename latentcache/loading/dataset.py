@@ -116,7 +116,9 @@ class LatentDataset(Dataset[Batch]):
     before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
     [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], `loss_weight` (float32), and the strings
     `sample_id`, `dataset` and `caption`.
-    Samples of several parts have `control_latents_1`, `masked_latents` [C, h, w] and so on, `mask` uint8 [1, h, w].
+    Samples of several parts have `control_latents_1`, `masked_latents` [C, h, w] and so on, `mask` uint8 [1, h, w];
+    clips of a family that makes videos of a picture `condition` [C, F, h, w], and `image_embeds` [N, D] if its model
+    has an image encoder.
     L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
     which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
     latents from moments if it is given a generator. Batches must not mix buckets, which is a StoreError: use
