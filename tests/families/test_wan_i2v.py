@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from helpers.family_references import SCALED_LATENTS, generator
 from helpers.family_runs import (
     NUM_FRAMES,
@@ -28,7 +27,7 @@ from helpers.family_runs import (
 )
 from helpers.photo_files import write_clip, write_photo
 from helpers.serving import serving_here
-from helpers.tiny_models import frozen, randomised, tiny_folder, tiny_model
+from helpers.tiny_models import tiny_folder, tiny_model, wan_2_1_i2v
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -270,22 +269,9 @@ def remade() -> Callable[..., Any]:
 # Wan 2.1, whose denoiser also takes rows of CLIP's vision model
 
 
-def parts_of_2_1(seed: int = 0) -> dict[str, Any]:
-    """The tiny model with an image encoder and its processor, and a denoiser that takes rows of it."""
-    made = tiny_model(FAMILY.name)
-    given = {name: value for name, value in made["transformer"].config.items() if not name.startswith("_")}
-    denoiser = type(made["transformer"])(**{**given, "image_dim": 24, "added_kv_proj_dim": 32})
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
-    encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3))
-    made |= {"transformer": randomised(denoiser, 5), "image_encoder": randomised(encoder, seed + 6)}
-    # The crop keeps a part of a square whose side is 40, as that of a wide frame does.
-    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
-    return frozen({**made, "image_processor": processor})
-
-
 @pytest.fixture(scope="module")
 def with_clip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyRun]:
-    parts, config = parts_of_2_1(), family_config(tmp_path_factory.mktemp("wan-2.1"), with_clips=True)
+    parts, config = wan_2_1_i2v(), family_config(tmp_path_factory.mktemp("wan-2.1"), with_clips=True)
     report = run_precache(config, models=loaded_models(FAMILY, parts))
     assert report.num_refused == 0 and report.num_encoded == 2 * len(TEXTS) + 1
     with LatentCache(config.cache.path) as cache:
@@ -358,9 +344,9 @@ def test_the_parts_that_make_rows_of_a_picture_are_in_the_key(with_clip: FamilyR
         for row in with_clip.rows.values():
             entry, other = cache.get(row.images[0].key), with_clip.cache.get(row.images[0].key)
             assert all(torch.equal(entry.tensors[name], other.tensors[name]) for name in other.tensors)
-    different = [expected, keys(loaded_models(FAMILY, {**with_clip.parts, **parts_of_2_1(seed=1)}))]
+    different = [expected, keys(loaded_models(FAMILY, {**with_clip.parts, **wan_2_1_i2v(seed=1)}))]
     for setting, value in (("crop_size", {"height": 16, "width": 32}), ("resample", 2), ("image_mean", [0.5] * 3)):
-        parts = parts_of_2_1()
+        parts = wan_2_1_i2v()
         setattr(parts["image_processor"], setting, value)
         different.append(keys(loaded_models(FAMILY, {**with_clip.parts, **parts})))
     without = {name: part for name, part in with_clip.parts.items() if not name.startswith("image_")}

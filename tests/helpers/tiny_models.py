@@ -283,6 +283,19 @@ def _wan_i2v(seed: int) -> dict[str, Any]:
     return _wan(seed, in_channels=36, out_channels=16)
 
 
+def wan_2_1_i2v(seed: int = 0) -> dict[str, Any]:
+    """That of Wan 2.1: with an image encoder and its processor, and a denoiser that takes rows of it."""
+    made = tiny_model("wan-i2v")
+    given = {name: value for name, value in made["transformer"].config.items() if not name.startswith("_")}
+    denoiser = type(made["transformer"])(**{**given, "image_dim": 24, "added_kv_proj_dim": 32})
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3))
+    made |= {"transformer": randomised(denoiser, 5), "image_encoder": randomised(encoder, seed + 6)}
+    # The crop keeps a part of a square whose side is 40, as that of a wide frame does.
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
+    return frozen({**made, "image_processor": processor})
+
+
 def _qwen_image(seed: int) -> dict[str, Any]:
     tokenizer = qwen_tokenizer()
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
