@@ -35,7 +35,7 @@ def families_page() -> Iterator[str]:
     yield "the posterior's moments, or its mean where the family is trained with that. Texts are stored without padding"
     yield "where a batch that is padded again gives the same result to the last bit."
     yield from ("", "Bytes are those of the published models, in numbers of two bytes, for an image of")
-    yield f"{SIDE}x{SIDE} pixels and a caption of {NUM_TOKENS} tokens; `qwen-image-edit` reads it with a square image."
+    yield f"{SIDE}x{SIDE} pixels and a caption of {NUM_TOKENS} tokens; families of editing read it with a square image."
     yield from ("", "| family | latents | bytes | text | bytes | with padding | texts without padding |")
     yield "|---|---|---|---|---|---|---|"
     for family in families:
@@ -131,7 +131,8 @@ def caption_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int
 
 def exactness(family: Family) -> str:
     """Whether padding is dropped, and how a batch is padded again."""
-    rules = [rule for name in family.fields if (rule := family.padding(name, family.text_recipe())) is not None]
+    names, recipe = [name for name, field in family.fields.items() if field.has_rows], family.text_recipe()
+    rules = [rule for name in names if (rule := family.padding(name, recipe)) is not None]
     if not rules:
         return "not exact: the denoiser attends to padding"
     [rule] = rules

@@ -170,6 +170,18 @@ def test_text_keys_of_each_length(max_length: int | None, key: str) -> None:
     assert key_of(TextIdentity(caption_digest("a red house"), encoding).to_json()) == key
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("qwen-image-21", "73cfb223a67f7b0c03c312b224ab6ad367ff36ea7f1c539807eb81db0846f6b7"),
+        ("qwen-image-21-edit", "35ac638b4dccf7d2a4db6523cb379e83b38c2b20809e7f948f4d4d5ade5fefd8"),
+    ],
+)
+def test_text_keys_of_a_family_s_recipe(family: str, key: str) -> None:
+    encoding = dataclasses.replace(TEXT, recipe=tuple(family_named(family).text_recipe().items()))
+    assert key_of(TextIdentity(caption_digest("a red house"), encoding).to_json()) == key
+
+
 def test_the_key_of_a_text_that_is_read_with_a_control_image() -> None:
     geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
     control = digest(b"the bytes of a control image"), Preparation.of(preparation_policy(IMAGES), geometry)

@@ -569,7 +569,7 @@ def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: A
     """A processor of texts and images. That of the library has one of videos too, which needs torchvision."""
     made_class: Any = getattr(transformers, f"{name}Processor")
 
-    class TinyProcessor(made_class):  # type: ignore[misc]
+    class TinyProcessor(made_class):  # type: ignore[misc]  # it is chosen by its name
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
             super().__init__(image_processor, tokenizer, chat_template=chat_template)
 

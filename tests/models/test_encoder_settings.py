@@ -29,6 +29,8 @@ ENCODERS: dict[FamilyName, tuple[str, str]] = {
     "qwen-image-edit": ("text_encoder", "qwen2_5_vl"),
     "krea2": ("text_encoder", "qwen3_vl"),
     "flux2-dev": ("text_encoder", "mistral3"),
+    "qwen-image-21": ("text_encoder", "qwen3_vl"),
+    "qwen-image-21-edit": ("text_encoder", "qwen3_vl"),
 }
 FROZEN = {
     ("sdxl", "text_encoder"): "604264777860b5ba8e46b5bfc6a78e56608ca09647c69e538f974fed2505668b",
@@ -44,8 +46,12 @@ FROZEN = {
     ("anima", "text_encoder"): "8a83f717455e9b15243158de9c5320f0c98d1260bea7f3ac0f1c2324dd8f2d17",
     ("anima", "text_conditioner"): "97df37dc0327bbe7bac47a43aa7d330c7ce4c7a74c74c8b63ab3df6d11ef4371",
     ("anima", "tokenizer"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
+    ("qwen-image-21", "text_encoder"): "e83197ab54b196862525a925388e483416940cc940d4347c2b8108dfc0daff4a",
+    ("qwen-image-21", "processor"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
+    ("qwen-image-21", "vae"): "77bd607042d363d226b529fc59b9ae0079b9bbe35e1abedf766cf82db8829050",
+    ("qwen-image-21-edit", "text_encoder"): "247a20833af7556eadb92d664aa59d8d0ccc50139bcebb4aa4974ab7162070e7",
 }
-"""Of the tiny models. Their encoders' configs are the same in all releases, and their keys never change."""
+"""Of the tiny models. What counts of their configs is the same in all releases, and their keys never change."""
 
 
 def set_at(config: dict[str, Any], dotted: str, value: Any) -> None:
@@ -107,7 +113,21 @@ CHANGES: dict[str, dict[str, Any]] = {
         "vision_config.fullatt_block_indexes": [7],
         "image_token_id": 7,
     },
+    "deep vision": {
+        "vision_config.num_heads": 8,
+        "vision_config.hidden_act": "gelu",
+        "vision_config.deepstack_visual_indexes": [5],
+        "vision_config.spatial_merge_size": 4,
+        "image_token_id": 7,
+    },
 }
+VISION = {
+    "qwen-image": ("vision", False),
+    "qwen-image-edit": ("vision", True),
+    "qwen-image-21": ("deep vision", False),
+    "qwen-image-21-edit": ("deep vision", True),
+}
+"""Settings of the part that reads images, and whether the family reads any."""
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -115,11 +135,12 @@ def test_each_setting_that_changes_a_value_changes_the_key(family: FamilyName) -
     model = ENCODERS[family][1]
     plain = digest_of(family, config_of(model, "5.23.0"))
     own = CHANGES["t5"] if model in ("t5", "umt5") else CHANGES["text"]
-    own = own | (CHANGES["vision"] if family == "qwen-image-edit" else {})
+    vision, is_read = VISION.get(family, ("", False))
+    own = own | (CHANGES[vision] if is_read else {})
     for name, value in own.items():
         assert digest_of(family, config_of(model, "5.23.0", **{name: value})) != plain, name
-    if family == "qwen-image":
-        for name, value in CHANGES["vision"].items():
+    if vision and not is_read:
+        for name, value in CHANGES[vision].items():
             assert digest_of(family, config_of(model, "5.23.0", **{name: value})) == plain, f"{name} is not used"
 
 
