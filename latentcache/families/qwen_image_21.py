@@ -28,8 +28,6 @@ _VAE_SETTINGS = (
     *("base_dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample", "dropout"),
     *("is_residual", "in_channels", "patch_size", "scale_factor_spatial"),
 )
-
-
 _TEMPLATE = "prompt_template_t2i"
 
 
@@ -91,9 +89,8 @@ class QwenImage21(UncutTexts):
         last = encoder.config.get_text_config().num_hidden_layers - 1
         states = HiddenStates(encoder, {-1: f"language_model.layers.{last}"})
         pipeline = self.pipeline(text_encoder=states, processor=processor)
-        check_prefix(
-            processor.tokenizer, template(self, _TEMPLATE).partition("<|im_start|>user")[0], pipeline._drop_idx
-        )
+        system_turn = template(self, _TEMPLATE).partition("<|im_start|>user")[0]
+        check_prefix(processor.tokenizer, system_turn, pipeline._drop_idx)
         return pipeline
 
     @override
@@ -117,11 +114,11 @@ class QwenImage21(UncutTexts):
     ) -> torch.Tensor:
         mask, embeds = needed_mask(batch), batch["prompt_embeds"]
         lengths = [embeds.shape[1]] * len(noisy) if mask is None else mask.sum(1).tolist()
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        read = {name: batch[name] for name in batch if name in self.fields or name.startswith("control_latents_")}
         made, order = list[torch.Tensor](), list[int]()
         for length in sorted(set(lengths)):
             places = [place for place, each in enumerate(lengths) if each == length]
-            part, order = {name: value[places] for name, value in tensors.items()}, order + places
+            part, order = {name: value[places] for name, value in read.items()}, order + places
             part["prompt_embeds"] = part["prompt_embeds"][:, :length]
             images = [*(control_latents(part, noisy) if self.reads_controls else ()), noisy[places]]
             tokens = torch.cat([each.flatten(2) for each in images], dim=2).transpose(1, 2)
