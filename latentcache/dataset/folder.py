@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from latentcache.config import PartConfig, part_names
+from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     CaptionColumns,
@@ -205,7 +206,7 @@ class CaptionFileSource(_FileSource):
     ):
         super().__init__(root, parts)
         self._caption_extension, self._joined = caption_extension, joined
-        self._suffixes = VIDEO_SUFFIXES if videos else ()
+        self._suffixes = IMAGE_SUFFIXES.union(VIDEO_SUFFIXES if videos else ())
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
@@ -222,8 +223,7 @@ class CaptionFileSource(_FileSource):
         prefix, caption_of = f"{folder}/" if folder else "", self._caption_files(names)
         for name in names:
             stem, suffix = os.path.splitext(name)
-            is_sample = is_image(name) or suffix.lower() in self._suffixes
-            if not is_sample or self._parts.is_part(prefix + name):
+            if suffix.lower() not in self._suffixes or self._parts.is_part(prefix + name):
                 continue
             caption_path = f"{self._prefix}{prefix}{caption_of.get(stem, '')}"
             read_captions = partial(_captions_at, caption_path, self._joined) if stem in caption_of else tuple

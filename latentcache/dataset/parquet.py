@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +30,9 @@ CACHE_BYTES = 512 << 20
 """Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger:
 its columns of images are read in turn, and each would have to be decompressed again for each row."""
 _ROWS_AT_ONCE = 64
-_NUM_SENT = 8
-"""Sources that a process keeps which other processes sent to it."""
 
 _Column = tuple[str, Signature | None, int, str]
 """A file as it was listed, a row group, and a column of images. The file may be another one in the next run."""
-
-
-@lru_cache(_NUM_SENT)
-def _sent(*arguments: Any) -> ParquetSource:
-    return ParquetSource(*arguments)
 
 
 class ParquetSource(SampleSource):
@@ -76,8 +68,7 @@ class ParquetSource(SampleSource):
         self._cache: OrderedDict[_Column, pa.ChunkedArray] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # One for all images that a process is sent: else each would read its whole row group again.
-        return _sent, (self._files, self._image_column, self._columns, self._parts)
+        return type(self), (self._files, self._image_column, self._columns, self._parts)
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from latentcache.precache.report import refusal_lines
 from latentcache.types import Refusal
 
-_SHOWN = 5
-"""Refusals of one reason in a text; JSON has all."""
+_ALL = "--json lists all"
 
 
 @dataclass(slots=True)
@@ -99,9 +97,9 @@ class ImportReport(InteropReport):
             f"texts     {self.num_texts}, of which {self.num_unknown_captions} with an unknown caption",
             *(found.to_text(kind) for kind, found in self.differences.items()),
             *self._note_lines(),
-            *_refusal_lines("unequal", self.unequal),
-            *_refusal_lines("lacking", self.incomplete),
-            *_refusal_lines("refused", self.refused),
+            *refusal_lines("unequal", self.unequal, _ALL),
+            *refusal_lines("lacking", self.incomplete, _ALL),
+            *refusal_lines("refused", self.refused, _ALL),
             f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s",
             f"cache     {self.cache or 'in memory'}",
         ]
@@ -139,19 +137,8 @@ class ExportReport(InteropReport):
             f"texts     {self.num_texts}",
             f"written   {self.num_files} files, {self.bytes_written:,} bytes",
             *([buckets] if self.buckets else ()),
-            *_refusal_lines("skipped", self.skipped),
+            *refusal_lines("skipped", self.skipped, _ALL),
             *self._note_lines(),
             f"folder    {self.path}",
         ]
         return "\n".join(lines)
-
-
-def _refusal_lines(title: str, refusals: Sequence[Refusal]) -> list[str]:
-    """How many there are, and the first of each reason."""
-    lines = [f"{title:<9} {len(refusals)}"]
-    for reason, count in Counter(refusal.reason for refusal in refusals).items():
-        shown = [refusal for refusal in refusals if refusal.reason == reason][:_SHOWN]
-        lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in shown]
-        if count > len(shown):
-            lines.append(f"          and {count - len(shown)} more of {reason}: --json lists all")
-    return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -91,15 +91,7 @@ class Report:
         else:
             lines.append(f"encoded   {self.num_encoded} ({size(self.bytes_written)})")
         lines += [f"note      {note}" for note in (*self._noted(), *self.notes)]
-        lines.append(f"refused   {self.num_refused}")
-        reasons: dict[str, list[Refusal]] = {}
-        for refusal in self.refused:
-            reasons.setdefault(refusal.reason, []).append(refusal)
-        for reason, refused in reasons.items():
-            shown = refused if verbose else refused[:MAX_NAMED]
-            lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in shown]
-            if len(refused) > len(shown):
-                lines.append(f"          and {len(refused) - len(shown)} more: {reason} (--verbose names them)")
+        lines += refusal_lines("refused", self.refused, "--verbose names them", None if verbose else MAX_NAMED)
         if self.failed:
             lines.append(f"failed    {len(self.failed)} of the refused: each run tries them again until they change")
         if verbose:
@@ -125,6 +117,18 @@ class Report:
             advice = "raise buckets.max_aspect, choose another buckets.rule, or cut them yourself"
             verb, named = "loses" if count == 1 else "lose", first_of(self.mostly_cut, count)
             yield f"{counted(count, 'image')} {verb} more than half in the crop: {named}; {advice}"
+
+
+def refusal_lines(title: str, refused: Sequence[Refusal], others: str, most: int | None = MAX_NAMED) -> list[str]:
+    """How many were refused, and the first of each reason: at most so many. `others` says where the rest is."""
+    lines, reasons = [f"{title:<9} {len(refused)}"], dict[str, list[Refusal]]()
+    for refusal in refused:
+        reasons.setdefault(refusal.reason, []).append(refusal)
+    for reason, refusals in reasons.items():
+        lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in refusals[:most]]
+        if left := len(refusals[most:]) if most else 0:
+            lines.append(f"          and {left} more: {reason} ({others})")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
