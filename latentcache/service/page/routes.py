@@ -14,7 +14,7 @@ from latentcache.loading.status import status_of
 from latentcache.service.auth import SESSION_S, Role, cookie_of
 from latentcache.service.errors import problem_of
 from latentcache.service.packs import KeyInPath
-from latentcache.service.page.sample import Explainer, photo_webp, sample_details
+from latentcache.service.page.sample import CutCaption, Explainer, photo_webp, sample_details
 from latentcache.service.page.summary import ReadableManifests, overview
 from latentcache.service.page.text import environment, query_of, rendered, url
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
@@ -216,8 +216,7 @@ class Pages:
     def sample(self, query: Fields) -> Response:
         """One sample in all detail; with `reasons`, which may read the models' files, why it is a hit or a miss."""
         details = sample_details(self._gallery, *_named(query), show_photo=self._show_photos)
-        explanation: Any = None
-        captions: Any = []
+        explanation, captions = None, list[CutCaption]()
         if self._explainer is not None and "reasons" in query:
             explanation, captions = self._explainer(details["row"], details["num_variants"])
         return self._page(
