@@ -125,7 +125,11 @@ def refusal_lines(title: str, refused: Sequence[Refusal], others: str, most: int
     for refusal in refused:
         reasons.setdefault(refusal.reason, []).append(refusal)
     for reason, refusals in reasons.items():
-        lines += [f"          {refusal.path}: {reason}: {refusal.detail}" for refusal in refusals[:most]]
+        said = ""
+        for refusal in refusals[:most]:
+            detail = "as above" if refusal.detail == said else refusal.detail  # it may be a paragraph
+            lines.append(f"          {refusal.path}: {reason}: {detail}")
+            said = refusal.detail
         if left := len(refusals[most:]) if most else 0:
             lines.append(f"          and {left} more: {reason} ({others})")
     return lines
