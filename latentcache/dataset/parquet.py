@@ -19,8 +19,9 @@ from latentcache.dataset.samples import (
     refusal_of,
     signature_of,
 )
-from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal
+from latentcache.utils.extras import naming_extras
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,13 +52,9 @@ class ParquetSource(SampleSource):
         parts: tuple[tuple[str, str], ...] = (),
     ):
         """`files`: (name, path) of each, sorted. `parts`: (name, column) of each further part."""
-        try:
+        with naming_extras():
             import pyarrow
             import pyarrow.parquet as pq
-        except ImportError as error:
-            raise ConfigError(
-                "a parquet source needs pyarrow: pip install 'latentcache[parquet]'", key="source.kind"
-            ) from error
         self._files, self._image_column, self._columns = tuple(files), image_column, caption_columns
         self._parts = parts
         self._pq: Any = pq

@@ -18,6 +18,7 @@ from typing_extensions import override
 from latentcache.config import RETRY_S
 from latentcache.errors import RemoteError
 from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport, in_threads
+from latentcache.utils.extras import naming_extras
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode, UpdateVersion
@@ -62,14 +63,11 @@ class BucketTransport(Transport):
     def open(cls, url: str, *, retry_s: float = RETRY_S) -> BucketTransport:
         """The bucket at a URL (`location.BUCKET_SCHEMES`), with the credentials that obstore finds.
 
-        RemoteError if obstore is not installed, or if the URL or the environment lacks something. Nothing is requested.
+        RemoteError if the URL or the environment lacks something; ExtraMissingError. Nothing is requested.
         """
-        try:
+        with naming_extras():
             from obstore.exceptions import BaseError
             from obstore.store import from_url
-        except ImportError as error:
-            step = "pip install 'latentcache[remote]'"
-            raise RemoteError(url, "an object store needs the package obstore", step) from error
         backoff = {"init_backoff": timedelta(seconds=_FIRST_DELAY_S), "max_backoff": timedelta(seconds=_MAX_DELAY_S)}
         retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=retry_s), "backoff": backoff}
         # obstore takes no client options from the environment once some are given.

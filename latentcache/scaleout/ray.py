@@ -27,6 +27,7 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Plan, Shard, Task
 from latentcache.scaleout.encoder import RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator
+from latentcache.utils.extras import naming_extras
 from latentcache.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -327,10 +328,8 @@ def _first_line(error: BaseException) -> str:
 def _import_ray() -> ModuleType:
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    try:
+    with naming_extras():
         import ray
-    except ImportError as error:
-        raise ConfigError("precaching on Ray needs it: pip install 'latentcache[ray]'", source="--ray") from error
     return ray
 
 

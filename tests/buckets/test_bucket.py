@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from latentcache.errors import RemoteError, SchemaError, StoreError, UnsafeStoreError
+from latentcache.errors import ExtraMissingError, RemoteError, SchemaError, StoreError, UnsafeStoreError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transport import ANY_VERSION
@@ -121,7 +121,7 @@ def test_an_endpoint_on_which_obstore_panics_is_an_error(
 
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(RemoteError, match=r"pip install 'latentcache\[remote\]'"):
+    with pytest.raises(ExtraMissingError, match=r"pip install 'latentcache\[remote\]'"):
         BucketTransport.open("s3://tests/cache")
 
 
