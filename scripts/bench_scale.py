@@ -48,7 +48,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref, Row, RowTableBuilder
 from latentcache.dataset.samples import SETTLED_NS
 from latentcache.store import DiskStore
-from latentcache.store.entry import DTYPES
+from latentcache.store.batch import DTYPES
 from latentcache.store.index import Index
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackRow, RowGroup
 from latentcache.store.writer import PACK_BYTES

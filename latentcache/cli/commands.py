@@ -158,12 +158,13 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
     Args:
         key_or_sample: A key, its first digits (at least 6), a sample_id, or the name of a manifest.
     """
-    from latentcache.loading.cache import LatentCache
+    from latentcache.loading.status import opened
     from latentcache.loading.status import show as describe
 
-    with LatentCache(options.cache(target), read_only=True) as cache:
-        if key_or_sample in cache.manifests.names():
-            manifest = cache.manifest(key_or_sample)
+    store, manifests, _ = opened(options.cache(target))
+    with store:
+        manifest = manifests.read(key_or_sample) if key_or_sample in manifests.names() else None
+        if manifest is not None:
             for line in (row.to_json(manifest.variants) for row in manifest.rows.values()):
                 print(json.dumps(line) if options.as_json else row_text(line))
             return DONE

@@ -175,7 +175,7 @@ def export_musubi(
         dtype: Dtype of the latents.
     """
     from latentcache.interop.formats import musubi
-    from latentcache.store.entry import DTYPES
+    from latentcache.store.batch import DTYPES
 
     return _export(partial(musubi.export, folder=root, dtype=DTYPES[dtype], overwrite=overwrite), source)
 
@@ -199,7 +199,7 @@ def export_webdataset(
         shard_bytes: Size of a file.
     """
     from latentcache.interop.formats import webdataset
-    from latentcache.store.entry import DTYPES
+    from latentcache.store.batch import DTYPES
 
     export = partial(
         webdataset.export,
@@ -215,7 +215,7 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
     """Import what `read` opens, and print the report."""
     from latentcache.interop.importing import import_cache
     from latentcache.precache.workspace import open_workspace
-    from latentcache.store.entry import DTYPES
+    from latentcache.store.batch import DTYPES
     from latentcache.utils.progress import ShownProgress
 
     config = None if options.config is None else load_config(options.config)

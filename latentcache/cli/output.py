@@ -75,10 +75,10 @@ def _entry_lines(entry: Mapping[str, Any], what: str | None) -> Iterator[str]:
     if "error" in entry:
         yield f"  {entry['key'][:12]}  {entry['error']}"
         return
-    from latentcache.store.entry import DTYPES  # imports torch
+    from latentcache.store.entry import ARRAY_DTYPES
 
     fields, made = entry["fields"], entry["provenance"]
-    num_bytes = sum(DTYPES[field["dtype"]].itemsize * math.prod(field["shape"]) for field in fields.values())
+    num_bytes = sum(ARRAY_DTYPES[field["dtype"]].itemsize * math.prod(field["shape"]) for field in fields.values())
     yield f"  {entry['kind']:<5} {entry['key'][:12]}  {size(num_bytes)}" + (f"  ({what})" if what else "")
     for name, field in fields.items():
         yield f"        {name}: {field['dtype']} {field['shape']}"

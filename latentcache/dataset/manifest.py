@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -21,11 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from latentcache.config import MAX_REPEATS, MAX_VARIANTS, PROMPTS_PREFIX, Share
 from latentcache.dataset.row_table import Row, RowTable, has_key
 from latentcache.errors import DatasetError
-from latentcache.families import DEFAULT, family_named
-from latentcache.families.base import Family
-from latentcache.families.scaling import Rule
+from latentcache.families import DEFAULT, Rule, family_named
 from latentcache.identity import canonical_json, digest, is_key
 from latentcache.utils.json_document import first_fault
+
+if TYPE_CHECKING:
+    from latentcache.families.base import Family  # imports torch
 
 FORMAT = "4"
 MARK = "latentcache_manifest"

@@ -32,6 +32,8 @@ FamilyName = Literal[
     "qwen-image-21-edit",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
+Rule = Literal["factor", "mean_std", "divided", "batch_norm"]
+"""How latents are scaled for the denoiser: see `scaling.Scaling`."""
 DEFAULT: FamilyName = FAMILIES[0]
 """That of caches and models that name none: those of the first versions."""
 DEFAULT_REPOSITORY = "stabilityai/stable-diffusion-xl-base-1.0"

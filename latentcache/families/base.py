@@ -20,8 +20,9 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError, ModelError
+from latentcache.families import Rule
 from latentcache.families.hidden_states import HiddenStates
-from latentcache.families.scaling import Rule, Scaling
+from latentcache.families.scaling import Scaling
 from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry, Padding
 

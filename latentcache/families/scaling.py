@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-Rule = Literal["factor", "mean_std", "divided", "batch_norm"]
+from latentcache.families import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import ServingModels
 from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace
-from latentcache.store.entry import DTYPES
+from latentcache.store.batch import DTYPES
 from latentcache.types import Entry, Refusal
 from latentcache.utils.progress import Progress
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing_extensions import Unpack
 
 from latentcache.config import PROMPTS_PREFIX, CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
+from latentcache.dataset.manifest_folder import Manifests
 from latentcache.dataset.row_table import Row
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
@@ -36,9 +35,7 @@ from latentcache.loading.sample import (
     remembered,
     unverified_error,
 )
-from latentcache.location import kind_of
-from latentcache.remote.store import RemoteStore, open_remote
-from latentcache.remote.tier import snapshot
+from latentcache.remote.store import RemoteStore, open_cache
 from latentcache.store.base import Closing, Store
 from latentcache.store.batch import Column, Empty, columns_of, concatenated, stack_columns
 from latentcache.store.disk import DiskStore
@@ -82,21 +79,11 @@ class LatentCache(Closing):
         if isinstance(path, CacheConfig):
             options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
         location = None if path is None else location_of(path)
-        if location is not None and kind_of(location) == "hub":
-            location, read_only = snapshot(str(location), options.get("local")), True
         self._reading: ReadersLock | None = None
-        self._remote: RemoteStore | None = None
-        if isinstance(location, str):
-            self._remote, manifests = open_remote(location, read_only=read_only, **options)
-            store = self._remote
-        elif location is not None:
-            if read_only is None:
-                # A reader that may write marks damage at once, so that the next precache fixes it.
-                read_only = not os.access(location, os.W_OK)
-            store = disk = DiskStore(location, read_only=read_only, create=False)
-            manifests = ManifestFolder(location / "manifests")
-            if not read_only:
-                self._reading = ReadersLock(disk.directory.readers)
+        if location is not None:
+            store, manifests, location = open_cache(location, read_only=read_only, **options)
+            if isinstance(store, DiskStore) and not store.read_only:
+                self._reading = ReadersLock(store.directory.readers)
         assert store is not None and manifests is not None
         self.store: Store = store
         self.manifests, self.only, self.unverified, self.path = manifests, manifest, unverified, location
@@ -264,7 +251,8 @@ class LatentCache(Closing):
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
-        keys = None if self._remote is None else self._remote.transport.encode_prompts([(text, negative)])
+        far = self.store if isinstance(self.store, RemoteStore) else None
+        keys = None if far is None else far.transport.encode_prompts([(text, negative)])
         if keys is None:
             raise missing
         datasets, found = self.datasets(), self.store.record(keys[0]).identity

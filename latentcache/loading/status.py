@@ -12,8 +12,8 @@ import numpy as np
 from latentcache.config import RETRY_S, CacheConfig, location_of
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
-from latentcache.loading.cache import LatentCache
 from latentcache.location import kind_of
+from latentcache.remote.store import open_cache
 from latentcache.remote.tier import snapshot
 from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
@@ -87,18 +87,26 @@ class Status(Report):
 
 def status(path: str | Path | CacheConfig) -> Status:
     """Count what the cache at `path` (see `LatentCache`) holds: by the index, manifests and records of texts."""
-    with LatentCache(path, read_only=True) as cache:
-        captions = CutCaptions(cache.store) if isinstance(cache.store, DiskStore) else None
-        return status_of(cache.store, cache.manifests, cache.path, captions)
+    store, manifests, location = opened(path)
+    with store:
+        captions = CutCaptions(store) if isinstance(store, DiskStore) else None
+        return status_of(store, manifests, location, captions)
+
+
+def opened(path: str | Path | CacheConfig) -> tuple[Store, Manifests, Path | str]:
+    """A cache, for reading. Not by LatentCache, which imports torch: that takes longer than all that is done here."""
+    options = path.remote_options() if isinstance(path, CacheConfig) else {}
+    return open_cache(location_of(path), read_only=True, **options)
 
 
 def status_of(
     store: Store, manifests: Manifests, path: Path | str | None, captions: CutCaptions | None = None
 ) -> Status:
     """Count what a store and manifests that are open hold; see `status`. `path` names them."""
-    present = set(store.keys())
-    if isinstance(store, DiskStore) and (gone := store.table.packs.keys() - store.directory.pack_sizes().keys()):
+    present, stats = set(store.keys()), store.stats()
+    if isinstance(store, DiskStore) and stats.num_packs < len(store.table.packs):
         # Somebody removed files of packs that the index knows.
+        gone = store.table.packs.keys() - store.directory.pack_sizes().keys()
         locations = zip(present, store.look_up([*present]), strict=True)
         present = {key for key, location in locations if location is not None and location.pack.id not in gone}
     unused, counted = set(present), []
@@ -122,7 +130,6 @@ def status_of(
                 cut=() if cut is None else tuple(rows.row(number).sample_id for number in cut[:MAX_NAMED].tolist()),
             )
         )
-    stats = store.stats()
     return Status(
         str(path),
         stats.to_json(),
@@ -139,16 +146,17 @@ def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:
 
     Raises StoreError when nothing, or more than one thing, goes by that name.
     """
-    with LatentCache(path, read_only=True) as cache:
+    store, manifests, _ = opened(path)
+    with store:
         datasets = []
-        for manifest in map(cache.manifest, cache.manifests.names()):
+        for manifest in filter(None, map(manifests.read, manifests.names())):
             if row := manifest.rows.get(key_or_sample):
                 shown = replace(row, captions=row.captions[:: manifest.variants])
-                entries = [_entry(cache, key) for key in shown.keys()]
+                entries = [_entry(store, key) for key in shown.keys()]
                 datasets.append({"dataset": manifest.name, **row.to_json(manifest.variants), "entries": entries})
         if datasets:
             return {"sample_id": key_or_sample, "datasets": datasets}
-        return _entry(cache, _whole_key(cache, key_or_sample))
+        return _entry(store, _whole_key(store, key_or_sample))
 
 
 def verify(
@@ -172,12 +180,12 @@ def verify(
         return verify_far(transport, subset=subset, progress=progress)
 
 
-def _whole_key(cache: LatentCache, prefix: str) -> str:
+def _whole_key(store: Store, prefix: str) -> str:
     if len(prefix) < MIN_PREFIX or set(prefix) - set("0123456789abcdef"):
         raise StoreError(
             f"{prefix!r} is no sample_id of this cache, and no key: give at least {MIN_PREFIX} hexadecimal digits"
         )
-    found = [key for key in cache.store.keys() if key.startswith(prefix)]
+    found = [key for key in store.keys() if key.startswith(prefix)]
     if len(found) != 1:
         raise StoreError(
             f"{len(found)} keys start with {prefix!r}: give more digits, or look with `latentcache status`"
@@ -185,10 +193,10 @@ def _whole_key(cache: LatentCache, prefix: str) -> str:
     return found[0]
 
 
-def _entry(cache: LatentCache, key: str) -> dict[str, Any]:
+def _entry(store: Store, key: str) -> dict[str, Any]:
     try:
-        record = cache.store.record(key)
-        fields = cache.store.describe(key)
+        record = store.record(key)
+        fields = store.describe(key)
     except (EntryMissingError, EntryDamagedError) as error:
         return {"key": key, "error": str(error)}
     return {

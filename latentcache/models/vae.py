@@ -17,9 +17,9 @@ import torch
 
 from latentcache.devices.placement import device_of
 from latentcache.errors import EncodeError
-from latentcache.families import DEFAULT, family_named, parts_of
+from latentcache.families import DEFAULT, Rule, family_named, parts_of
 from latentcache.families.base import Family, inference
-from latentcache.families.scaling import Rule, Scaling, latents_from_moments, posterior_std
+from latentcache.families.scaling import Scaling, latents_from_moments, posterior_std
 from latentcache.models.files import first_line, refused
 from latentcache.models.running import free_cached_memory, is_out_of_memory, pinned_numerics
 from latentcache.types import ImageOutput

@@ -21,7 +21,8 @@ from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Task
-from latentcache.store.entry import DTYPES, dtype_name
+from latentcache.store.batch import DTYPES
+from latentcache.store.entry import dtype_name
 from latentcache.types import Bucket, Geometry
 from latentcache.utils.json_document import recalled
 

@@ -30,7 +30,7 @@ from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.report import Failure, timed
 from latentcache.precache.tasks import Task, num_threads
-from latentcache.store.entry import DTYPES
+from latentcache.store.batch import DTYPES
 from latentcache.types import Entry
 from latentcache.utils.concurrency import bounded_map
 

@@ -18,7 +18,7 @@ from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import text_dtypes
 from latentcache.precache.report import Failure, timed
 from latentcache.precache.tasks import Task
-from latentcache.store.entry import DTYPES
+from latentcache.store.batch import DTYPES
 from latentcache.types import Entry
 from latentcache.utils.concurrency import bounded_map
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,14 +18,16 @@ import numpy as np
 from typing_extensions import Unpack, override
 
 from latentcache.config import RETRY_S, RemoteOptions
-from latentcache.dataset.manifest_folder import Manifests
+from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.errors import EntryDamagedError, PackError, ReadOnlyError, StoreError
+from latentcache.location import kind_of
 from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.manifests import RemoteManifests
-from latentcache.remote.tier import Tier
+from latentcache.remote.tier import Tier, snapshot
 from latentcache.remote.transport import ANY_VERSION, Transport, open_transport
-from latentcache.store.base import StoreStats
+from latentcache.store.base import Store, StoreStats
 from latentcache.store.directory import pack_name
+from latentcache.store.disk import DiskStore
 from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
@@ -246,3 +249,20 @@ def open_remote(
         transport.check(create=create)
     store = RemoteStore(transport, read_only=read_only, local=local, local_max_bytes=options.get("local_max_bytes"))
     return store, RemoteManifests(transport, read_only=bool(read_only))
+
+
+def open_cache(
+    location: Path | str, *, read_only: bool | None = None, **options: Unpack[RemoteOptions]
+) -> tuple[Store, Manifests, Path | str]:
+    """The store and the manifests of a cache that exists, and where they are: one on the hub is read from a directory.
+
+    `read_only` None: where the directory cannot be written, or the other end takes no writes. As `open_remote`.
+    """
+    if kind_of(location) == "hub":
+        location, read_only = snapshot(str(location), options.get("local")), True
+    if isinstance(location, str):
+        return *open_remote(location, read_only=read_only, **options), location
+    if read_only is None:
+        # A reader that may write marks damage at once, so that the next precache fixes it.
+        read_only = not os.access(location, os.W_OK)
+    return DiskStore(location, read_only=read_only, create=False), ManifestFolder(location / "manifests"), location

@@ -9,9 +9,11 @@ import torch
 
 from latentcache.errors import StoreError
 from latentcache.store.base import EntryArrays, Store
-from latentcache.store.entry import ARRAY_DTYPES, DTYPES, as_array
+from latentcache.store.entry import ARRAY_DTYPES, as_array
 from latentcache.types import Padding
 
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ARRAY_DTYPES}
+"""The dtypes that can be stored, by name."""
 CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]

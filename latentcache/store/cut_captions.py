@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -15,6 +17,8 @@ from latentcache.store.pack import WholePack
 
 _KEYS = 4096
 """Keys that are in memory as text at once: those of a million samples take 100 MB."""
+_CLIP_TOKENS = 77
+"""What CLIP reads. Texts of every other encoder have a `max_length` in their recipe."""
 
 
 class _Identity(msgspec.Struct, gc=False):
@@ -35,25 +39,32 @@ class _Record(msgspec.Struct, gc=False):
 _RECORDS = msgspec.json.Decoder(_Record)
 
 
+class _Recipe:
+    """How texts were encoded, by the encoding in their records."""
+
+    def __init__(self, encoding: Any):
+        recipe = encoding if isinstance(encoding, Mapping) else {}
+        self._family = recipe.get("family", DEFAULT)
+        self._numbers = {name: value for name, value in recipe.items() if type(value) is int}
+
+    @cached_property
+    def _limit(self) -> float:
+        """How many tokens the text encoders read."""
+        return family_named(self._family).token_limit({}, self._numbers) if self._family in FAMILIES else math.inf
+
+    def num_above(self, num_tokens: Any) -> int:
+        """How many of a text's tokens the text encoders did not read; 0 where nobody knows."""
+        # No family reads fewer. Its file imports torch, for which `status` need not wait where no caption is long.
+        least = self._numbers.get("max_length", _CLIP_TOKENS)
+        return 0 if type(num_tokens) is not int or num_tokens <= least else int(max(0, num_tokens - self._limit))
+
+
 def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -> int:
     """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
 
     It is 0 where nobody counted the tokens, and for a family that is unknown here.
     """
-    return _num_above(_limit_of(identity.get("encoding")), provenance.get("num_tokens"))
-
-
-def _limit_of(encoding: Any) -> int | None:
-    """How many tokens the text encoders read with this recipe; None for a family that is unknown here."""
-    recipe = encoding if isinstance(encoding, Mapping) else {}
-    family = recipe.get("family", DEFAULT)
-    if family not in FAMILIES:
-        return None
-    return family_named(family).token_limit({}, {name: value for name, value in recipe.items() if type(value) is int})
-
-
-def _num_above(limit: int | None, num_tokens: Any) -> int:
-    return 0 if limit is None or type(num_tokens) is not int else max(0, num_tokens - limit)
+    return _Recipe(identity.get("encoding")).num_above(provenance.get("num_tokens"))
 
 
 class CutCaptions:
@@ -65,7 +76,7 @@ class CutCaptions:
     def __init__(self, store: DiskStore):
         self._store = store
         self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
-        self._limits = dict[bytes, int | None]()  # by recipe
+        self._recipes = dict[bytes, _Recipe]()  # by their JSON
 
     def flags_of(self, digests: np.ndarray) -> np.ndarray:
         """As `flags`, of the keys in a column: uint8 [n, 32]."""
@@ -96,8 +107,8 @@ class CutCaptions:
             if whole.row.pack.group_of(row).kind == "text":
                 record = _RECORDS.decode(whole.json(row))
                 recipe = bytes(record.identity.encoding)
-                if recipe not in self._limits:
-                    self._limits[recipe] = _limit_of(msgspec.json.decode(recipe))
-                cut[row] = _num_above(self._limits[recipe], record.provenance.num_tokens) > 0
+                if recipe not in self._recipes:
+                    self._recipes[recipe] = _Recipe(msgspec.json.decode(recipe))
+                cut[row] = self._recipes[recipe].num_above(record.provenance.num_tokens) > 0
         self._by_pack[pack] = cut
         return cut

@@ -7,15 +7,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
 
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest, is_key, key_of
 from latentcache.types import Entry, Record
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. A pack holds thousands of them."""
@@ -25,20 +27,15 @@ PACK_SUFFIX = ".safetensors"
 ALIGNMENT = 64
 """Bytes. Fields in packs and in pooled buffers start at its multiples, as torch's own tensors do."""
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+_STAND_INS = {"float8_e4m3fn": "int8", "float8_e5m2": "int8", "bfloat16": "int16"}
+ARRAY_DTYPES = {
+    name: np.dtype(_STAND_INS.get(name, name))
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64"),
+        *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
     )
 }
-"""The dtypes that can be stored, by name."""
-ARRAY_DTYPES = {
-    name: np.dtype({"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}.get(name, name))
-    for name in DTYPES
-}
-"""The numpy dtype of each: the same, or an integer of that size where numpy has no such dtype."""
-_STAND_INS = {DTYPES[name]: getattr(torch, str(dtype)) for name, dtype in ARRAY_DTYPES.items() if str(dtype) != name}
+"""The dtypes that can be stored, by torch's name, and numpy's for each: an integer of that size where it has none."""
 
 _FIELD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
@@ -77,8 +74,12 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor as an array of the same shape that shares its memory, of the dtype in ARRAY_DTYPES."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    stand_in = _STAND_INS.get(tensor.dtype)
-    return (tensor if stand_in is None else tensor.view(stand_in)).numpy()
+    stand_in = _STAND_INS.get(dtype_name(tensor))
+    if stand_in is not None:
+        import torch
+
+        tensor = tensor.view(getattr(torch, stand_in))
+    return tensor.numpy()
 
 
 def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -186,12 +187,14 @@ def record_of(key: str, kind: str, data: bytes) -> Record:
 
 
 def _own_tensor(key: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    import torch  # here: `status` and its like make no entry, and need not wait for it
+
     if not is_field(name):
         raise StoreError(f"entry {key}: field {name!r}: a name has letters, digits and _ . - only, 100 at most")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise StoreError(f"entry {key}: field {name} is {tensor.layout} on {tensor.device}; give a dense tensor on cpu")
-    if dtype_name(tensor) not in DTYPES:
-        raise StoreError(f"entry {key}: field {name} has dtype {tensor.dtype}, allowed: {', '.join(DTYPES)}")
+    if dtype_name(tensor) not in ARRAY_DTYPES:
+        raise StoreError(f"entry {key}: field {name} has dtype {tensor.dtype}, allowed: {', '.join(ARRAY_DTYPES)}")
     if tensor.numel() == 0:
         raise StoreError(f"entry {key}: field {name} of shape {tuple(tensor.shape)} has no element")
     return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from latentcache.store.entry import DTYPES, Description
+from latentcache.store.entry import ARRAY_DTYPES, Description
 
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
 _CRC_BYTES = 8
@@ -42,7 +42,7 @@ class Column:
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
+        return ARRAY_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from latentcache.store.entry import OwnedEntry, as_array, check_key, dtype_name,
 from latentcache.store.layout import description_of
 from latentcache.store.writer import Writer
 from latentcache.types import Entry
-from latentcache.utils.accelerator import current_accelerator
 
 
 class MemoryStore(Store):
@@ -27,8 +26,11 @@ class MemoryStore(Store):
     read_only = False
 
     def __init__(self, *, pin: bool = False):
-        if pin and current_accelerator() is None:
-            raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
+        if pin:
+            from latentcache.utils.accelerator import current_accelerator  # imports torch
+
+            if current_accelerator() is None:
+                raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
         self._entries: dict[str, tuple[OwnedEntry, EntryArrays]] | None = {}
 

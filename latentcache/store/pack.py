@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
@@ -33,7 +32,6 @@ from latentcache.store.base import EntryArrays
 from latentcache.store.entry import (
     ALIGNMENT,
     ARRAY_DTYPES,
-    DTYPES,
     OwnedEntry,
     flat_bytes,
     is_field,
@@ -122,7 +120,7 @@ class _Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * ARRAY_DTYPES[self.dtype].itemsize
 
 
 def _document(metadata: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> tuple[_Tensors, int, list[Any]]:
@@ -151,10 +149,10 @@ def _document(metadata: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> tu
 
 def _buffers(parts: Sequence[Any]) -> Iterator[bytes | memoryview]:
     for part in parts:
-        if isinstance(part, torch.Tensor):
-            yield flat_bytes(part).data
+        if isinstance(part, bytes):
+            yield part
         else:
-            yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+            yield part.reshape(-1).view(np.uint8).data if isinstance(part, np.ndarray) else flat_bytes(part).data
 
 
 def _offsets_of(parts: Sequence[Any]) -> np.ndarray:
@@ -274,7 +272,7 @@ def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
         if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
             raise ValueError(f"the shape of {name!r:.80} is {shape!r:.80}")
         # As safetensors demands: no holes, no overlaps, and no bytes after the last tensor.
-        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        start, end = end, end + math.prod(shape) * ARRAY_DTYPES[dtype].itemsize
         if entry["data_offsets"] != [start, end]:
             raise ValueError(f"{name!r:.80} lies at {entry['data_offsets']!r:.80}, and {[start, end]} is expected")
         tensors[name] = dtype, shape, data_start + start
@@ -370,6 +368,8 @@ def map_pack(path: Path, num_bytes: int) -> np.ndarray:
     PackError if it is shorter: touching what is missing would kill the process (SIGBUS). FileNotFoundError and
     StoreError as for `read_row`.
     """
+    import torch
+
     with os.fdopen(open_to_read(path), "rb") as file:
         fd = file.fileno()
         if (file_bytes := os.fstat(fd).st_size) < num_bytes:
@@ -518,12 +518,14 @@ class WholePack:
 
     def copy(self, key: str, location: Location) -> OwnedEntry | str:
         """A copy of an entry, or why it is not what was stored."""
+        import torch
+
         found = self.verified(key, location)
         if isinstance(found, str):
             return found
         tensors = {}
         for (name, (dtype, shape)), array in zip(found.description.items(), found.arrays, strict=True):
-            tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
             tensors[name] = tensor
         group = location.group

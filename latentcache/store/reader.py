@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError
 from latentcache.store.base import EntryArrays, Store, StoreStats
-from latentcache.store.batch import stack
 from latentcache.store.entry import Description
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack, verified_arrays
@@ -106,6 +105,8 @@ class PackReader(Store):
 
     @override
     def get(self, key: str) -> Entry:
+        from latentcache.store.batch import stack  # imports torch
+
         [location], record, rows = self.locate([key]), self.record(key), self.rows([key])
         return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 

@@ -24,8 +24,8 @@ from helpers.photo_files import write_photo
 from latentcache import DiskStore, run_precache
 from latentcache.config_file import parse_config
 from latentcache.identity import key_of
+from latentcache.store.batch import DTYPES
 from latentcache.store.directory import SCHEMA
-from latentcache.store.entry import DTYPES
 from latentcache.types import Entry, Record
 
 PHOTOS = {"a.png": ((64, 96), ["a red house", "a house in the rain"]), "sub/b.png": ((96, 64), ["ein Haus, grün"])}

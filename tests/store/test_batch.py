@@ -12,8 +12,7 @@ from store_samples import bits, sample
 
 from latentcache.errors import StoreError
 from latentcache.store import MemoryStore
-from latentcache.store.batch import columns_of, stack_columns
-from latentcache.store.entry import DTYPES
+from latentcache.store.batch import DTYPES, columns_of, stack_columns
 from latentcache.types import Padding
 
 

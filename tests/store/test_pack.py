@@ -19,8 +19,8 @@ from store_samples import packs, payload, same, sample, samples, where
 from latentcache.errors import EntryDamagedError, PackError
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
-from latentcache.store.batch import read_batch
-from latentcache.store.entry import DTYPES, own_entry
+from latentcache.store.batch import DTYPES, read_batch
+from latentcache.store.entry import own_entry
 from latentcache.store.pack import (
     WholePack,
     map_pack,

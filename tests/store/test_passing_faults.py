@@ -6,6 +6,7 @@ import errno
 import os
 
 import pytest
+import torch
 from store_samples import assert_holds, key, sample, samples
 
 from latentcache.errors import StoreError
@@ -76,7 +77,7 @@ def test_a_pack_that_cannot_be_opened_now_is_not_damaged(root, monkeypatch, numb
 def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, error):
     with DiskStore(root) as store:
         store.add(samples(0))
-        monkeypatch.setattr(pack.torch, "from_file", lambda *_, **__: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(torch, "from_file", lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(StoreError, match="cannot be read now"):
             read_batch(store, [key(0)])
         monkeypatch.setattr(pack.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOMEM, "none")))
