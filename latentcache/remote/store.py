@@ -6,10 +6,8 @@ keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,7 +34,6 @@ from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
 
 _MAX_LOOKS = 20  # for an entry whose pack does not come or goes again, or that only a reader finds damaged
-_LOOKS_S = 600.0  # after so long without a look they are counted anew
 
 logger = logging.getLogger("latentcache")
 
@@ -64,7 +61,6 @@ class RemoteStore(PackReader):
         self.index = FarIndex(transport, self.tier)
         self._repairing = threading.RLock()
         self._fetched_again: set[str] = set()
-        self._looks: dict[tuple[str, int], tuple[int, float]] = {}  # by place: how many, and when the last was
 
     @property
     @override
@@ -178,14 +174,11 @@ class RemoteStore(PackReader):
         return EntryDamagedError(key, reason, is_marked=False)  # for this process alone
 
     @override
-    def relocate(self, key: str, location: Location, problem: str) -> Location:
+    def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
         """Where an entry lies that is not what was stored, or raise that it is damaged or gone."""
         pack, damaged = location.pack, dict[int, str]()
         with self._repairing:
             self.invalidate([location])
-            (num_looks, last), now = self._looks.get(location.place, (0, -math.inf)), time.monotonic()
-            num_looks = num_looks + 1 if now - last < _LOOKS_S else 1
-            self._looks[location.place] = num_looks, now
             if not self.tier.has(pack.id):  # another process made room, or it is gone there
                 self.index.refresh()
             elif pack.id not in self._fetched_again:

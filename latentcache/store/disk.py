@@ -270,7 +270,7 @@ class DiskStore(PackReader):
                 self.directory.note_use(pack)
 
     @override
-    def relocate(self, key: str, location: Location, problem: str) -> Location:
+    def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
         self.invalidate([location])
         if self._index is None and not self.path_of(location.pack.id).exists():  # another process compacted the cache

@@ -63,8 +63,11 @@ class PackReader(Store):
         """The file of a pack, by its id."""
         raise NotImplementedError
 
-    def relocate(self, key: str, location: Location, problem: str) -> Location:
-        """Where an entry lies now that is not what was stored (`problem`). EntryMissingError, EntryDamagedError."""
+    def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
+        """Where an entry lies now that is not what was stored (`problem`), as this read found `num_looks` times.
+
+        EntryMissingError, EntryDamagedError.
+        """
         raise NotImplementedError
 
     def bring(self, packs: set[str]) -> None:
@@ -112,7 +115,7 @@ class PackReader(Store):
 
     @override
     def record(self, key: str) -> Record:
-        [location] = self.locate([key])
+        [location], num_looks = self.locate([key]), 0
         while True:
             problem = DISAGREE
             try:
@@ -123,7 +126,8 @@ class PackReader(Store):
                 problem = f"its pack is gone: {error}"
             except (PackError, ValueError) as error:
                 problem = f"its records cannot be read: {error}"
-            location = self.relocate(key, location, problem)
+            num_looks += 1
+            location = self.relocate(key, location, problem, num_looks)
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -142,6 +146,7 @@ class PackReader(Store):
 
     def _verified(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
+        num_looks = 0
         while True:
             try:
                 mapping = self._map(location.pack)
@@ -152,7 +157,8 @@ class PackReader(Store):
                 problem = found
             except PackError as error:
                 problem = str(error)
-            location = self.relocate(key, location, problem)
+            num_looks += 1
+            location = self.relocate(key, location, problem, num_looks)
 
     def _map(self, pack: Pack) -> _Mapping:
         """The mapped pack, as its file is now. PackError: it is gone, or shorter than it was written.
