@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.location import kind_of
 from latentcache.remote.store import open_cache
-from latentcache.remote.tier import snapshot
 from latentcache.remote.transport import open_transport
 from latentcache.store import upkeep
 from latentcache.store.base import Report, Store
@@ -167,10 +165,10 @@ def verify(
     A cache that cannot be written is checked all the same; only the marks are missing then.
     """
     location, options = location_of(path), path.remote_options() if isinstance(path, CacheConfig) else {}
-    is_hub = kind_of(location) == "hub"
-    location = snapshot(str(location), options.get("local")) if is_hub else location
-    if isinstance(location, Path):
-        with DiskStore(location, read_only=is_hub or not os.access(location, os.W_OK), create=False) as disk:
+    if isinstance(location, Path) or kind_of(location) == "hub":
+        disk, _, _ = open_cache(location, **options)
+        assert isinstance(disk, DiskStore)
+        with disk:
             return upkeep.verify(disk, subset=subset, progress=progress)
     from latentcache.remote.upkeep import verify as verify_far
 

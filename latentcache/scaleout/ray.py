@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from latentcache.scaleout.encoder import RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.extras import naming_extras
 from latentcache.utils.progress import Progress
+from latentcache.utils.signals import handlers_kept
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -132,7 +133,7 @@ class RayCluster:
             host, _, port = (address or os.environ.get("RAY_ADDRESS", "")).rpartition(":")
             if port.isdecimal() and "/" not in host:  # Ray alone tries for a quarter of an hour
                 socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-            with _handlers_kept():
+            with handlers_kept(signal.SIGTERM):  # by which a run seals what it has
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # Ray raises plain ones too, as when its own processes start too slowly
             raise ClusterError(
@@ -144,7 +145,7 @@ class RayCluster:
         try:
             yield
         finally:
-            with _handlers_kept():
+            with handlers_kept(signal.SIGTERM):  # by which a run seals what it has
                 ray.shutdown()
 
     def _requested(self) -> dict[str, Any]:
@@ -189,7 +190,11 @@ class RayCluster:
 
 
 class _Run:
-    """The calls of one run: each encoder has one at a time, and the call of one that dies goes to another."""
+    """The calls of one run: each encoder has one at a time, and the call of one that dies goes to another.
+
+    Not by ray.util.ActorPool: it does not say which call failed, gives calls to encoders that may never find room, and
+    keeps its queue when a run is stopped. Nor by Ray's restarts, which wait for a lost node without an end.
+    """
 
     def __init__(self, ray: Any, calls: Sequence[Work], context: RunContext, start: Callable[[], Any]):
         self._ray, self._context, self._start = ray, context, start
@@ -368,14 +373,3 @@ def _absolute_paths(section: Any) -> Any:
         if isinstance(value, Path) or is_file:
             changed[name] = type(value)(os.path.abspath(value))
     return section.model_copy(update=changed)
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Ray replaces the handler of SIGTERM, by which a run seals what it has."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        with suppress(TypeError, ValueError):  # a handler that was not set from Python; not the main thread
-            signal.signal(signal.SIGTERM, before)

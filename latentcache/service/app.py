@@ -127,6 +127,8 @@ class Gate:
     """The outermost part of the app: it checks who asks, bounds requests and their bodies, and counts them.
 
     Requests beyond `Limits.max_requests` wait their turn, first come, first served, and get a 503 after `queue_s`.
+    FastAPI's `max_body_size` answers a length that is too large in plain text, past all handlers, where clients expect
+    a problem document; and neither it nor uvicorn ends an upload that stalls.
     """
 
     def __init__(self, app: ASGIApp, *, state: ServiceState):

@@ -19,6 +19,7 @@ from latentcache.errors import ConfigError
 from latentcache.service.app import create_app
 from latentcache.service.auth import Access
 from latentcache.service.state import ServiceSettings
+from latentcache.utils.signals import STOPPING, handlers_kept
 
 _GRACE_S = 30
 _IDLE_S = 75
@@ -118,14 +119,10 @@ def serve(settings: ServiceSettings, address: Address, announce: Callable[[str],
     server, listener = make_server(settings, address, announce)
     # uvicorn finishes the requests under way first; then it raises the signals again, which would end the process.
     caught: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda caught_now, frame: caught.append(caught_now)) for number in numbers]
-    try:
-        with listener:
-            asyncio.run(server.serve(sockets=[listener]))
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    with handlers_kept(*STOPPING), listener:
+        for number in STOPPING:
+            signal.signal(number, lambda caught_now, frame: caught.append(caught_now))
+        asyncio.run(server.serve(sockets=[listener]))
     return caught[-1] if caught else signal.SIGTERM
 
 

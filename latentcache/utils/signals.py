@@ -6,10 +6,23 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 logger = logging.getLogger("latentcache")
+
+
+@contextmanager
+def handlers_kept(*numbers: int) -> Iterator[None]:
+    """Put the handlers of these signals back at the end of the block, whatever it or a library in it sets."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError, ValueError):  # a handler that was not set from Python; not the main thread
+                signal.signal(number, handler)
 
 
 @contextmanager
@@ -27,12 +40,10 @@ def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handlers_kept(*STOPPING):
+        for number in STOPPING:
+            signal.signal(number, handle)
         yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
