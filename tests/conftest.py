@@ -6,16 +6,17 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from hypothesis import settings
 
 from latentcache.cli.app import main
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 
 if TYPE_CHECKING:
     from helpers.swift_server import SwiftServer
@@ -82,33 +83,9 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_config(tmp_path: Path, photos: Path) -> Iterator[Callable[..., Config]]:
+def make_config(tmp_path: Path, photos: Path) -> Callable[..., Config]:
     """A config over `photos` with the tiny model. Changes go by dotted name: make_config(**{"encode.clip_skip": 1})."""
-
-    def make(**changes: Any) -> Config:
-        settings: dict[str, Any] = {
-            "cache": {"path": tmp_path / "cache"},
-            "datasets": [
-                {
-                    "name": "photos",
-                    "source": {"kind": "folder", "path": photos},
-                    "buckets": {"area": 96 * 96, "step": 32},
-                    "images": {"min_side": 8},
-                }
-            ],
-            "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "num_workers": 2},
-            "validation": {"prompts": ["a validation prompt"], "negative_prompt": "ugly"},
-        }
-        for dotted, value in changes.items():
-            *sections, name = dotted.split(".")
-            target: Any = settings
-            for section in sections:
-                target = target[int(section)] if section.isdigit() else target.setdefault(section, {})
-            target[name] = value
-        return parse_config(settings)
-
-    yield make
+    return partial(tiny_config, tmp_path)
 
 
 @pytest.fixture

@@ -15,14 +15,13 @@ from accelerate import Accelerator, cpu_offload
 from accelerate.data_loader import BatchSamplerShard
 from diffusers import DDPMScheduler, DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_pipeline
 from packaging.version import Version
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from latentcache import LatentCache, LatentDataset
-from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.integrations.diffusers import (
     PrecomputedDataset,
     collate,
@@ -62,36 +61,12 @@ def make_cache(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             for number, (name, size) in enumerate(SIZES.items()):
                 path = write_photo(folder / "photos" / name, number, size)
                 path.with_suffix(".txt").write_text(CAPTIONS[name], encoding="utf-8")
-            run_precache(config_of(folder, image_output, text_dtype))
+            encode = {"encode.image_output": image_output, "encode.text_dtype": text_dtype}
+            run_precache(tiny_config(folder, **encode, **{"datasets.0.flip": True, "validation.prompts": PROMPTS}))
             made[settings] = folder / "cache"
         return made[settings]
 
     return make
-
-
-def config_of(folder: Path, image_output: str, text_dtype: str) -> Config:
-    return parse_config(
-        {
-            "cache": {"path": folder / "cache"},
-            "datasets": [
-                {
-                    "name": "photos",
-                    "source": {"kind": "folder", "path": folder / "photos"},
-                    "buckets": {"area": 96 * 96, "step": 32},
-                    "images": {"min_side": 8},
-                    "flip": True,
-                }
-            ],
-            "model": {"path": "tiny"},
-            "encode": {
-                "device": "cpu",
-                "num_workers": 1,
-                "image_output": image_output,
-                "text_dtype": text_dtype,
-            },
-            "validation": {"prompts": PROMPTS, "negative_prompt": "ugly"},
-        }
-    )
 
 
 def sample_of(size: tuple[int, int]) -> str:

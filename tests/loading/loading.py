@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from torch.utils.data import default_collate
 
 from latentcache import LatentDataset
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.precache.run import run_precache
 
@@ -73,8 +73,5 @@ def make_cache(folder: Path) -> Path:
 
 def config_of(folder: Path, *, device: str = "cpu") -> Config:
     """The config of `make_cache`."""
-    data: dict[str, Any] = {"name": "photos", "flip": True, "repeats": 2}
-    data |= {"source": {"kind": "folder", "path": folder / "photos"}, "images": {"min_side": 8}}
-    data |= {"buckets": {"area": 96 * 96, "step": 32}}
-    settings: dict[str, Any] = {"cache": {"path": folder / "cache"}, "datasets": [data], "model": {"path": "tiny"}}
-    return parse_config(settings | {"encode": {"device": device, "num_workers": 1}})
+    changes = {"datasets.0.flip": True, "datasets.0.repeats": 2, "encode.num_workers": 1, "validation": {}}
+    return tiny_config(folder, **changes, **{"encode.device": device})

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from PIL import Image
 from torch.utils.data import default_collate
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, location_of
-from latentcache.config_file import parse_config
 from latentcache.dataset.row_table import RowTable
 from latentcache.errors import SampleError, StoreError
 from latentcache.precache.run import run_precache
@@ -35,24 +35,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         mask = np.random.default_rng(number).integers(0, 256, (64, 64), dtype=np.uint8)
         (folder / "masks").mkdir(exist_ok=True)
         Image.fromarray(mask).save(folder / "masks" / name)
-    config = parse_config(
-        {
-            "cache": {"path": folder / "cache"},
-            "datasets": [
-                {
-                    "name": "pairs",
-                    "source": {"path": folder / "after"},
-                    "buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0},
-                    "images": {"min_side": 8},
-                    "flip": True,
-                    "control": [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}],
-                    "mask": {"path": folder / "masks"},
-                }
-            ],
-            "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "num_workers": 2},
-        }
-    )
+    control = [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}]
+    dataset = {"name": "pairs", "source": {"path": folder / "after"}, "control": control, "flip": True}
+    dataset |= {"buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0}, "mask": {"path": folder / "masks"}}
+    config = tiny_config(folder, **{f"datasets.0.{name}": value for name, value in dataset.items()})
     assert run_precache(config).num_refused == 0
     return config
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_folder, tiny_model
 from PIL import Image
 
 from latentcache import LatentCache, LoadedModels, ValidationRunner, validate
 from latentcache.config import Config, ValidationConfig
-from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.precache.run import run_precache
@@ -31,30 +31,16 @@ def write_mask(folder: Path, name: str, seed: int) -> None:
     Image.fromarray(values).save(folder / "masks" / name)
 
 
-def config_of(folder: Path, family: str, *, role: str = "validation", **dataset: Any) -> Config:
+def config_of(folder: Path, family: str) -> Config:
     """Images of one bucket, with a mask and two control images: the second ones have buckets of two shapes."""
-    parts = {
-        "control": [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}],
-        "mask": {"path": folder / "masks"},
-    }
-    return parse_config(
-        {
-            "cache": {"path": folder / "cache"},
-            "datasets": [
-                {
-                    "name": "pairs",
-                    "role": role,
-                    "source": {"path": folder / "after"},
-                    "buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0},
-                    "images": {"min_side": 8},
-                    **parts,
-                    **dataset,
-                }
-            ],
-            "model": {"path": tiny_folder(family), "family": family},
-            "encode": {"device": "cpu", "num_workers": 1},
-            "validation": {"num_timesteps": 1, "path": folder / "validation"},
-        }
+    control = [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}]
+    dataset = {"name": "pairs", "role": "validation", "source": {"path": folder / "after"}, "control": control}
+    dataset |= {"buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0}, "mask": {"path": folder / "masks"}}
+    return tiny_config(
+        folder,
+        **{f"datasets.0.{name}": value for name, value in dataset.items()},
+        model={"path": tiny_folder(family), "family": family},
+        validation={"num_timesteps": 1, "path": folder / "validation"},
     )
 
 

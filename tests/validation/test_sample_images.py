@@ -12,11 +12,12 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionXLPipeline
 from helpers.encoding import generate
+from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
-from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, DeviceMismatchError
 from latentcache.precache.run import run_precache
 from latentcache.validation.sample_images import (
@@ -39,29 +40,18 @@ SETTINGS = small(seed=7)
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Path]:
     """A cache of the prompts whose text encoders computed in this dtype. Made once each."""
-    from helpers.photo_files import write_photo
-
     made: dict[torch.dtype, Path] = {}
 
     def make(dtype: torch.dtype) -> Path:
         if dtype not in made:
             folder = tmp_path_factory.mktemp("cache")
             write_photo(folder / "photos" / "a.png", 1, (80, 144))
-            settings = {
-                "cache": {"path": folder / "cache"},
-                "datasets": [
-                    {
-                        "name": "photos",
-                        "source": {"path": folder / "photos"},
-                        "buckets": {"area": 4096},
-                        "images": {"min_side": 8},
-                    }
-                ],
-                "model": {"path": "tiny"},
-                "encode": {"device": "cpu", "text_dtype": str(dtype).removeprefix("torch."), "num_workers": 1},
-                "validation": {"prompts": PROMPTS, "negative_prompt": "ugly"},
-            }
-            run_precache(parse_config(settings))
+            config = tiny_config(
+                folder,
+                **{"datasets.0.buckets": {"area": 4096}, "validation.prompts": PROMPTS},
+                **{"encode.text_dtype": str(dtype).removeprefix("torch.")},
+            )
+            run_precache(config)
             made[dtype] = folder / "cache"
         return made[dtype]
 
