@@ -44,6 +44,9 @@ float32 and 3e-4 in float16. Ten times that is allowed, because other devices ha
 eight times as coarsely as float16. With TF32, float32 is as coarse as float16.
 """
 
+LOOK_AHEAD = 32
+"""Samples that are prefetched at once."""
+
 logger = logging.getLogger("latentcache")
 
 
@@ -166,6 +169,13 @@ class _TimestepSample:
     sent: Sent
 
 
+def _announced(view: LatentCache, refs: Sequence[SampleRef]) -> Iterator[SampleRef]:
+    """The samples, of which some are always said to be read soon."""
+    for at in range(0, len(refs), LOOK_AHEAD):
+        view.prefetch(refs[at : at + LOOK_AHEAD])
+        yield from refs[at : at + LOOK_AHEAD]
+
+
 def _padded(rows: torch.Tensor, length: int, rule: Padding) -> torch.Tensor:
     """Rows [1, L, ...] with padding, [1, length, ...]: as the store pads a batch."""
     at = 0 if rule.side == "left" else rows.shape[1] - rule.num_last
@@ -252,8 +262,7 @@ class _Measurement:
                 buckets.setdefault((ref.layout.extent, ref.parts), []).append(ref)
         try:
             for bucket in sorted(buckets):
-                view.prefetch(buckets[bucket])
-                pairs = (pair for ref in buckets[bucket] for pair in self._pairs(name, view, ref))
+                pairs = (pair for ref in _announced(view, buckets[bucket]) for pair in self._pairs(name, view, ref))
                 while batch := list(islice(pairs, self.settings.batch_size)):
                     yield batch
         finally:

@@ -164,7 +164,13 @@ def test_a_batch_norm_changes_the_shape(tmp_path: Path) -> None:
         names = ["0", "1"]
         plain, scaled = (cache.batch(names, device="cpu", scaled=flag)["latents"] for flag in (False, True))
         assert plain.shape == (2, 4, 8, 8) and scaled.shape == (2, 16, 4, 4)
-        assert torch.equal(scaled, cache.scaling(cache.manifest("ragged")).apply(plain))
+        scaling = cache.scaling(cache.manifest("ragged"))
+        assert torch.equal(scaled, scaling.apply(plain))
+    with torch.inference_mode():
+        scaling.apply(plain.double())
+    live = plain.double().requires_grad_(True)
+    scaling.apply(live).square().sum().backward()
+    assert live.grad is not None, "statistics that are kept from an inference serve training too"
 
 
 def test_float8_texts_are_converted_for_a_module_and_given_as_they_are_without_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,9 +179,6 @@ def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.
         assert validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW) == one
 
 
-# What it leaves alone
-
-
 # Autocast
 
 
@@ -219,6 +217,28 @@ def test_weights_that_changed_inside_a_surrounding_autocast_are_seen(cache: Late
                 parameter.mul_(1.5)
         found = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
     assert found == validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings, autocast=torch.bfloat16)
+
+
+# Reading ahead
+
+
+def test_a_thread_reads_and_ends_with_the_measurement(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, gather = set[str](), LatentCache.gather
+
+    def noting(self: LatentCache, *arguments: Any, **options: Any) -> Any:
+        readers.add(threading.current_thread().name)
+        return gather(self, *arguments, **options)
+
+    def failing(sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LatentCache, "gather", noting)
+    with pytest.raises(ZeroDivisionError):
+        validation_loss(
+            Recorder(torch.nn.Linear(1, 1), failing), cache, scheduler=SCHEDULER, settings=few(batch_size=1)
+        )
+    assert readers == {"latentcache-prefetch"}
+    assert not readers & {thread.name for thread in threading.enumerate()}, "it is not left behind by an error"
 
 
 # Samples that cannot be read
@@ -295,7 +315,7 @@ def test_the_paired_difference_sees_what_two_means_do_not(cache: LatentCache, un
     assert paired_difference(one, one) == Estimate(mean=0.0, standard_error=0.0, num=7)
 
 
-# Numbers that are not finite
+# Half precision
 
 
 def test_noise_is_added_in_float32_to_a_half_precision_unets_inputs(cache: LatentCache) -> None:
