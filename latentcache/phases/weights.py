@@ -303,8 +303,5 @@ def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr()
-        and all(getattr(one, name) == getattr(other, name) for name in ("device", "dtype", "shape"))
-        and one.stride() == other.stride()
-    )
+    first, second = ((t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) for t in (one, other))
+    return first == second
