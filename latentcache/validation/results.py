@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.errors import ConfigError, UnsafeStoreError
+from latentcache.errors import ConfigError
 from latentcache.utils.durable_files import (
     sweep_temporaries,
     sync_folder,
@@ -161,8 +161,6 @@ def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
     StorageFullError, ReadOnlyError or another StoreError names what cannot be written.
     """
     step = folder / step_folder(report.step)
-    if step.is_symlink():
-        raise UnsafeStoreError(step, "is a link; remove it, or choose another validation.path")
     pictures = {image_name(number): image_png(sample) for number, sample in enumerate(report.images)}
     images = tuple(step / name for name in pictures)
     if images:
