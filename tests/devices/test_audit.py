@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from latentcache.devices.audit import AuditReport, audit
+from latentcache.devices.tensor_location import named_submodules
 from latentcache.errors import DeviceError, DeviceMismatchError
+from latentcache.models.tiny import tiny_denoiser
 
 
 def model() -> torch.nn.Sequential:
@@ -60,6 +62,15 @@ def test_a_run_on_one_device_is_clean() -> None:
     # 6 parameters with gradients, 3 buffers, 6 EMA shadows, 2 in batches, 3 state tensors for each parameter.
     assert report.num_tensors == 12 + 3 + 6 + 2 + 18
     assert dict(report.devices) == dict.fromkeys(["net", "optimizer", "scaler", "ema", "batch", "nested"], "cpu")
+
+
+def test_submodules_have_torchs_names_and_order() -> None:
+    shared = torch.nn.Linear(2, 2)
+    net = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.ReLU()), model(), shared)
+    net.register_module("nothing", None)
+    net[1].tail = torch.nn.ModuleList([shared, torch.nn.ModuleDict({"a": torch.nn.ReLU()})])
+    for module in (net, tiny_denoiser()):
+        assert [*named_submodules(module)] == [*module.named_modules()]
 
 
 def test_meta_tensors_are_named_each() -> None:
