@@ -2,7 +2,6 @@
 
     python scripts/soak_crash.py                              # all parts: hours
     python scripts/soak_crash.py --part kill --n 100
-    python scripts/soak_crash.py --part faults --operations add read
     python scripts/soak_crash.py --tiny
 
 After an interruption the cache opens, and: no entry is wrong, none is lost that was there before and should be there
@@ -515,7 +514,7 @@ def kill(soak: Soak) -> None:
     random_kills(soak.goal("kill -9 of two writers at random instants: 0 lost, torn, wrong or left over"), soak)
     goal = soak.goal("kill -9 after each labelled change: 0 lost, torn, wrong or left over; the rerun equals")
     chosen = operations(Precache(soak.folder / "photos"))
-    for name in soak.options.operations or KILLED:
+    for name in KILLED:
         kills_per_point = min(KILLS_PER_POINT, KILLS_PER_POINT * soak.n / 500)
         kills_after_changes(goal, soak, Scene(chosen[name], soak.folder), kills_per_point)
     assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit"
@@ -696,7 +695,7 @@ def replay(disk: Disk, changes: Sequence[Change]) -> set[str]:
 def power(soak: Soak) -> None:
     chosen = operations(Precache(soak.folder / "photos"))
     goal = soak.goal("power cuts at any moment, unsynced writes dropped and reordered: nothing wrong, nothing lost")
-    for name in soak.options.operations or CUT:
+    for name in CUT:
         scene = Scene(chosen[name], soak.folder)
         disk, changes = recorded(scene)
         done, sealed = 0, set()
@@ -857,7 +856,7 @@ def faults(soak: Soak) -> None:
     chosen = operations(Precache(soak.folder / "photos"))
     gc.freeze()  # a collection looks at what this program makes from here on
     goal = soak.goal("the k-th file operation fails: a typed error or success, nothing lost, wrong or half done")
-    for name in soak.options.operations or (("add", "read", "compact") if soak.options.tiny else chosen):
+    for name in ("add", "read", "compact") if soak.options.tiny else chosen:
         refuse_each(goal, Scene(chosen[name], soak.folder), soak)
     full_disk(soak.goal("a full tmpfs of 64 MiB: stops, keeps, prunes, goes on"), soak, min(soak.n, 10))
 
@@ -868,7 +867,6 @@ PARTS = {"kill": (kill, 500, 6), "power": (power, 200, 4), "faults": (faults, AL
 def main() -> int:
     logging.disable(logging.CRITICAL)
     parser = make_parser(__doc__, PARTS)
-    parser.add_argument("--operations", nargs="+", help="only these (default: all that the part has)")
     parser.add_argument(FULL_DISK, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.full_disk is not None:
