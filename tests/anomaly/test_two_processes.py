@@ -16,7 +16,7 @@ from latentcache.precache.run import run_precache
 from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import verify
 
-NUM_PHOTOS = 250
+NUM_PHOTOS = 100
 
 
 @pytest.fixture
