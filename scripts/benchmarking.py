@@ -116,20 +116,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     return options
 
 
-def emit(
-    result: Mapping[str, Any],
-    options: argparse.Namespace,
-    to_text: Callable[[Mapping[str, Any]], str] | None = None,
-) -> None:
-    """Print the result, its settings being `options`: one JSON document with --json, else text."""
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    document = {**result, "settings": settings}
-    if options.json:
-        print(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        print(to_text(document) if to_text is not None else "\n".join(lines_of(document)))
-
-
 def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """The document for people: a line for each figure, as `median (min .. max)` where it has a spread."""
     for name, value in document.items():
@@ -148,10 +134,16 @@ def run_in_folder(
     options: argparse.Namespace,
     to_text: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> None:
-    """Run a benchmark in a new folder, which is deleted afterwards, and print its result as `emit` does."""
+    """Run a benchmark in a new folder, which is deleted afterwards; print one JSON document with --json, else text."""
     with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
         where = environment(getattr(options, "device", None), folder)
-        emit({"environment": where, **run(Path(folder), options)}, options, to_text)
+        result = {"environment": where, **run(Path(folder), options)}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    document = {**result, "settings": settings}
+    if options.json:
+        print(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        print(to_text(document) if to_text is not None else "\n".join(lines_of(document)))
 
 
 def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> None:
