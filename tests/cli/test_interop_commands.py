@@ -239,6 +239,31 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     assert Path(here["lora"]).exists()
 
 
+def test_validation_prompts_are_encoded_next_to_an_import(
+    script: Any,
+    exported: Config,
+    photos: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = tmp_path / "imported"
+    assert run("import", "kohya", photos, "--cache", cache, "--name", "photos", "--no-scale-check")[0] == 0
+    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
+    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
+    file = config_file(config, tmp_path / "config.json", path=str(cache), unverified=True)
+    flags = ["--steps", "1", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
+    monkeypatch.setattr(sys, "argv", ["train_lora", str(file), *flags, str(tmp_path / "out")])
+    assert script.main() == 0
+    assert Path(json.loads(capsys.readouterr().out)["validations"][0]["grid"]).exists()
+    shutil.rmtree(tmp_path / "validation")
+    lora = tmp_path / "out" / "pytorch_lora_weights.safetensors"
+    code, out, err = run("validate", file, "--lora", lora, "--json")
+    assert code == 0, err
+    assert json.loads(out)["step"] == 1 and (tmp_path / "validation" / "000001").is_dir(), "as its file says"
+
+
 def test_the_step_of_a_lora_is_never_guessed(
     exported: Config, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
 ) -> None:
