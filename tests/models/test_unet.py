@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DDPMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
-from helpers.tiny_models import tiny_pipeline
+from helpers.tiny_models import tiny_denoiser as denoiser_of_family
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint as save_parts
@@ -229,11 +229,27 @@ class Holder(torch.nn.Module):
         return dict(self.tensors)
 
 
+@pytest.mark.parametrize("form", ["folder", "original", "names", "checkpoint"])
+def test_a_unet_of_stable_diffusion_1_is_refused_by_name(form, tmp_path):
+    unet, path = denoiser_of_family("sd15"), tmp_path / "sd15.safetensors"
+    if form == "folder":
+        unet.save_pretrained(path := tmp_path / "sd15" / "unet")
+    elif form == "original":
+        save_unet(unet, path)
+    elif form == "names":
+        save_file({name: value.clone() for name, value in unet.state_dict().items()}, path)
+    else:
+        save_checkpoint(path := tmp_path / "step", model=unet)
+    width = unet.config.cross_attention_dim
+    with pytest.raises(ModelError, match=rf"cross_attention_dim (is )?{width}.*Stable Diffusion 1") as caught:
+        load_unet(path, dtype=F32, model=TINY)
+    assert str(path) in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"in_channels": 8}, "inpainting"),
-        ({"cross_attention_dim": 768, "addition_embed_type": None}, r"768.*Stable Diffusion 1"),
         # The refiner's numbers: 5 time ids of 256, one encoder of width 1280.
         (
             {
