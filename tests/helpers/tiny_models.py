@@ -288,7 +288,13 @@ def wan_2_1_i2v(seed: int = 0) -> dict[str, Any]:
     made = tiny_model("wan-i2v")
     given = {name: value for name, value in made["transformer"].config.items() if not name.startswith("_")}
     denoiser = type(made["transformer"])(**{**given, "image_dim": 24, "added_kv_proj_dim": 32})
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 32, "patch_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+    }
     encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3))
     made |= {"transformer": randomised(denoiser, 5), "image_encoder": randomised(encoder, seed + 6)}
     # The crop keeps a part of a square whose side is 40, as that of a wide frame does.
@@ -447,7 +453,7 @@ def stand_in_for_torchvision() -> None:
     made = SimpleNamespace(
         functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
     )
-    transformer_cosmos.transforms = made  # type: ignore[attr-defined]
+    transformer_cosmos.transforms = made
     type(family_named("anima")).denoiser_needs = None
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
 from helpers.tiny_models import tiny_denoiser as denoiser_of_family
+from helpers.tiny_models import tiny_pipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint as save_parts
