@@ -96,6 +96,12 @@ def test_a_sample_does_not_depend_on_its_batch_or_on_the_global_random_state(mom
     assert not torch.equal(keep_output(moments, "sample", seeds=[5, 6, 8])["latents"][2], together[2])
 
 
+@pytest.mark.parametrize("seeds", [None, [1, 2]])
+def test_a_sample_needs_a_seed_for_each_item(moments, seeds):
+    with pytest.raises(ValueError, match="one seed for each"):
+        keep_output(moments, "sample", seeds=seeds)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(3, 8, 5, 7), (2, 32, 3, 4, 6)], ids=["images", "clips"])
 def test_draws_from_stored_moments_are_those_of_diffusers(shape, dtype):
