@@ -52,6 +52,7 @@ def spreads(document: Any) -> Iterator[dict[str, float]]:
         benchmark("bench_write"),
         benchmark("bench_loader"),
         benchmark("bench_precache"),
+        benchmark("bench_onetrainer"),
         benchmark("bench_scale", "index", "huge"),
         benchmark("bench_scale", "replan"),
         benchmark("bench_service", "packs", "memory", "tier"),
