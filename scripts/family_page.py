@@ -145,7 +145,7 @@ def scaling_text(family: Family, parts: dict[str, Any]) -> str:
     """The rule; its numbers are read from the VAE."""
     from latentcache.models.vae import vae_facts
 
-    scaling = vae_facts(parts[family.names("vae")[0]]).scaling
+    scaling = vae_facts(parts[family.names("vae")[0]], family).scaling
     return {
         "factor": "`z * scaling_factor`" if scaling.shift_factor is None else "`(z - shift_factor) * scaling_factor`",
         "mean_std": "`(z - mean) * (1 / std)` for each channel",

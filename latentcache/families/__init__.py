@@ -30,6 +30,7 @@ FamilyName = Literal[
     "qwen-image-21",
     "wan-i2v",
     "qwen-image-21-edit",
+    "ernie-image",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Rule = Literal["factor", "mean_std", "divided", "batch_norm"]

@@ -182,6 +182,12 @@ def padded(texts: Sequence[torch.Tensor], field: str = "prompt_embeds") -> Encod
     return {field: embeds, field + MASK: mask.to(embeds.device)}
 
 
+def unpadded(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The texts of a batch, each [n, D]: what `padded` was given."""
+    pairs = zip(batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True)
+    return [embeds[mask] for embeds, mask in pairs]
+
+
 @contextmanager
 def inference(device: torch.device) -> Iterator[None]:
     """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
@@ -439,6 +445,10 @@ class Family(ABC):
         `parts` are the image encoder, with which they are returned on its device, and the image processor.
         """
         raise NotImplementedError(f"models of {self.name} have no image encoder")
+
+    def batch_statistics(self, vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation of each channel, as `Scaling` has them, of a VAE that holds statistics as weights (bn)."""
+        return vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config["batch_norm_eps"])
 
     def size_conditions(self, geometry: Geometry) -> list[int] | None:
         """Numbers that the denoiser takes of how an image was resized and cropped (`add_time_ids`), if it does."""

@@ -18,6 +18,7 @@ from latentcache.families.base import (
     Part,
     TextField,
     padded,
+    unpadded,
 )
 from latentcache.families.trainers import FLUX_VAE, TrainerFiles
 from latentcache.types import Padding
@@ -70,7 +71,7 @@ class ZImage(Family):
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {"cap_feats": _rows(batch)}
+        return {"cap_feats": unpadded(batch)}
 
     @override
     def predict(
@@ -84,13 +85,7 @@ class ZImage(Family):
 
     @override
     def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
-        return {"prompt_embeds": _rows(embeds)}
-
-
-def _rows(batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The texts of a padded batch, each [n, D]."""
-    pairs = zip(batch["prompt_embeds"], batch["prompt_embeds_mask"], strict=True)
-    return [embeds[mask] for embeds, mask in pairs]
+        return {"prompt_embeds": unpadded(embeds)}
 
 
 FAMILY = ZImage()

@@ -206,7 +206,7 @@ class ModelLoader(Models):
             vae = vae_class.from_config(settings)
         if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
             vae = self._module(self.vae_name, torch.float32)
-        found = self._with_stated_upcast(vae_facts(vae), settings)
+        found = self._with_stated_upcast(vae_facts(vae, self.family), settings)
         self._check_files([self.vae_name])
         if key is not None:
             self._memo[name] = _FACTS.dump_json(found).decode()
@@ -334,7 +334,7 @@ class LoadedModels(Models):
                 "they have to be float32. Load the VAE in float32: a cast back does not restore them.",
                 part=self.vae_name,
             )
-        return self._with_stated_upcast(vae_facts(vae), vae.config)
+        return self._with_stated_upcast(vae_facts(vae, self.family), vae.config)
 
     @override
     def tokenizers(self) -> dict[str, Any]:

@@ -51,10 +51,11 @@ class VaeFacts:
     frames_factor: int = 1
 
 
-def vae_facts(vae: Any) -> VaeFacts:
+def vae_facts(vae: Any, family: Family | None = None) -> VaeFacts:
     """The facts of a VAE of diffusers: an AutoencoderKL, one with batch-norm statistics, or one of video.
 
-    Its weights are read only where they hold the statistics of its latents: these are to be in float32.
+    Its weights are read only where they hold the statistics of its latents: these are to be in float32. `family`, by
+    default DEFAULT, says how it reads them: its `batch_statistics`.
     Raises ModelError for one that states only a part of its latents' statistics.
     """
     config: Mapping[str, Any] = vae.config
@@ -71,8 +72,8 @@ def vae_facts(vae: Any) -> VaeFacts:
     else:
         spatial, frames = 2 ** (len(config["block_out_channels"]) - 1), 1
     if hasattr(vae, "bn"):
-        std = torch.sqrt(vae.bn.running_var + config["batch_norm_eps"])
-        scaling = Scaling(rule="batch_norm", mean=tuple(vae.bn.running_mean.tolist()), std=tuple(std.tolist()))
+        means, stds = (family or family_named(DEFAULT)).batch_statistics(vae)
+        scaling = Scaling(rule="batch_norm", mean=tuple(means.tolist()), std=tuple(stds.tolist()))
     elif statistics and hasattr(vae, "temperal_downsample"):
         rules: list[Rule] = [part.rule for part in parts_of(type(vae).__name__)]
         scaling = Scaling(rule=next(iter(rules), "mean_std"), **statistics)
@@ -140,7 +141,7 @@ def encode_images(
     if pixels.dtype != torch.uint8 or pixels.ndim not in ((4, 5) if is_video else (4,)) or pixels.shape[-1] != 3:
         needed = "uint8 [B, H, W, 3]" + (" or [B, frames, H, W, 3]" if is_video else "")
         raise refused("vae", f"pixels are {pixels.dtype} {list(pixels.shape)}, but {needed} is needed")
-    facts = facts or vae_facts(vae)
+    facts = facts or vae_facts(vae, family)
     parameter = next(vae.parameters())
     with inference(parameter.device), pinned_numerics():
         if is_video and pixels.ndim == 4:
@@ -224,19 +225,20 @@ def problems(outputs: torch.Tensor) -> list[str | None]:
     return problem_names(problem_flags(outputs))
 
 
-def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> np.ndarray:
+def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, family: Family | None = None) -> np.ndarray:
     """Images uint8 [B, H, W, 3] of latents [B, C, h, w] that are scaled, as the denoising loop leaves them.
 
     Of latents with frames, [B, C, F, h, w], the frames: [B, frames, H, W, 3]. The bits are those of the pipelines for
     the same latents, where these have no watermark. The latents go to the VAE's device and dtype; the VAE runs where it
     is, without gradients and without a surrounding autocast. A float16 VAE with `force_upcast` computes in float32, as
     in the pipelines. Unlike there, its own float16 weights are restored after an error too. `tiled` turns the VAE's
-    tiling on meanwhile: other pixels, less memory. A number that is not finite becomes black, with a logged warning.
+    tiling on meanwhile: other pixels, less memory. `family` None is DEFAULT. A number that is not finite becomes black,
+    with a logged warning.
     """
     from diffusers.image_processor import VaeImageProcessor
 
     device = device_of(vae)
-    facts = vae_facts(vae)
+    facts = vae_facts(vae, family)
     with ExitStack() as stack:
         stack.enter_context(inference(device))
         if facts.force_upcast and next(vae.parameters()).dtype == torch.float16:
@@ -256,7 +258,7 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> n
     return (pixels * 255).round().astype(np.uint8)
 
 
-def decode_fitting(vae: Any, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
+def decode_fitting(vae: Any, latents: torch.Tensor, family: Family | None = None) -> tuple[np.ndarray, bool]:
     """`decode_latents`, whole where that fits into memory, else in tiles; and whether tiling was on.
 
     Raises EncodeError (problem `out-of-memory`) if tiles do not fit either.
@@ -264,7 +266,9 @@ def decode_fitting(vae: Any, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
     device, shortage = device_of(vae), ""
     for tiled in (False, True):
         try:
-            return decode_latents(vae, latents, tiled=tiled), tiled or bool(getattr(vae, "use_tiling", False))
+            return decode_latents(vae, latents, tiled=tiled, family=family), tiled or bool(
+                getattr(vae, "use_tiling", False)
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

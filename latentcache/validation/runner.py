@@ -249,7 +249,7 @@ class ValidationRunner:
                 pipeline_settings=of_pipeline,
             )
         with _timed(seconds, "decode"), self.phases.lend("vae"):
-            return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
+            return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings, self.family))
 
     def _denoiser(self) -> torch.nn.Module:
         return self.phases.module(self.family.denoiser)

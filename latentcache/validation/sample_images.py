@@ -182,14 +182,15 @@ def decode_samples(
     latents: Sequence[torch.Tensor],
     embeddings: Sequence[PromptEmbeddings],
     settings: ValidationConfig,
+    family: Family | None = None,
 ) -> list[SampleImage]:
     """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is.
 
-    Of several frames it is the first one.
+    Of several frames it is the first one. `family` None is DEFAULT.
     """
     samples = []
     for number, (latent, each) in enumerate(zip(latents, embeddings, strict=True)):
-        images, tiled = decode_fitting(vae, latent)
+        images, tiled = decode_fitting(vae, latent, family)
         image = Image.fromarray(images[0] if images.ndim == 4 else images[0, 0])
         samples.append(SampleImage(each.prompt, each.negative_prompt, settings.seed + number, image, tiled))
     return samples
@@ -229,7 +230,7 @@ def check_sampling(
     family = family or family_named(DEFAULT)
     check_prompts(family, settings.prompts)
     scheduler_copy(scheduler, settings.scheduler, family)
-    facts = vae_facts(vae)
+    facts = vae_facts(vae, family)
     factor, expected = facts.downscale_factor, family.latent.others.get(facts.latent_channels, family.latent.downscale)
     step = factor * family.patch
     if factor != expected:

@@ -130,7 +130,7 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
         return
     check_sampling(vae, scheduler, chosen, family)
     latents = denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
-    [sample] = decode_samples(vae, latents, embeddings, chosen)
+    [sample] = decode_samples(vae, latents, embeddings, chosen, family)
     live = whole_pipeline(family, **{**run.parts, "scheduler": scheduler_copy(scheduler, None, family)})
     negative = [""] if family.uses_negative(guidance) else None
     kwargs = {**run.prompts([TEXT], negative), **family.guidance_kwargs(guidance)}

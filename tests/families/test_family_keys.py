@@ -146,6 +146,7 @@ SHARED = [
     ("flux", "z-image"),
     ("flux", "chroma"),
     *(("qwen-image", name) for name in ("krea2", "qwen-image-edit", "anima")),
+    ("flux2", "ernie-image"),
 ]
 
 

@@ -25,9 +25,12 @@ def test_hidden_states_mean_what_they_meant(name: str) -> None:
         torch.testing.assert_close(found[text]["numbers"], expected["numbers"], rtol=1e-3, atol=1e-3, msg=text)
 
 
-def test_z_image_reads_the_output_of_the_last_layer_but_one() -> None:
-    family = family_named("z-image")
+@pytest.mark.parametrize(("name", "stack"), [("z-image", ""), ("ernie-image", "language_model")])
+def test_the_output_of_the_last_layer_but_one_is_read(name: str, stack: str) -> None:
+    family = family_named(name)
     parts, seen = tiny_model(family.name), []
-    parts["text_encoder"].layers[-2].register_forward_hook(lambda module, given, output: seen.append(output))
+    parts["text_encoder"].get_submodule(stack).layers[-2].register_forward_hook(
+        lambda module, given, output: seen.append(output)
+    )
     made = family.encode_text(parts, family.tokenize(parts, ["a red cat"]), family.text_recipe())
     assert torch.equal(made["prompt_embeds"][0], seen[0][0][: int(made[f"prompt_embeds{MASK}"].sum())])

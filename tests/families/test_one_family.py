@@ -23,7 +23,7 @@ from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 from latentcache.types import Crop, Geometry, Size
 
-KLEIN, DEV, QWEN, KREA = map(family_named, ("flux2", "flux2-dev", "qwen-image", "krea2"))
+KLEIN, DEV, QWEN, KREA, ERNIE = map(family_named, ("flux2", "flux2-dev", "qwen-image", "krea2", "ernie-image"))
 QWEN_21 = family_named("qwen-image-21")
 
 
@@ -222,3 +222,25 @@ def test_a_placeholder_of_an_image_is_not_read_where_there_is_none(text: str) ->
     assert QWEN_21.rendered(parts, text) == QWEN_21.rendered(parts, "a cat")
     made = QWEN_21.encode_text(parts, QWEN_21.tokenize(parts, [text, "a cat"]), QWEN_21.text_recipe())
     assert torch.equal(*made["prompt_embeds"])
+
+
+def test_ernie_image_adds_its_own_epsilon_to_variances() -> None:
+    vae = tiny_model(ERNIE.name)["vae"]
+    assert vae.config.batch_norm_eps == 1e-4
+    found = LoadedModels(family=ERNIE, vae=vae).vae_facts()
+    assert found.scaling.std == tuple(torch.sqrt(vae.bn.running_var + 1e-5).tolist())
+    assert found.scaling != vae_facts(vae).scaling
+
+
+def test_ernie_image_cuts_texts_and_has_a_row_for_an_empty_one() -> None:
+    parts, recipe = tiny_model(ERNIE.name), ERNIE.text_recipe(max_length=4)
+    text = "a red cat on the table"
+    tokens = ERNIE.tokenize(parts, [text, ""])
+    assert tokens[0].num_tokens > ERNIE.token_limit(parts, recipe) and tokens[1].num_tokens == 0
+    made = ERNIE.encode_text(parts, tokens, recipe)
+    assert made["prompt_embeds_mask"].sum(1).tolist() == [4, 1]
+    live = ERNIE.pipeline(**parts).encode_prompt([text, ""], "cpu")
+    torch.testing.assert_close(
+        made["prompt_embeds"][0], live[0][:4], rtol=0, atol=1e-5
+    )  # causal: what was cut is after
+    assert torch.equal(made["prompt_embeds"][1, :1], live[1])

@@ -88,6 +88,13 @@ def qwen_image_21(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     return pipeline._encode_vae_image(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1), generator())
 
 
+def ernie_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The inverse of what its pipeline does before it decodes: it encodes no images."""
+    statistics, variance = pipeline.vae.bn, pipeline.vae.bn.running_var.view(1, -1, 1, 1)
+    latents = pipeline._patchify_latents(pipeline.vae.encode(pixels).latent_dist.mode())
+    return (latents - statistics.running_mean.view(1, -1, 1, 1)) / torch.sqrt(variance + 1e-5)
+
+
 SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "sd15": sd15,
     "sdxl": sdxl,
@@ -104,5 +111,6 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "qwen-image-21": qwen_image_21,
     "wan-i2v": wan,
     "qwen-image-21-edit": qwen_image_21,
+    "ernie-image": ernie_image,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

@@ -392,16 +392,9 @@ def _flux2(seed: int) -> dict[str, Any]:
 def _flux2_dev(seed: int) -> dict[str, Any]:
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = _BLOCK_TEMPLATE
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 2}
-    text = {"vocab_size": len(tokenizer), "num_hidden_layers": 31, "num_key_value_heads": 1}
-    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
-    config = transformers.Mistral3Config(
-        text_config={"model_type": "mistral", "max_position_embeddings": 4096, **sizes, **text},
-        vision_config={**vision, **sizes},
-    )
     with seeded(seed):
         vae = flux2_vae(seed)
-        encoder = randomised(transformers.Mistral3ForConditionalGeneration(config), 4)
+        encoder = mistral3_model(tokenizer, 31, "Mistral3ForConditionalGeneration", "mistral")
         transformer = flux2_transformer(guidance_embeds=True)
     return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
@@ -455,6 +448,24 @@ def stand_in_for_torchvision() -> None:
     )
     transformer_cosmos.transforms = made
     type(family_named("anima")).denoiser_needs = None
+
+
+def _ernie_image(seed: int) -> dict[str, Any]:
+    tokenizer = qwen_tokenizer()
+    with seeded(seed):
+        vae, encoder = flux2_vae(seed), mistral3_model(tokenizer, 4, "Mistral3Model", "ministral3")
+        transformer = diffusers.ErnieImageTransformer2DModel(
+            hidden_size=32,
+            num_attention_heads=2,
+            num_layers=2,
+            ffn_hidden_size=64,
+            in_channels=128,
+            out_channels=128,
+            text_in_dim=16,
+            rope_axes_dim=(8, 4, 4),
+        )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer, scheduler=scheduler)
 
 
 def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -536,6 +547,19 @@ def qwen3_model(tokenizer: Any, num_layers: int, class_name: str) -> Any:
         tie_word_embeddings=True,
     )
     return randomised(getattr(transformers, class_name)(config), 3)
+
+
+def mistral3_model(tokenizer: Any, num_layers: int, class_name: str, text_type: str) -> Any:
+    """A Mistral 3 of this class, whose language model is of this type."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 2}
+    text = {"vocab_size": len(tokenizer), "num_hidden_layers": num_layers, "num_key_value_heads": 1}
+    text["max_position_embeddings"] = 4096 if text_type == "mistral" else 262144  # 16 times what Ministral 3 states
+    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+    config = transformers.Mistral3Config(
+        text_config={"model_type": text_type, **sizes, **text},
+        vision_config={**vision, **sizes},
+    )
+    return randomised(getattr(transformers, class_name)(config), 4)
 
 
 def qwen_vl_model(
@@ -629,7 +653,7 @@ def flux2_transformer(*, guidance_embeds: bool) -> Any:
 def flow_model(transformer: Any, seed: int, **parts: Any) -> dict[str, Any]:
     """These parts, a transformer whose parameters are made random, and the scheduler of most flow models: frozen."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+    return frozen({"scheduler": scheduler, **parts, "transformer": randomised(transformer, seed)})
 
 
 _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -648,6 +672,7 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "qwen-image-21": _qwen_image_21,
     "wan-i2v": _wan_i2v,
     "qwen-image-21-edit": _qwen_image_21,
+    "ernie-image": _ernie_image,
 }
 
 

@@ -145,6 +145,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen-image-edit": {},
     "qwen-image-21": {},
     "qwen-image-21-edit": {},
+    "ernie-image": {},
 }
 _NAMES["wan-i2v"] = _NAMES["wan"]
 _JOINED = (
@@ -211,7 +212,7 @@ def autoencoder_tensors(family: str, vae: Any) -> State:
     if family in ("wan", "qwen-image", "krea2", "anima"):
         return {_wan_names()[name]: value.contiguous() for name, value in vae.state_dict().items()}
     state = {name.removeprefix(VAE_PREFIX): value.contiguous().clone() for name, value in vae_tensors(vae).items()}
-    if family.startswith("flux2"):
+    if family.startswith("flux2") or family == "ernie-image":
         moved = {"quant_conv.": "encoder.quant_conv.", "post_quant_conv.": "decoder.post_quant_conv."}
         for old, new in moved.items():
             state = {new + name.removeprefix(old) if name.startswith(old) else name: state[name] for name in state}

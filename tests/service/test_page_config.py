@@ -83,7 +83,7 @@ def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Call
     assert decoder.downscale == family.latent.downscale
     latents = torch.randn(family.latent.channels, 9, 8, generator=torch.Generator().manual_seed(0))
     pixels = decoder(latents)
-    rows = 8 if vae_facts(vae := tiny_model(family.name)["vae"]).scaling.rule == "batch_norm" else 9
+    rows = 8 if vae_facts(vae := tiny_model(family.name)["vae"], family).scaling.rule == "batch_norm" else 9
     frame = latents[None, :, None] if family.latent.is_video else latents[None, :, :rows]
     with torch.no_grad():
         whole = vae.decode(frame, return_dict=False)[0][0]

@@ -65,7 +65,7 @@ class VaeDecoder:
         with self._lock:
             vae = self._loaded()
             with placed(vae, device_named(self._config.encode.device)):
-                images, _ = decode_fitting(vae, scaled)
+                images, _ = decode_fitting(vae, scaled, self._models.family)
         pixels: np.ndarray = images[0, 0] if is_video else images[0]
         return pixels
 
