@@ -18,7 +18,9 @@ from latentcache.store import upkeep
 from latentcache.store.base import Report, Store
 from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
+from latentcache.store.entry import Description
 from latentcache.store.upkeep import VerifyReport
+from latentcache.types import Record
 from latentcache.utils.progress import Progress
 from latentcache.utils.wording import MAX_NAMED, cut_note
 
@@ -197,8 +199,13 @@ def _entry(store: Store, key: str) -> dict[str, Any]:
         fields = store.describe(key)
     except (EntryMissingError, EntryDamagedError) as error:
         return {"key": key, "error": str(error)}
+    return entry_json(record, fields)
+
+
+def entry_json(record: Record, fields: Description) -> dict[str, Any]:
+    """An entry but for its tensors, as `show` and the page say it."""
     return {
-        "key": key,
+        "key": record.key,
         "kind": record.kind,
         "fields": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in fields.items()},
         "identity": dict(record.identity),

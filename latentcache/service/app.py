@@ -33,7 +33,6 @@ from latentcache.service.state import Limits, ServiceSettings, ServiceState
 from latentcache.store.cut_captions import CutCaptions
 
 API = "/v1/"
-LOGIN = "/login"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
 PUBLIC = frozenset({"/v1/healthz", "/v1/openapi.json"})
 """Paths of the API that need no token. What lies outside of the API asks for one itself."""
@@ -241,8 +240,6 @@ class _Exchange:
 
 
 def _max_body_bytes(limits: Limits, method: str, path: str) -> int:
-    if path == LOGIN:
-        return limits.max_login_bytes
     if method == "PUT":
         return limits.max_upload_bytes
     return limits.max_images_bytes if path.endswith("images:encode") else limits.max_body_bytes

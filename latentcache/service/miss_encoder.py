@@ -35,6 +35,7 @@ from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import ServingModels
 from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace
+from latentcache.store.base import Closing
 from latentcache.types import Kind, Refusal
 
 IDLE_S = 300.0
@@ -102,7 +103,7 @@ class _Miss:
         return 0 if task.kind == "text" else len(task.sample.locator)
 
 
-class MissEncoder:
+class MissEncoder(Closing):
     """Entries of prompts and images for a cache: those that are there at once, the others when they are encoded.
 
     Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` and `max_bytes` count, which is
@@ -139,12 +140,6 @@ class MissEncoder:
         self._due_at = math.inf
         self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     # What is requested
 

@@ -34,13 +34,11 @@ class Limits:
     """What one request may take, and all of them together."""
 
     max_body_bytes: int = 4 << 20
-    """Max size of a JSON body."""
+    """Max size of a JSON body, or of a form."""
     max_images_bytes: int = 128 << 20
     """Max size of an image to encode."""
     max_upload_bytes: int = 2 << 30
     """Max size of a pack or a manifest."""
-    max_login_bytes: int = 8 << 10
-    """Max size of a form with a token."""
     max_keys: int = 16384
     """Max keys in one request."""
     max_requests: int = 64

@@ -14,6 +14,7 @@ from latentcache.dataset.images import decode
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
+from latentcache.loading.status import entry_json
 from latentcache.service.page.thumbnails import webp_of
 from latentcache.service.page.views import Gallery
 from latentcache.store.base import Store
@@ -69,13 +70,7 @@ class EntryDetails:
         """The whole record, to be shown."""
         if self.record is None:
             return {"key": self.ref.key, "problem": self.problem}
-        return {
-            "key": self.ref.key,
-            "kind": self.record.kind,
-            "fields": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.fields.items()},
-            "identity": dict(self.record.identity),
-            "provenance": dict(self.record.provenance),
-        }
+        return entry_json(self.record, self.fields)
 
 
 def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> dict[str, Any]:
