@@ -320,7 +320,7 @@ def test_captions_are_cut_at_the_new_limit(filled: Callable[..., Config], photos
     assert (found.num_cut, found.cut) == (1, ("a.png",))
     with page_of(Path(config.cache.path), config=config) as base:
         for name, cut in (("a.png", [words(226)[-1]]), ("b.png", [])):
-            page = fetched(base, url("/sample/reasons", dataset="photos", id=name))
+            page = fetched(base, url("/sample", dataset="photos", id=name, reasons=1))
             assert [each.partition("</s>")[0].strip() for each in page.split('<s class="cut">')[1:]] == cut
 
 

@@ -203,7 +203,8 @@ def test_the_page_shows_a_caption_once(make: Callable[..., Config]) -> None:
         assert page.count("<blockquote") == 2 and "4 variants: it and 3 texts" in page and other not in page
         page = fetched(base + url("/sample", dataset="photos", id="b.png"))
         assert page.count("<blockquote") == 1 and lost[:12] in page, "of variants what is lost is named"
-        reasons = fetched(base + url("/sample/reasons", dataset="photos", id="b.png"))
+        page = fetched(base + url("/sample", dataset="photos", id="b.png", reasons=1))
+        reasons = page.partition('<div id="reasons">')[2].partition("</section>")[0]
         assert reasons.count("<dt>") == 3 and reasons.count("entry lost") == 1
         gallery = fetched(base + url("/gallery", dataset="photos"))
         assert TAGS in gallery and other not in gallery
