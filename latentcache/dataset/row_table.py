@@ -526,6 +526,10 @@ class RowTableBuilder:
 
     def __init__(self) -> None:
         self._columns = {name: array(code, [0] * name.endswith("/offsets")) for name, (code, *_) in COLUMNS.items()}
+        self._of_entries = {
+            name: [self._columns[f"{name}/{column}"] for column in ("offsets", "unverified", "keys")]
+            for name in _ENTRIES
+        }
         self._last_folder: tuple[str, bool] | None = None
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -543,21 +547,21 @@ class RowTableBuilder:
         columns["source"].frombytes(_bytes_of("source", _NO_DIGEST if source is None else source))
         self._add_text("sample_id", sample_id)
         self._add_path(path, sample_id)
-        for name in ("image/offsets", "caption/offsets", "part/offsets"):
-            columns[name].append(columns[name][-1])
+        for offsets, *_ in self._of_entries.values():
+            offsets.append(offsets[-1])
 
     def put(
         self, role: RefRole, key: str, geometry: bytes, source: str = "", text: str = "", trust: Trust = "verified"
     ) -> None:
         """Add an entry to the last row: see `Ref`. `geometry` is that of `geometry_bytes`."""
         columns, name = self._columns, role if role in ("image", "caption") else "part"
-        columns[f"{name}/offsets"][-1] += 1
-        columns[f"{name}/unverified"].append(trust != "verified")
+        offsets, unverified, keys = self._of_entries[name]
+        offsets[-1] += 1
+        unverified.append(trust != "verified")
+        keys.frombytes(_bytes_of("key", key or _NO_DIGEST if role == "caption" else key))
         if role == "caption":
-            columns["caption/keys"].frombytes(_bytes_of("key", key or _NO_DIGEST))
             self._add_text("caption/text", text)
             return
-        columns[f"{name}/keys"].frombytes(_bytes_of("key", key))
         columns[f"{name}/geometry"].frombytes(geometry)
         if role != "image":
             columns["part/source"].frombytes(_bytes_of("source", source))

@@ -29,7 +29,7 @@ from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.interop.formats import simpletuner
 from latentcache.interop.formats.simpletuner import NOTE_ORDER, SimpleTunerCache
-from latentcache.interop.scaling import published_scaling
+from latentcache.interop.importing import published_scaling
 from latentcache.types import Crop, Geometry, Size
 
 # By `printf %s img_001 | sha256sum` and `printf %s "a red car" | md5sum`.

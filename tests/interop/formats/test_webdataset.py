@@ -15,8 +15,8 @@ from helpers.foreign_samples import Foreign, image, imported, of_family, pairs, 
 
 from latentcache.errors import ConfigError
 from latentcache.interop.formats import webdataset
+from latentcache.interop.importing import published_scaling
 from latentcache.interop.readers import ForeignItem
-from latentcache.interop.scaling import published_scaling
 from latentcache.loading.cache import LatentCache
 
 Sample = dict[str, Any]
