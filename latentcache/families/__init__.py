@@ -31,6 +31,7 @@ FamilyName = Literal[
     "wan-i2v",
     "qwen-image-21-edit",
     "ernie-image",
+    "ideogram4",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Rule = Literal["factor", "mean_std", "divided", "batch_norm"]

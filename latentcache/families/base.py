@@ -539,7 +539,7 @@ class Family(ABC):
         return guidance_scale > self.no_guidance
 
     def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
-        """The pipeline's arguments for this classifier-free guidance."""
+        """The pipeline's arguments for this classifier-free guidance. ConfigError where it cannot be had."""
         return {self.guidance_name: guidance_scale}
 
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip

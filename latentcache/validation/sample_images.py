@@ -229,6 +229,7 @@ def check_sampling(
     """
     family = family or family_named(DEFAULT)
     check_prompts(family, settings.prompts)
+    family.guidance_kwargs(settings.guidance_scale)
     scheduler_copy(scheduler, settings.scheduler, family)
     facts = vae_facts(vae, family)
     factor, expected = facts.downscale_factor, family.latent.others.get(facts.latent_channels, family.latent.downscale)

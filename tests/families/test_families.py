@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
-from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, guidance_with_negative, recorded
 from helpers.tiny_models import randomised, whole_pipeline
 
 from latentcache.errors import ModelError
@@ -73,9 +73,10 @@ def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun, text: str) -> 
 
 
 def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
-    family, guidance = run.family, run.family.guidance_kwargs(4.0)
+    family, scale = run.family, guidance_with_negative(run.family)
+    guidance = family.guidance_kwargs(scale)
     for texts in run.groups(PAIR):
-        given = None if not family.uses_negative(4.0) else run.negative(texts)
+        given = None if not family.uses_negative(scale) else run.negative(texts)
         live = run.generate(run.pipeline, **run.prompts(texts, [""] * len(texts)), **guidance)
         if family.name == "qwen-image-21-edit":
             from_cache = through_encode_prompt(run, texts)
@@ -99,7 +100,7 @@ def through_encode_prompt(run: FamilyRun, texts: list[str]) -> dict[str, Any]:
 
 
 def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    kwargs = run.prompts(TEXTS[:1], [""]) | run.family.guidance_kwargs(4.0)
+    kwargs = run.prompts(TEXTS[:1], [""]) | run.family.guidance_kwargs(guidance_with_negative(run.family))
     decoded, decode = [], run.pipeline.vae.decode
     monkeypatch.setattr(
         run.pipeline.vae, "decode", lambda z, *args, **rest: (decoded.append(z), decode(z, *args, **rest))[1]

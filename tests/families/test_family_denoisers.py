@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.family_references import generator
-from helpers.family_runs import SIDE, TEXTS, FamilyRun
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, guidance_with_negative
 from helpers.tiny_models import tiny_folder, tiny_model, whole_pipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
@@ -115,7 +115,8 @@ def test_its_class_and_config_say_its_family(run: FamilyRun) -> None:
 
 
 def settings(**changes: Any) -> ValidationConfig:
-    return ValidationConfig(**{"height": SIDE, "width": SIDE, "num_inference_steps": 2, "seed": 5, **changes})
+    given = {"height": SIDE, "width": SIDE, "num_inference_steps": 2, "guidance_scale": 1.0, "seed": 5, **changes}
+    return ValidationConfig(**given)
 
 
 @pytest.mark.parametrize("guidance", [0.0, 4.0])
@@ -127,6 +128,11 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
         with pytest.raises(ConfigError, match="a prompt has none here; set prompts to") as raised:
             denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
         assert raised.value.key == "validation.prompts"
+        return
+    if guidance > guidance_with_negative(family):
+        with pytest.raises(ConfigError, match=r"guidance_scale is 4, .* second transformer.* set it to 1") as raised:
+            check_sampling(vae, scheduler, chosen, family)
+        assert raised.value.key == "validation.guidance_scale"
         return
     check_sampling(vae, scheduler, chosen, family)
     latents = denoise(run.denoiser, scheduler, embeddings, chosen, family=family)

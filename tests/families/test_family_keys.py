@@ -147,6 +147,7 @@ SHARED = [
     ("flux", "chroma"),
     *(("qwen-image", name) for name in ("krea2", "qwen-image-edit", "anima")),
     ("flux2", "ernie-image"),
+    ("ideogram4", "flux2"),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_config
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_config, guidance_with_negative
 from helpers.loss_cases import noise_of, timestep_of
 from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
 
@@ -82,7 +82,7 @@ def config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
         "prompts": [] if reads_controls or has_clips else ["a cat"],
         "num_timesteps": 2,
         "num_inference_steps": 2,
-        "guidance_scale": 4.0,
+        "guidance_scale": guidance_with_negative(family_named(name)),
         "height": SIDE,
         "width": SIDE,
     }

@@ -25,6 +25,7 @@ LAYERS = {
     "flux2-dev": "model.language_model",
     "qwen-image-21": "model.language_model",
     "qwen-image-21-edit": "model.language_model",
+    "ideogram4": "language_model",
 }
 """Where the LLM lies in the text encoder of each family."""
 PICTURE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
@@ -73,8 +74,11 @@ def test_a_state_is_the_output_of_the_layer_before_it_and_the_last_one_is_normed
             wanted = torch.cat([wanted[:, : before + place], wanted[:, before + place + 2 :]], dim=1)
         assert not torch.allclose(found, model.norm(wanted)[0, dropped:], atol=0.1)
     else:
-        states = [outputs[layer] for layer in map(int, family.text_recipe()["layers"].split())]
+        first = 1 if name == "ideogram4" else 0  # which counts layers, and not states
+        states = [outputs[layer + first] for layer in map(int, family.text_recipe()["layers"].split())]
         wanted = torch.stack(states, dim=2) if name == "krea2" else torch.cat(states, dim=2)
+        if name == "ideogram4":  # feature by feature, and zeros for padding
+            wanted = torch.stack(states, dim=-1).flatten(2) * found.any(1)[:, None]
         dropped = family.text_recipe().get("num_dropped", 0)
     assert torch.equal(found, wanted[0, dropped:])
 

@@ -19,9 +19,9 @@ SCRIPT = re.compile(r"\btrain_\w+\.py\b")
 NAMES = re.compile(
     # As words: digits, dashes, dots and underscores end one. `wan` and `chroma` are words of the language too.
     r"(?<![a-z])(?:sdxl|sd[ -]?(?:1\.?5|2\.?[01]|3\.?5?)|stable[ _-]?diffusion|flux|kontext|z[ _-]?image|qwen|krea"
-    r"|anima|ernie)(?![a-z])"
+    r"|anima|ernie|ideogram)(?![a-z])"
     # And as parts of names of classes.
-    r"|(?-i:Sdxl|SDXL|StableDiffusion|Flux(?![a-z])|ZImage|Qwen|Krea|Ernie|Anima(?![a-z])|Wan(?![a-z])|Chroma(?![a-z]))"
+    r"|(?-i:Sdxl|SDXL|StableDiffusion|Flux(?![a-z])|ZImage|Qwen|Krea|Ernie|Ideogram|Anima(?![a-z])|Wan(?![a-z])|Chroma(?![a-z]))"
     r"|(?-i:(?<![A-Za-z])wan(?![A-Za-z]))",
     re.IGNORECASE,
 )

@@ -17,13 +17,15 @@ from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_folder, tiny_m
 from latentcache import Config, LatentCache, run_precache
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import FAMILIES, family_named, sdxl
-from latentcache.families.base import Family
+from latentcache.families.base import Family, unpadded
 from latentcache.families.qwen_image import NUM_DROPPED
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 from latentcache.types import Crop, Geometry, Size
 
-KLEIN, DEV, QWEN, KREA, ERNIE = map(family_named, ("flux2", "flux2-dev", "qwen-image", "krea2", "ernie-image"))
+KLEIN, DEV, QWEN, KREA, ERNIE, IDEOGRAM = map(
+    family_named, ("flux2", "flux2-dev", "qwen-image", "krea2", "ernie-image", "ideogram4")
+)
 QWEN_21 = family_named("qwen-image-21")
 
 
@@ -244,3 +246,53 @@ def test_ernie_image_cuts_texts_and_has_a_row_for_an_empty_one() -> None:
         made["prompt_embeds"][0], live[0][:4], rtol=0, atol=1e-5
     )  # causal: what was cut is after
     assert torch.equal(made["prompt_embeds"][1, :1], live[1])
+
+
+def test_ideogram_refuses_a_vae_with_statistics_of_flux2() -> None:
+    """Both have the same network. The published numbers are nearly alike at the four places of a patch."""
+    own, other = tiny_model(IDEOGRAM.name)["vae"], tiny_model(IDEOGRAM.name)["vae"]
+    for values in (other.bn.running_mean, other.bn.running_var):
+        values.copy_(values.view(4, 32).T.flatten())
+    scaling = LoadedModels(family=IDEOGRAM, vae=own).vae_facts().scaling
+    assert scaling.mean == tuple(other.bn.running_mean.tolist()), "in the order of FLUX.2"
+    with pytest.raises(
+        ModelError, match=r"\(bn\) are FLUX\.2's.*Set model\.vae to null or to the model's own"
+    ) as raised:
+        LoadedModels(family=IDEOGRAM, vae=other).vae_facts()
+    assert raised.value.part == "vae"
+
+
+@pytest.mark.parametrize("max_length", [16, 2048])
+def test_ideogram_cuts_texts_that_its_pipeline_refuses(max_length: int) -> None:
+    parts, recipe = tiny_model(IDEOGRAM.name), IDEOGRAM.text_recipe(max_length=max_length)
+    tokens = IDEOGRAM.tokenize(parts, ["a red cat " * (max_length // 4), "cat"])
+    assert tokens[0].num_tokens > IDEOGRAM.token_limit(parts, recipe) > tokens[1].num_tokens
+    made = IDEOGRAM.encode_text(parts, tokens[:1], recipe)
+    assert made["prompt_embeds"].shape[1] == max_length and made["prompt_embeds_mask"].all()
+    with pytest.raises(ConfigError, match="takes 2048 tokens"):
+        IDEOGRAM.text_recipe(max_length=2049)
+
+
+def test_ideogram_predicts_what_its_pipeline_does_with_2048_rows() -> None:
+    """Rows of a text are those of the longest padding, to the last bit; a prediction has other shapes: 1e-6."""
+    parts = tiny_model(IDEOGRAM.name)
+    tokens = IDEOGRAM.tokenize(parts, ["cat", "a red cat on the table"])
+    batch = IDEOGRAM.encode_text(parts, tokens, IDEOGRAM.text_recipe())
+    pipeline = IDEOGRAM.pipeline(**parts)
+    embeds, positions, segments, roles = pipeline.encode_prompt([each.text for each in tokens], 4, 4, 2048, "cpu")
+    for number, rows in enumerate(unpadded(batch)):
+        assert torch.equal(rows, embeds[number, 2048 - len(rows) : 2048])
+    timesteps = torch.tensor([900.0, 400.0])
+    noise = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        live = parts["transformer"](
+            torch.nn.functional.pad(noise, (0, 0, 2048, 0)),
+            timestep=1 - timesteps / 1000,
+            encoder_hidden_states=embeds,
+            position_ids=positions,
+            segment_ids=segments,
+            indicator=roles,
+        ).sample[:, 2048:]
+        noisy = IDEOGRAM.final_latents(noise, 64, 64)
+        found = IDEOGRAM.predict(parts["transformer"], noisy, timesteps, batch)
+    torch.testing.assert_close(found, -IDEOGRAM.final_latents(live, 64, 64), rtol=0, atol=3e-6)

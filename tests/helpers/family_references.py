@@ -95,6 +95,15 @@ def ernie_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     return (latents - statistics.running_mean.view(1, -1, 1, 1)) / torch.sqrt(variance + 1e-5)
 
 
+def ideogram4(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The inverse of what its pipeline does before it decodes, with channels as FLUX.2's pipelines order them."""
+    mean = pipeline.vae.encode(pixels).latent_dist.mode().unflatten(-2, (-1, 2)).unflatten(-1, (-1, 2))
+    tokens = mean.permute(0, 2, 4, 3, 5, 1).flatten(3)  # [B, h, w, 4C]
+    std = torch.sqrt(pipeline.vae.bn.running_var + pipeline.vae.config.batch_norm_eps)
+    scaled = (tokens - pipeline.vae.bn.running_mean) / std
+    return scaled.unflatten(3, (2, 2, -1)).permute(0, 5, 3, 4, 1, 2).flatten(1, 3)
+
+
 SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "sd15": sd15,
     "sdxl": sdxl,
@@ -112,5 +121,6 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "wan-i2v": wan,
     "qwen-image-21-edit": qwen_image_21,
     "ernie-image": ernie_image,
+    "ideogram4": ideogram4,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

@@ -88,7 +88,16 @@ def family_config(folder: Path, *, with_controls: bool = False, with_clips: bool
 
 def guidance_without_negative(family: Family) -> float:
     """A guidance at which the denoiser gets the positive prompt alone, as in training."""
-    return next(scale for scale in (3.5, 1.0, 0.0) if not family.uses_negative(scale))
+    return next(
+        scale
+        for scale in (3.5, 1.0, 0.0)
+        if scale <= guidance_with_negative(family) and not family.uses_negative(scale)
+    )
+
+
+def guidance_with_negative(family: Family) -> float:
+    """A strong one, where the family's images can be made with it."""
+    return 1.0 if family.name == "ideogram4" else 4.0
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -276,6 +285,8 @@ class FamilyRun:
             kwargs["negative_prompt"] = list(negative)
         if "max_sequence_length" in accepted and "max_length" in self.encodings.text.settings:
             kwargs["max_sequence_length"] = self.encodings.text.settings["max_length"]
+        if self.family.name == "ideogram4":
+            kwargs["max_sequence_length"] = 128  # that is all that padding does not change, and 2048 rows take long
         return kwargs if self.family.name != "chroma" else self._masked(kwargs)
 
     def pictures(self, texts: Sequence[str]) -> dict[str, Any]:
@@ -322,7 +333,9 @@ class FamilyRun:
             self.generate(self.pipeline, **prompts, **guidance, **uncached)
         [call] = calls
         latents = call.arguments.get("sample")
-        if latents is None:
+        if noise[0].ndim == 3:  # tokens
+            latents = self.family.final_latents(noise[0], SIDE, SIDE)
+        elif latents is None:
             channels = self.denoiser_channels
             latents = noise[0].reshape(len(texts), channels, *self._frames(), *noise[0].shape[-2:])
         return call, latents, self.pipeline.scheduler.timesteps[0].float().expand(len(texts))

@@ -380,6 +380,38 @@ def _qwen_image_21(seed: int) -> dict[str, Any]:
     return flow_model(transformer, seed, vae=randomised(vae, seed), text_encoder=encoder, processor=processor)
 
 
+def _ideogram4(seed: int) -> dict[str, Any]:
+    """An encoder that has a layer more than is read; the second transformer is for guidance alone."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = _BLOCK_TEMPLATE + ("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text, vision = {"head_dim": 8, "rope_parameters": rope}, {"deepstack_visual_indexes": [0]}
+    with seeded(seed):
+        encoder = qwen_vl_model(
+            tokenizer, 37, "Qwen3VL", "Qwen3VLModel", text, {**vision, "num_position_embeddings": 16}
+        )
+        vae = flux2_vae(seed)
+        for values in (vae.bn.running_mean, vae.bn.running_var):
+            # By (row, column, channel) of a patch, nearly alike at its four places, as the published ones are.
+            values.copy_(values[:32].repeat(4) * torch.linspace(0.97, 1.03, 128))
+        first, second = (
+            diffusers.Ideogram4Transformer2DModel(
+                in_channels=128,
+                num_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                intermediate_size=64,
+                adaln_dim=32,
+                llm_features_dim=16 * 13,
+                mrope_section=(4, 2, 2),
+            )
+            for _ in range(2)
+        )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer, "scheduler": scheduler}
+    return flow_model(first, seed, **parts, unconditional_transformer=randomised(second, seed + 1))
+
+
 def _flux2(seed: int) -> dict[str, Any]:
     """An encoder of 16 features, which has a layer more than is read."""
     tokenizer = qwen_tokenizer()
@@ -673,6 +705,7 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "wan-i2v": _wan_i2v,
     "qwen-image-21-edit": _qwen_image_21,
     "ernie-image": _ernie_image,
+    "ideogram4": _ideogram4,
 }
 
 

@@ -32,6 +32,7 @@ ENCODERS: dict[FamilyName, tuple[str, str]] = {
     "qwen-image-21": ("text_encoder", "qwen3_vl"),
     "qwen-image-21-edit": ("text_encoder", "qwen3_vl"),
     "ernie-image": ("text_encoder", "mistral3"),
+    "ideogram4": ("text_encoder", "qwen3_vl"),
 }
 FROZEN = {
     ("sdxl", "text_encoder"): "604264777860b5ba8e46b5bfc6a78e56608ca09647c69e538f974fed2505668b",

@@ -130,6 +130,19 @@ def vae_loader_of(name: str, vae: Any, file: Path) -> ModelLoader:
 LAYOUTS = [(name, "") for name in ("flux", "wan", "qwen-image", "krea2", "flux2", "flux2-dev", "anima", "ernie-image")]
 
 
+def test_a_file_with_the_statistics_of_another_model_is_refused(tmp_path: Path) -> None:
+    """FLUX.2's VAE as ComfyUI has it, for Ideogram 4, whose network is the same."""
+    vae = tiny_encoders("ideogram4")["vae"]
+    save_file(autoencoder_tensors("flux2", vae), file := tmp_path / "own.safetensors")
+    loader = vae_loader_of("ideogram4", vae, file)
+    assert loader.vae_facts() == vae_facts(vae, family_named("ideogram4"))
+    other = flux2_vae(3)
+    other.bn.running_mean.copy_(vae.bn.running_mean.view(4, 32).T.flatten())
+    save_file(autoencoder_tensors("flux2", other), file := tmp_path / "flux2-vae.safetensors")
+    with pytest.raises(ModelError, match=r"\(bn\) are FLUX\.2's, as flux2-vae\.safetensors has them"):
+        vae_loader_of("ideogram4", vae, file).vae_facts()
+
+
 @FAMILIES_LANE
 @pytest.mark.parametrize(("name", "prefix"), [*LAYOUTS, ("flux", "vae.")])
 def test_a_file_in_the_layout_of_its_authors(name: str, prefix: str, tmp_path: Path) -> None:

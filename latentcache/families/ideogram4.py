@@ -1,0 +1,181 @@
+"""Ideogram 4. Its VAE is FLUX.2's with statistics of its own, in another order of channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ConfigError, ModelError
+from latentcache.families.base import (
+    LLM_SETTINGS,
+    MASK,
+    Caption,
+    Encoded,
+    Family,
+    LatentSpace,
+    Part,
+    TextField,
+    TimestepSampling,
+    unpadded,
+)
+from latentcache.families.flux2 import Flux2
+from latentcache.types import Padding
+
+_LAYERS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 35)
+"""Decoder layers whose outputs are joined, feature by feature: `QWEN3_VL_ACTIVATION_LAYERS` of the pipeline."""
+_BLOCK = 128
+"""Texts are read, and given to the denoiser, in multiples of so many rows: any longer padding gives the same rows."""
+
+
+class _NoGuidance(torch.nn.Module):
+    """Stands in for the model's transformer without text, whose part is 0 where guidance is 1."""
+
+    def __init__(self, like: Any):
+        super().__init__()
+        self.dtype, self.device = like.dtype, like.device
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+        return (torch.zeros_like(hidden_states),)
+
+
+class Ideogram4(Family):
+    """Thirteen layers of Qwen3-VL for each token, feature by feature, and FLUX.2's VAE with statistics of the model.
+
+    Latents are scaled in FLUX.2's layout, and the denoiser gets their channels in its own order. There is no negative
+    prompt: guidance needs the model's second transformer, so that images are made without it.
+    """
+
+    name = "ideogram4"
+    pipeline_name = "Ideogram4Pipeline"
+    repositories = ("ideogram-ai/ideogram-4-nf4-diffusers",)
+    parts = {
+        "vae": Flux2.parts["vae"],
+        "text_encoder": Part(
+            "text_encoder",
+            "transformers.Qwen3VLModel",
+            ("language_model.embed_tokens.", *(f"language_model.layers.{layer}." for layer in range(_LAYERS[-1] + 1))),
+            settings=LLM_SETTINGS,
+        ),
+        "tokenizer": Part("tokenizer", "transformers.AutoTokenizer"),
+    }
+    denoiser_class = "diffusers.Ideogram4Transformer2DModel"
+    latent, patch = LatentSpace(32, draws=False), 2
+    fields = {"prompt_embeds": TextField("llm_features_dim", Padding(), (53248,))}
+    max_length = longest = 2048
+    recipe = {"layers": " ".join(map(str, _LAYERS))}
+    template_needs_tokenizer, can_keep_padding = True, False
+    no_guidance = math.inf
+    timesteps = TimestepSampling("logit_normal", shift=2.0)  # at 1024x1024, as train_dreambooth_lora_ideogram4.py
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
+
+    @override
+    def pipeline(self, **parts: Any) -> Any:
+        """As `Family.pipeline`. Without a text encoder its prompts are rows of texts: see `text_kwargs`."""
+        if (denoiser := parts.get("transformer")) is not None:
+            parts.setdefault("unconditional_transformer", _NoGuidance(denoiser))
+        made = super().pipeline(**parts)
+        if parts.get("text_encoder") is None:
+            made.encode_prompt = self._encoded_rows
+        return made
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        return str(parts["tokenizer"].apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+    @override
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
+        # The pipeline refuses a text that is too long.
+        encoder, tokenizer, length = parts["text_encoder"], parts["tokenizer"], recipe["max_length"]
+        cutting: Any = partial(tokenizer, truncation=True, max_length=length)
+        cutting.apply_chat_template = tokenizer.apply_chat_template
+        # With a row of padding at least: without a mask the last bits differ.
+        length = min(length, _whole_blocks(max(text.num_tokens for text in texts) + 1))
+        pipeline = self.pipeline(text_encoder=encoder, tokenizer=cutting)
+        embeds, _, _, roles = pipeline.encode_prompt([text.text for text in texts], 0, 0, length, encoder.device)
+        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": roles != 0}  # 0 is padding
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        length, width = super().text_shapes(parts, recipe)["prompt_embeds"]
+        return {"prompt_embeds": (length, len(_LAYERS) * width)}
+
+    @override
+    def batch_statistics(self, vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Family.batch_statistics`, in FLUX.2's order. ModelError for a VAE that has them in it: FLUX.2's own."""
+        means, deviations = super().batch_statistics(vae)
+        # At the four places of a patch a channel has nearly the same mean.
+        if means.view(4, -1).std(0).mean() > means.view(-1, 4).std(1).mean():
+            raise ModelError(
+                "vae: the statistics that its latents are scaled by (bn) are FLUX.2's, as flux2-vae.safetensors has "
+                f"them, but {self.name} has its own, in another order. Set model.vae to null or to the model's own.",
+                part="vae",
+            )
+        return means.view(4, -1).T.flatten(), deviations.view(4, -1).T.flatten()
+
+    def _encoded_rows(
+        self, prompt: Sequence[torch.Tensor], grid_h: int, grid_w: int, max_sequence_length: int, device: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """What `encode_prompt` of the pipeline returns, for texts [n, D] that were encoded before."""
+        lengths, pad = [len(each) for each in prompt], torch.nn.functional.pad
+        rows = [pad(each, (0, 0, max_sequence_length - len(each), grid_h * grid_w)) for each in prompt]
+        ids = self.pipeline_class._prepare_ids(lengths, grid_h, grid_w, max_sequence_length, device)
+        return torch.stack(rows), *ids
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        names = ("encoder_hidden_states", "position_ids", "segment_ids", "indicator")
+        (rows, columns), given = noisy.shape[-2:], self.text_kwargs(batch)
+        found = self._encoded_rows(given["prompt"], rows, columns, given["max_sequence_length"], noisy.device)
+        return dict(zip(names, found, strict=True))
+
+    @override
+    def predict(
+        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """As `Family.predict`. Its own time runs from noise (0) to image (1), and so does its velocity."""
+        conditions = self.conditions(denoiser, noisy, batch)
+        tokens = noisy.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1, 2).flatten(2).transpose(1, 2)
+        length = conditions["indicator"].shape[1] - tokens.shape[1]
+        given = torch.nn.functional.pad(tokens, (0, 0, length, 0))
+        made: torch.Tensor = denoiser(given, timestep=1 - timesteps / 1000, return_dict=False, **conditions)[0]
+        return -_in_layout(made[:, length:], *noisy.shape[-2:])
+
+    @override
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        rows = unpadded(embeds)
+        return {"prompt": rows, "max_sequence_length": _whole_blocks(max(map(len, rows)))}
+
+    @override
+    def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
+        """As `Family.guidance_kwargs`. ConfigError for guidance: the second transformer is not at hand."""
+        if guidance_scale > 1:
+            raise ConfigError(
+                f"guidance_scale is {guidance_scale:g}, but guidance of {self.name} needs the model's second "
+                "transformer, which validation does not load; set it to 1.0",
+                key="validation.guidance_scale",
+            )
+        return {"guidance_scale": 1.0, "guidance_schedule": None}
+
+    @override
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        pixels = 2 * self.latent.downscale
+        return _in_layout(latents, height // pixels, width // pixels)
+
+
+def _whole_blocks(num_rows: int) -> int:
+    return math.ceil(num_rows / _BLOCK) * _BLOCK
+
+
+def _in_layout(tokens: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Tokens [B, S, 4C], channels by (row, column, channel) of a patch, as FLUX.2 has them: [B, 4C, h, w]."""
+    channels: torch.Tensor = tokens.unflatten(2, (4, -1)).transpose(2, 3).flatten(2)
+    return channels.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
+
+
+FAMILY = Ideogram4()
