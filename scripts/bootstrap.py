@@ -73,12 +73,17 @@ def install(made: Environment = DEFAULT) -> None:
         )
     print(f"installing into {made.name} (a few minutes the first time) ...", file=sys.stderr, flush=True)
     if not has_quickstart_only(made):
-        subprocess.run([made.interpreter or sys.executable, "-m", "venv", "--clear", str(made.path)], check=True)
+        make(made)
     ours.touch()
     pip_install(made, "-e", f".[{made.extras}]" if made.extras else ".")
     if made.data:  # last: after it pip would report what it lacks as an error
         pip_install(made, "--no-deps", made.data)
     (made.path / STAMP).write_text(made.stamp(), encoding="utf-8")
+
+
+def make(made: Environment) -> None:
+    """Make the environment with pip alone, in place of one that may be there."""
+    subprocess.run([made.interpreter or sys.executable, "-m", "venv", "--clear", str(made.path)], check=True)
 
 
 def has_quickstart_only(made: Environment) -> bool:

@@ -70,12 +70,12 @@ def test_what_is_installed(quickstart: Any, tmp_path: Path, monkeypatch: pytest.
     bootstrap = quickstart.bootstrap
     done: list[Any] = []
 
-    def create(path: Path, *, with_pip: bool, clear: bool) -> None:
-        path.mkdir(exist_ok=True)
-        done.append("cleared" if clear else "made")
+    def make(environment: Any) -> None:
+        done.append("cleared" if environment.path.exists() else "made")
+        environment.path.mkdir(exist_ok=True)
 
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
-    monkeypatch.setattr(bootstrap.venv, "create", create)
+    monkeypatch.setattr(bootstrap, "make", make)
     monkeypatch.setattr(bootstrap, "pip_install", lambda made, *what: done.append(what))
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text("first", encoding="utf-8")
@@ -100,7 +100,7 @@ def test_the_bar_follows_pip(quickstart: Any, tmp_path: Path) -> None:
     bar = quickstart.bootstrap.Bar(tmp_path)
     bar.site.mkdir(parents=True)
     (bar.site / "pip-24.dist-info").mkdir()
-    lines = ("Collecting torch>=2.6 (from latentcache)", "  Downloading torch-2.13.0-cp311.whl (204.1 MB)")
+    lines = ("Collecting torch>=2.4 (from latentcache)", "  Downloading torch-2.13.0-cp311.whl (204.1 MB)")
     for line in (*lines, "Collecting numpy"):
         bar.read(line)
     assert bar.text == "2 packages found" and bar.total == 0

@@ -222,6 +222,11 @@ def prepare(pixels: np.ndarray, geometry: Geometry, resample: str = LANCZOS) -> 
     return np.array(target[:, ::-1] if geometry.flip else target, order="C")
 
 
+def as_picture(pixels: np.ndarray) -> Image.Image:
+    """Prepared pixels uint8 [H, W, 3] as an image of Pillow, for processors that take one."""
+    return Image.fromarray(pixels)
+
+
 def sniff(data: bytes) -> str | None:
     """The image format that the first bytes name, or None."""
     for magic, name in _MAGICS.items():

@@ -47,7 +47,7 @@ BAD_RANGES = (
         "loading an optimizer's state leaves `step` on the CPU, and a fused optimizer then fails on `state_steps`",
         "https://github.com/pytorch/pytorch/pull/102619",
     ),
-    BadRange("torch", "<2.6", "2.6", "latentcache is written for torch>=2.6", "pyproject.toml"),
+    BadRange("torch", "<2.4", "2.4", "latentcache is written for torch>=2.4", "pyproject.toml"),
     BadRange("diffusers", "<0.39", "0.42", "latentcache is written for diffusers>=0.39", "pyproject.toml"),
     BadRange("diffusers", "<0.42", "0.42",
         "works, but a pipeline of your own whose parts lie on several devices fails, e.g. a denoiser on the GPU with "

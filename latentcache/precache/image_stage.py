@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
+from latentcache.dataset.images import as_picture
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download
 from latentcache.errors import ImageRefused
@@ -124,7 +124,7 @@ class ImageStage(EncodingStage):
             if items[0].task.identity.encoding.condition:
                 outputs[CONDITION] = first_frames(vae, given, family, facts)
             if items[0].task.identity.encoding.picture:
-                pictures = [Image.fromarray(item.data[0]) for item in items]
+                pictures = [as_picture(item.data[0]) for item in items]
                 with inference(self._placement.device), pinned_numerics():
                     outputs[PICTURE] = family.encode_pictures(parts, pictures)
             return self._transfer.download(outputs)
