@@ -146,6 +146,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen-image-21": {},
     "qwen-image-21-edit": {},
     "ernie-image": {},
+    "ideogram4": {},
 }
 _NAMES["wan-i2v"] = _NAMES["wan"]
 _JOINED = (
