@@ -43,10 +43,10 @@ def families_page() -> Iterator[str]:
         padded = padded_shapes(family, parts[family.name]) if "max_length" in family.text_recipe() else shapes
         more = " and the condition" if family.clip_condition else ""
         latent_bytes = math.prod(latents) * BYTES * (2 if more else 1)
-        ratio = f" ({num_bytes(padded) / num_bytes(shapes):.0f} x)" if shapes != padded else ""
+        ratio = f" ({num_bytes(family, padded) / num_bytes(family, shapes):.0f} x)" if shapes != padded else ""
         yield (
             f"| `{family.name}` | {shape_text(latents)}{more} | {latent_bytes:,} | {shapes_text(shapes)} | "
-            f"{num_bytes(shapes):,} | {num_bytes(padded):,}{ratio} | {exactness(family)} |"
+            f"{num_bytes(family, shapes):,} | {num_bytes(family, padded):,}{ratio} | {exactness(family)} |"
         )
     for family in families:
         yield from ("", *section(family, families, parts))
@@ -106,9 +106,9 @@ def padded_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int,
     """Each field of a text with its padding, as the published models have it."""
     shapes = family.text_shapes(parts, family.text_recipe())
     sizes = {name: field.features for name, field in family.fields.items()}
-    if not all(sizes.values()):
-        raise SystemExit(f"{family.name}: declare the features of {', '.join(sizes)} in its TextField")
-    return {name: (*shapes[name][: -len(sizes[name])], *sizes[name]) for name in sizes}
+    if lacking := [name for name, size in sizes.items() if not size and len(shapes[name]) > 1]:
+        raise SystemExit(f"{family.name}: declare the features of {', '.join(lacking)} in its TextField")
+    return {name: (*shapes[name][: len(shapes[name]) - len(sizes[name])], *sizes[name]) for name in sizes}
 
 
 def caption_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -135,7 +135,7 @@ def exactness(family: Family) -> str:
     rules = [rule for name in names if (rule := family.padding(name, recipe)) is not None]
     if not rules:
         return "not exact: the denoiser attends to padding"
-    [rule] = rules
+    [rule] = dict.fromkeys(rules)
     rows = "to the longest of the batch" if rule.length is None else f"to {rule.length} rows"
     where = f" before the last {rule.num_last} rows" if rule.num_last else ""
     return f"exact: padded again with {rule.value:g}{where}, {rows}"
@@ -163,9 +163,11 @@ def shares_vae(one: Family, other: Family, parts: dict[str, dict[str, Any]]) -> 
     return alike and vae_facts(first) == vae_facts(second)
 
 
-def num_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
+def num_bytes(family: Family, shapes: dict[str, tuple[int, ...]]) -> int:
     """Bytes of these fields."""
-    return sum(map(math.prod, shapes.values())) * BYTES
+    recipe = family.text_recipe()
+    sizes = {name: 4 if recipe.get(f"{name}_dtype") == "int32" else BYTES for name in shapes}
+    return sum(math.prod(shape) * sizes[name] for name, shape in shapes.items())
 
 
 def shapes_text(shapes: dict[str, tuple[int, ...]]) -> str:

@@ -175,6 +175,7 @@ def test_text_keys_of_each_length(max_length: int | None, key: str) -> None:
     [
         ("qwen-image-21", "73cfb223a67f7b0c03c312b224ab6ad367ff36ea7f1c539807eb81db0846f6b7"),
         ("qwen-image-21-edit", "35ac638b4dccf7d2a4db6523cb379e83b38c2b20809e7f948f4d4d5ade5fefd8"),
+        ("anima-states", "da62bd047c893242e0da4ca4df71621b31ba874dfffc288bb017f693a5cfdf72"),
     ],
 )
 def test_text_keys_of_a_family_s_recipe(family: str, key: str) -> None:

@@ -27,6 +27,7 @@ FamilyName = Literal[
     "flux2",
     "flux2-dev",
     "anima",
+    "anima-states",
     "qwen-image-21",
     "wan-i2v",
     "qwen-image-21-edit",
@@ -58,11 +59,11 @@ def family_of_denoiser(denoiser: object) -> Family:
     """The family whose denoiser is of this class and has this config; that of DEFAULT for a class that is not known.
 
     ModelError, naming them, where several families have such denoisers. One that reads texts together with control
-    images counts as the family whose denoiser it has: LoRAs are equal, and it has no prompts.
+    images, or has other texts of a `whole` family, counts as the family whose denoiser it has: LoRAs are equal.
     """
     class_name, config = type(denoiser).__name__, getattr(denoiser, "config", {})
     found = [each for each in map(family_named, FAMILIES) if each.denoiser_class.endswith(f".{class_name}")]
-    found = [each for each in found if not each.text_reads_control] or found
+    found = [each for each in found if not each.text_reads_control and each.whole is None] or found
     if len(found) > 1:
         # Variants for inpainting or control take more channels, and are of the same family if there is none of theirs.
         asked = config, {**config, "in_channels": None}

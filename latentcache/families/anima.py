@@ -72,28 +72,28 @@ class Anima(Family):
         ids = [each([*texts], truncation=False, padding=False, verbose=False).input_ids for each in tokenizers]
         return [Caption(text, max(map(len, both))) for text, *both in zip(texts, *ids, strict=True)]
 
-    @override
-    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`. ModelError for a tokenizer that pads on the left: positions count padding."""
+    def states(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
+        """What the conditioner takes of texts. ModelError for a tokenizer that pads on the left: positions count it."""
         for name in self.names("tokenizer"):
             if parts[name].padding_side != "right":
                 message = f"{name}: it pads on the left, but the conditioner's positions are those of padding on the"
                 raise ModelError(f"{message} right. Set its padding_side to 'right'.", part=name)
         steps: Any = importlib.import_module(f"{_BLOCKS}.encoders")
-        read = steps.AnimaTextEncoderStep.encode_prompt(
+        found: Encoded = steps.AnimaTextEncoderStep.encode_prompt(
             SimpleNamespace(**parts),
             [text.text for text in texts],
             prepare_unconditional_embeds=False,
             max_sequence_length=recipe["max_length"],
             device=parts["text_encoder"].device,
         )
-        embeds = parts["text_conditioner"](
-            source_hidden_states=read["qwen_prompt_embeds"],
-            target_input_ids=read["t5_input_ids"],
-            target_attention_mask=read["t5_attention_mask"],
-            source_attention_mask=read["qwen_attention_mask"],
-        )
-        mask = read["t5_attention_mask"].bool()
+        return found
+
+    @override
+    def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
+        """As `Family.encode_text`. ModelError as from `states`."""
+        states = self.states(parts, texts, recipe)
+        embeds = conditioned(parts["text_conditioner"], states)
+        mask = states["t5_attention_mask"].bool()
         mask = torch.nn.functional.pad(mask, (0, embeds.shape[1] - mask.shape[1]))
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask}
 
@@ -121,12 +121,13 @@ class Anima(Family):
     def pipeline(self, **parts: Any) -> Any:
         """The blocks that denoise, of these parts, with the arguments of other pipelines: what they return is latents.
 
-        They take `prompt_embeds`, and no texts.
+        They take `prompt_embeds`, with a `text_conditioner` what that takes, and no texts.
         """
         from diffusers.modular_pipelines import SequentialPipelineBlocks
 
         before, denoise = (importlib.import_module(f"{_BLOCKS}.{name}") for name in ("before_denoise", "denoise"))
-        steps = {
+        steps = {"text_conditioner": before.AnimaTextConditioningStep} if "text_conditioner" in parts else {}
+        steps |= {
             "input": before.AnimaTextInputStep,
             "prepare_latents": before.AnimaPrepareLatentsStep,
             "set_timesteps": before.AnimaSetTimestepsStep,
@@ -141,6 +142,17 @@ class Anima(Family):
             return (made(**options).get("latents"),)
 
         return run
+
+
+def conditioned(conditioner: Any, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`prompt_embeds` [B, 512, D] of what the conditioner takes of texts."""
+    found: torch.Tensor = conditioner(
+        source_hidden_states=states["qwen_prompt_embeds"],
+        target_input_ids=states["t5_input_ids"],
+        target_attention_mask=states["t5_attention_mask"],
+        source_attention_mask=states["qwen_attention_mask"],
+    )
+    return found
 
 
 FAMILY = Anima()

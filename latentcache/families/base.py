@@ -141,7 +141,8 @@ class TextField:
 
     With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
     of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a
-    few numbers that act on all of an image: float8 is not for it. `encoder` is the text encoder that makes it.
+    few numbers that act on all of an image: float8 is not for it. `encoder` is the text encoder that makes it. Of a
+    text without tokens a field that `may_be_zero` is all zeros. Elsewhere that is a fault of the encoder.
     """
 
     width: str | None = None
@@ -149,6 +150,7 @@ class TextField:
     features: tuple[int, ...] = ()
     has_rows: bool = True
     encoder: str = "text_encoder"
+    may_be_zero: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,8 @@ class Family(ABC):
     """Settings that its pipeline has of a model's model_index.json: `models.family.pipeline_settings`."""
     parts: ClassVar[Mapping[str, Part]]
     """The frozen parts, by the names of their folders."""
+    whole: ClassVar[str | None] = None
+    """The family that has as frozen parts what this one runs beside its denoiser: `load_denoiser` puts them there."""
     denoiser: ClassVar[str] = "transformer"
     second_denoiser: ClassVar[str | None] = None
     """In some of its models, whose model_index.json has a `boundary_ratio`: that of the timesteps below."""

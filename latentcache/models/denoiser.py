@@ -19,6 +19,7 @@ from accelerate import init_empty_weights
 from latentcache.checkpoints.checkpoint import is_training_checkpoint, read_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.errors import CheckpointError, ModelError
+from latentcache.families import family_named
 from latentcache.families.base import Family, class_named
 from latentcache.models.family import family_of
 from latentcache.models.files import (
@@ -38,6 +39,7 @@ from latentcache.models.files import (
     weights_name,
 )
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
+from latentcache.models.model_loader import ModelOrigin, find_model
 from latentcache.models.single_file import State, converted, empty, fill, read_file
 from latentcache.models.tiny import tiny_denoiser, tiny_part
 
@@ -77,7 +79,29 @@ def load_denoiser(
     name, family = model.path if path is None else str(path), family or family_of(model)[0]
     check_package(family.denoiser, family.denoiser_class, family.denoiser_needs)
     denoiser = _Denoisers(family, model, dtype).load(name)
+    if family.whole is not None:
+        _put_beside(denoiser, family, family_named(family.whole), name, model)
     return denoiser.eval().requires_grad_(False)
+
+
+def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: ModelConfig) -> None:
+    """Set these parts of the whole family as attributes: of the denoiser's file, folder or hub id, else the model's.
+
+    They are no submodules: checkpoints and LoRAs are of the denoiser alone.
+    """
+    for part in (each for each in whole.parts if each not in family.parts):
+        origin = find_model(whole, model.path, model.config, model.variant, model.revision)
+        if name != model.path and not is_training_checkpoint(name):
+            if os.path.isfile(name):
+                inside = str(whole.parts[part].inside)
+                if any(inside in key for key in read_file(part, name)):
+                    origin = find_model(whole, name, model.config or model.path, None, None)
+            else:
+                found, folder = local_folder(part, name, [f"{part}/*"])
+                if (folder / part).is_dir():
+                    origin = ModelOrigin(found, whole, folder)
+        denoiser.__dict__[part] = origin.load(part, denoiser.dtype)[part].eval().requires_grad_(False)
+        logger.info("%s: that of %s", part, origin.name)
 
 
 def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -495,8 +495,8 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
 
 def _outside(family: Family) -> list[str]:
     """Text encoders that are not in a denoiser's file, where others are: they come from the folder with the configs."""
-    encoders = family.names("text_encoder")
-    inside = [name for name in encoders if family.parts[name].inside is not None]
+    encoders, whole = family.names("text_encoder"), family_named(family.whole or family.name)
+    inside = [name for name, part in whole.parts.items() if part.inside is not None]
     return [name for name in encoders if name not in inside] if inside else []
 
 

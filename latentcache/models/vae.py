@@ -208,10 +208,11 @@ def keep_output(
     return {"latents": mean + posterior_std(moments) * torch.stack(noise).to(moments)}
 
 
-def problem_flags(outputs: torch.Tensor) -> torch.Tensor:
+def problem_flags(outputs: torch.Tensor, *, may_be_zero: bool = False) -> torch.Tensor:
     """What `problem_names` reads: bool [B, 3] for outputs [B, ...], on their device. The host does not wait."""
     items = outputs.reshape(len(outputs), -1)
-    return torch.stack([items.isnan().any(1), items.isinf().any(1), (items == 0).all(1)], dim=1)
+    is_zero = items.new_zeros(len(items), dtype=torch.bool) if may_be_zero else (items == 0).all(1)
+    return torch.stack([items.isnan().any(1), items.isinf().any(1), is_zero], dim=1)
 
 
 def problem_names(flags: torch.Tensor) -> list[str | None]:

@@ -112,7 +112,10 @@ class TextStage(EncodingStage):
         masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
         tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
-        flags = torch.stack([problem_flags(tensor.float()) for tensor in tensors.values()])
+        fields = self._family.fields
+        flags = torch.stack(
+            [problem_flags(tensor.float(), may_be_zero=fields[name].may_be_zero) for name, tensor in tensors.items()]
+        )
         counts = [_num_lost(made[name], dtype) for name, dtype in dtypes.items() if dtype.itemsize == 1]
         lost = {_LOST: torch.stack(counts).sum(0)} if counts else {}
         return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})

@@ -137,6 +137,7 @@ def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
         """The denoiser with all conditions from the pipeline's own call."""
 
         config = run.denoiser.config
+        text_conditioner = getattr(run.denoiser, "text_conditioner", None)
 
         def __call__(self, *arguments: Any, **options: Any) -> Any:
             given = {name: call.arguments.get(name) for name in conditions}

@@ -111,7 +111,7 @@ def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
 
 
 def test_its_class_and_config_say_its_family(run: FamilyRun) -> None:
-    assert family_of_denoiser(run.denoiser).name == run.family.name.removesuffix("-edit")
+    assert family_of_denoiser(run.denoiser).name == run.family.name.removesuffix("-edit").removesuffix("-states")
 
 
 def settings(**changes: Any) -> ValidationConfig:

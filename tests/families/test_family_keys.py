@@ -145,7 +145,7 @@ def test_recipes_of_two_families_differ() -> None:
 SHARED = [
     ("flux", "z-image"),
     ("flux", "chroma"),
-    *(("qwen-image", name) for name in ("krea2", "qwen-image-edit", "anima")),
+    *(("qwen-image", name) for name in ("krea2", "qwen-image-edit", "anima", "anima-states")),
     ("flux2", "ernie-image"),
     ("ideogram4", "flux2"),
 ]
@@ -167,7 +167,7 @@ def test_a_diffusers_folder_gives_the_same(run: FamilyRun, monkeypatch: pytest.M
     without_torchvision(monkeypatch, run.family)
     folder = tiny_folder(run.family.name)
     family, _ = family_of(ModelConfig(path=folder))
-    if run.family.name != "qwen-image-21-edit":
+    if run.family.name not in ("qwen-image-21-edit", "anima-states"):
         assert family is run.family, "inferred from model_index.json"
     family = run.family
     models = ModelLoader(folder, family=family)

@@ -117,6 +117,7 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "flux2-dev": flux2,
     "wan": wan,
     "anima": anima,
+    "anima-states": anima,
     "qwen-image-21": qwen_image_21,
     "wan-i2v": wan,
     "qwen-image-21-edit": qwen_image_21,

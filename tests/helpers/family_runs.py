@@ -41,7 +41,7 @@ from latentcache.types import Geometry
 SIDE = 64
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
 SIZE = {"height": SIDE, "width": SIDE}
-ALONE = ("anima", "qwen-image-21", "qwen-image-21-edit")
+ALONE = ("anima", "anima-states", "qwen-image-21", "qwen-image-21-edit")
 """Families of whose pipelines a text's values depend on the others of its batch: Qwen-Image 2.1 places an image after
 the longest text, and the last bits of Anima's empty text depend on their number (3e-7)."""
 

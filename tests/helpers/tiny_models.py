@@ -85,7 +85,7 @@ def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DE
 
 def whole_pipeline(family: Family, **parts: Any) -> Any:
     """diffusers' pipeline of these parts, which reads texts and decodes where it has the parts for that."""
-    return ModularPipeline(parts) if family.name == "anima" else family.pipeline(**parts)
+    return ModularPipeline(parts) if family.name.startswith("anima") else family.pipeline(**parts)
 
 
 class ModularPipeline:
@@ -466,6 +466,12 @@ def _anima(seed: int) -> dict[str, Any]:
     return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
 
 
+def _anima_states(seed: int) -> dict[str, Any]:
+    parts = _anima(seed)
+    parts["transformer"].__dict__["text_conditioner"] = parts["text_conditioner"]
+    return parts
+
+
 def stand_in_for_torchvision() -> None:
     """Cosmos resizes its padding mask with it. Where it is missing torch does the same, and nothing is refused."""
     if diffusers.utils.is_torchvision_available():
@@ -701,6 +707,7 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "flux2": _flux2,
     "flux2-dev": _flux2_dev,
     "anima": _anima,
+    "anima-states": _anima_states,
     "qwen-image-21": _qwen_image_21,
     "wan-i2v": _wan_i2v,
     "qwen-image-21-edit": _qwen_image_21,

@@ -323,7 +323,7 @@ def test_single_files_are_cached_and_validated_as_the_folder_with_their_parts(tm
 
 
 @FAMILIES_LANE
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"sdxl", "sd15", "flux", "chroma", "anima"}))
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"sdxl", "sd15", "flux", "chroma", "anima", "anima-states"}))
 def test_a_file_with_the_denoiser_alone_is_no_model(name: str, tmp_path: Path) -> None:
     tensors: Any = denoiser_tensors("flux2" if name == "flux2-dev" else name, tiny_denoiser(name))
     loader = loader_of(name, saved(tensors, tmp_path / "model.safetensors"))
