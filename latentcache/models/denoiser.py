@@ -90,7 +90,7 @@ def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: 
     They are no submodules: checkpoints and LoRAs are of the denoiser alone.
     """
     for part in (each for each in whole.parts if each not in family.parts):
-        origin = find_model(whole, model.path, model.config, model.variant, model.revision)
+        origin = None
         if name != model.path and not is_training_checkpoint(name):
             if os.path.isfile(name):
                 inside = str(whole.parts[part].inside)
@@ -98,8 +98,8 @@ def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: 
                     origin = find_model(whole, name, model.config or model.path, None, None)
             else:
                 found, folder = local_folder(part, name, [f"{part}/*"])
-                if (folder / part).is_dir():
-                    origin = ModelOrigin(found, whole, folder)
+                origin = ModelOrigin(found, whole, folder) if (folder / part).is_dir() else None
+        origin = origin or find_model(whole, model.path, model.config, model.variant, model.revision)
         denoiser.__dict__[part] = origin.load(part, denoiser.dtype)[part].eval().requires_grad_(False)
         logger.info("%s: that of %s", part, origin.name)
 
