@@ -63,7 +63,7 @@ class AnimaStates(Anima):
         conditioner = getattr(denoiser, "text_conditioner", None)
         if conditioner is None:
             message = f"{type(denoiser).__name__} has no text_conditioner, which the texts of {self.name} need"
-            step = "Set it: transformer.text_conditioner = pipeline.text_conditioner"
+            step = "Set it: transformer.__dict__['text_conditioner'] = pipeline.text_conditioner"
             raise ModelError(f"{self.denoiser}: {message}. {step}", part=self.denoiser)
         return conditioner.to(device)
 

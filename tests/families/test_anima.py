@@ -1,4 +1,4 @@
-"""Anima: two tokenizers, a conditioner behind the text encoder, and a folder of modular blocks."""
+"""Anima: two tokenizers, a conditioner behind the encoder or beside the denoiser, and a folder of modular blocks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from helpers.family_runs import TEXTS, family_config
-from helpers.tiny_models import tiny_encoders, tiny_folder, tiny_model
+from helpers.tiny_models import randomised, save_diffusers_folder, tiny_encoders, tiny_folder, tiny_model
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, validate
+from latentcache.cli.app import main
 from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
-from latentcache.errors import ConfigError, ModelError
+from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families import family_named
+from latentcache.families.anima import Anima, conditioned
 from latentcache.families.base import MASK
 from latentcache.loading.choices import DropoutTo
 from latentcache.models.denoiser import load_denoiser
@@ -175,3 +177,153 @@ def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, config: Config
     batch = dropped.collate([dropped[0], dropped[1]])
     assert batch["prompt_embeds"].shape == (2, 512, 16)
     assert batch[f"prompt_embeds{MASK}"].sum(1).tolist() == ([1, 1] if dropout_to == "empty" else [0, 0])
+
+
+# Texts before the conditioner.
+
+STATES = family_named("anima-states")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two folders of models, of which the second has a conditioner of its own."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "finetune"
+    parts = tiny_model("anima")
+    save_diffusers_folder({"text_conditioner": randomised(parts["text_conditioner"], 9)}, folder, "anima")
+    return [tiny_folder("anima"), str(folder)]
+
+
+def states_config(folder: Path, model: str, family: str = "anima-states") -> Config:
+    given = family_config(folder).model_dump(mode="json")
+    given["model"] |= {"path": model, "family": family}
+    return parse_config(given)
+
+
+def scaled_batch(config: Config, *numbers: int) -> dict[str, Any]:
+    with LatentCache(config.cache) as cache:
+        return dict(cache.batch([f"{number}.png" for number in numbers], device="cpu", dtype=F32, scaled=True))
+
+
+def step(denoiser: Any, predict: Any) -> dict[str, torch.Tensor]:
+    """The loss of a training step, and the gradients of the denoiser and its conditioner."""
+    modules = {"denoiser": denoiser, "conditioner": denoiser.text_conditioner}
+    for module in modules.values():
+        module.requires_grad_(True).zero_grad()
+    loss = predict().square().mean()
+    loss.backward()
+    found = {
+        f"{name}.{key}": each.grad.clone()
+        for name, module in modules.items()
+        for key, each in module.named_parameters()
+        if each.grad is not None
+    }
+    return found | {"loss": loss.detach()}
+
+
+def test_texts_are_the_same_for_every_checkpoint(checkpoints: list[str], tmp_path: Path) -> None:
+    """As the keys say: the second one encodes nothing. From behind the conditioner they differ."""
+    reports = [run_precache(states_config(tmp_path, model)) for model in checkpoints]
+    assert [each.num_encoded for each in reports] == [2 * len(TEXTS) + 1, 0]
+    behind = [run_precache(states_config(tmp_path, model, "anima")) for model in checkpoints]
+    assert [each.num_encoded for each in behind] == [len(TEXTS) + 1, len(TEXTS) + 1]
+
+    run_precache(config := states_config(tmp_path, checkpoints[0]))
+    batch, predicted = scaled_batch(config, 0, 2), []
+    for model in checkpoints:
+        denoiser = load_denoiser(dtype=F32, model=states_config(tmp_path, model).model)
+        assert not any(name.startswith("text_conditioner") for name in denoiser.state_dict())
+        with torch.no_grad():
+            predicted.append(STATES.predict(denoiser, batch["latents"], torch.tensor([812.0, 455.0]), batch))
+    assert (predicted[0] - predicted[1]).abs().max() > 0.01
+    # A denoiser's own folder comes with its conditioner, whatever model made the cache.
+    other = load_denoiser(checkpoints[1], dtype=F32, model=config.model)
+    with torch.no_grad():
+        found = STATES.predict(other, batch["latents"], torch.tensor([812.0, 455.0]), batch)
+    assert torch.equal(found, predicted[1])
+
+
+@pytest.mark.parametrize("numbers", [(0,), (2,), (0, 1, 2)])
+def test_a_step_that_trains_the_conditioner_is_that_of_live_encoding(
+    numbers: tuple[int, ...], checkpoints: list[str], parts: dict[str, Any], tmp_path: Path
+) -> None:
+    """To the last bit where the texts were encoded in the same batch; here each was encoded alone."""
+    run_precache(config := states_config(tmp_path, checkpoints[0]))
+    batch = scaled_batch(config, *numbers)
+    denoiser = load_denoiser(dtype=F32, model=config.model)
+    timesteps = torch.tensor([812.0, 455.0, 230.0])[: len(numbers)]
+    texts = [TEXTS[number] for number in numbers]
+    with torch.no_grad():
+        states: dict[str, torch.Tensor] = cast(Anima, ANIMA).states(
+            parts, ANIMA.tokenize(parts, texts), ANIMA.text_recipe()
+        )
+    lengths = [states[f"{name}_attention_mask"].sum(1).tolist() for name in ("qwen", "t5")]
+    assert [batch[f"{name}{MASK}"].sum(1).tolist() for name in STATES.fields] == lengths
+    assert batch["t5_ids"].dtype is torch.int32
+    kept = states["t5_attention_mask"].bool()
+    assert torch.equal(batch["t5_ids"][kept].long(), states["t5_input_ids"][kept])
+
+    def live() -> torch.Tensor:
+        embeds = {"prompt_embeds": conditioned(denoiser.text_conditioner, states)}
+        return ANIMA.predict(denoiser, batch["latents"], timesteps, embeds)
+
+    wanted = step(denoiser, live)
+    found = step(denoiser, lambda: STATES.predict(denoiser, batch["latents"], timesteps, batch))
+    assert found.keys() == wanted.keys()
+    assert sum(bool(each.any()) for name, each in found.items() if name.startswith("conditioner.")) > 10
+    for name, gradient in wanted.items():
+        difference = (found[name] - gradient).abs().max()
+        assert difference <= (0 if len(numbers) == 1 else 2e-6 * max(1.0, float(gradient.abs().max()))), name
+
+
+def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(
+    checkpoints: list[str], parts: dict[str, Any], tmp_path: Path
+) -> None:
+    """A row of zeros of Qwen3, which the mask shows, and the token that ends a text of T5."""
+    run_precache(config := states_config(tmp_path, checkpoints[0]))
+    dataset = LatentDataset(config.cache, "photos", caption_dropout=1.0)
+    batch = dataset.collate([dataset[0], dataset[1]])
+    assert batch["caption"] == ["", ""] and batch["t5_ids"].tolist() == [[1], [1]]
+    assert batch["qwen_embeds"].shape == (2, 1, 16) and not batch["qwen_embeds"].any()
+    assert batch[f"qwen_embeds{MASK}"].all() and batch[f"t5_ids{MASK}"].all()
+    with pytest.raises(StoreError, match="zeros"):
+        LatentDataset(config.cache, "photos", caption_dropout=1.0, dropout_to="zeros")
+    denoiser = load_denoiser(dtype=F32, model=config.model)
+    noisy = torch.zeros(2, 16, 1, 8, 8)
+    found = STATES.conditions(denoiser, noisy, batch)["encoder_hidden_states"]
+    wanted, _ = encoded(parts, "", "")
+    assert found.shape == (2, 512, 16) and found[:, 0].abs().min() > 0
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    mixed = LatentDataset(config.cache, "photos", caption_dropout=0.5)
+    loader = LatentLoader(BucketBatchSampler(mixed, 3, seed=0), device="cpu", dtype=F32, scaled=True)
+    for batch in islice(loader.forever(), 4):
+        found = STATES.conditions(denoiser, torch.zeros(3, 16, 1, 8, 8), batch)["encoder_hidden_states"]
+        for text, own in zip(batch["caption"], found, strict=True):
+            torch.testing.assert_close(own, encoded(parts, text)[0][0], rtol=0, atol=1e-5)
+
+
+def test_the_commands_read_a_model_s_folder(checkpoints: list[str], tmp_path: Path) -> None:
+    """The loss of each checkpoint, on the texts of one cache, is that of texts from behind its conditioner."""
+    losses: dict[str, list[float]] = {}
+    for family in ("anima-states", "anima"):
+        for number, model in enumerate(checkpoints):
+            given = states_config(tmp_path, model, family).model_dump(mode="json")
+            given["datasets"][0]["role"] = "validation"
+            results = tmp_path / f"{family}-{number}"
+            size = {"height": 64, "width": 64, "num_inference_steps": 1, "num_timesteps": 2}
+            given["validation"] |= {"path": str(results), "prompts": ["a cat"], **size}
+            (file := tmp_path / "config.yaml").write_text(json.dumps(given), encoding="utf-8")
+            assert main(["precache", str(file)]) == main(["validate", str(file)]) == 0
+            [metrics] = results.rglob("metrics.json")
+            losses.setdefault(family, []).append(json.loads(metrics.read_text(encoding="utf-8"))["loss"])
+            assert len([*results.rglob("sample-*.png")]) == 1
+    assert losses["anima-states"] == pytest.approx(losses["anima"], rel=1e-5)
+    assert abs(losses["anima"][0] - losses["anima"][1]) > 1e-4
+
+
+def test_a_denoiser_without_its_conditioner_is_refused(
+    checkpoints: list[str], parts: dict[str, Any], tmp_path: Path
+) -> None:
+    run_precache(config := states_config(tmp_path, checkpoints[0]))
+    batch = scaled_batch(config, 0)
+    with pytest.raises(ModelError, match=r"has no text_conditioner.*Set it: transformer\.__dict__"):
+        STATES.predict(parts["transformer"], batch["latents"], torch.tensor([812.0]), batch)

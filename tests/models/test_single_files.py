@@ -288,7 +288,28 @@ def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
 
 
 @FAMILIES_LANE
-def test_single_files_are_cached_and_validated_as_the_folder_with_their_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["net.", ""])
+def test_a_denoiser_s_file_runs_with_its_own_conditioner(
+    prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else with that of the model: a finetune's differs."""
+    parts, family = anima_files(tmp_path, prefix, ""), family_named("anima-states")
+    file, model = tmp_path / "anima.safetensors", ModelConfig(path=tiny_folder("anima"), family="anima-states")
+    own = randomised(parts["text_conditioner"], 9).state_dict()
+    tensors = load_file(file)
+    saved({**tensors, **{f"{prefix}llm_adapter.{name}": value for name, value in own.items()}}, file)
+    found = load_denoiser(file, dtype=F32, model=model, family=family)
+    check_same(found.text_conditioner, own)
+    check_same(found, parts["transformer"].state_dict())
+    assert "is not used" not in caplog.text and not found.text_conditioner.training
+    saved({name: value for name, value in tensors.items() if "llm_adapter." not in name}, file)
+    others = tiny_model("anima")["text_conditioner"].state_dict()
+    check_same(load_denoiser(file, dtype=F32, model=model, family=family).text_conditioner, others)
+
+
+@FAMILIES_LANE
+@pytest.mark.parametrize("family", ["anima", "anima-states"])
+def test_single_files_are_cached_and_validated_as_the_folder_with_their_parts(family: str, tmp_path: Path) -> None:
     parts = anima_files(tmp_path, "net.", "model.")
     given = family_config(tmp_path).model_dump(mode="json")
     [dataset] = given["datasets"]
@@ -309,7 +330,7 @@ def test_single_files_are_cached_and_validated_as_the_folder_with_their_parts(tm
             {"path": "anima.safetensors", "vae": "vae.safetensors", "config": "configs"},
         ]
     ):
-        given["model"] = {name: str(tmp_path / path) for name, path in model.items()}
+        given["model"] = {name: str(tmp_path / path) for name, path in model.items()} | {"family": family}
         given["cache"]["path"] = str(tmp_path / f"cache{number}")
         config = parse_config(given)
         assert run_precache(config).num_refused == 0
