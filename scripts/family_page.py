@@ -89,7 +89,9 @@ def others_of(family: Family, action: str) -> list[str]:
         "export": {
             "kohya": layouts_of("kohya"),
             "musubi": layouts_of("musubi"),
-            "webdataset": [each for each in FAMILIES if not family_named(each).clip_condition],
+            "webdataset": [
+                each.name for each in map(family_named, FAMILIES) if not (each.clip_condition or each.whole)
+            ],
         },
     }
     return [f"`{name}`" for name, families in formats[action].items() if family.name in families]

@@ -23,6 +23,7 @@ from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families import family_named
 from latentcache.families.anima import Anima, conditioned
 from latentcache.families.base import MASK
+from latentcache.interop.formats import webdataset
 from latentcache.loading.choices import DropoutTo
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader
@@ -318,6 +319,12 @@ def test_the_commands_read_a_model_s_folder(checkpoints: list[str], tmp_path: Pa
             assert len([*results.rglob("sample-*.png")]) == 1
     assert losses["anima-states"] == pytest.approx(losses["anima"], rel=1e-5)
     assert abs(losses["anima"][0] - losses["anima"][1]) > 1e-4
+
+
+def test_shards_have_no_place_for_states(checkpoints: list[str], tmp_path: Path) -> None:
+    run_precache(config := states_config(tmp_path, checkpoints[0]))
+    with LatentCache(config.cache) as cache, pytest.raises(ConfigError, match="family anima-states"):
+        webdataset.export(cache, "photos", tmp_path / "shards")
 
 
 def test_a_denoiser_without_its_conditioner_is_refused(

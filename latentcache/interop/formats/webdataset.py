@@ -57,7 +57,7 @@ def export(
     if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
         allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
         raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
-    held = [each for each in FAMILIES if not family_named(each).clip_condition]
+    held = [each.name for each in map(family_named, FAMILIES) if not (each.clip_condition or each.whole)]
     run = Export("webdataset", cache, name, folder, options, families=held, takes=())
     folder = Path(folder)
     with typed_errors(folder, 0):
