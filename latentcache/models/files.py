@@ -24,6 +24,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT
 from latentcache.families.base import Family
+from latentcache.utils.extras import outdated
 
 TINY = "tiny"
 """The name of the model of the family DEFAULT that is built in code (`models.tiny`), with random weights."""
@@ -245,8 +246,11 @@ def readable(part: str, name: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # they raise nearly anything for a damaged or foreign file
-        raise refused(
-            part,
-            f"{name} could not be loaded ({type(error).__name__}: {first_line(error)}). Check that the files are whole "
-            "and belong to a model of this family.",
-        ) from error
+        step = "Check that the files are whole and belong to a model of this family."
+        if older := outdated("encode"):
+            step = (
+                f"This environment has {', '.join(older)}. Encode in another one, with "
+                "pip install 'latentcache[encode]', and read the cache here."
+            )
+        problem = f"{name} could not be loaded ({type(error).__name__}: {first_line(error)})"
+        raise refused(part, f"{problem}. {step}") from error

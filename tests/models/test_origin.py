@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,17 @@ def test_a_torn_file_is_refused(folder, tmp_path):
         loader.vae(F32)
     with pytest.raises(ModelError, match=r"text_encoder: .* could not be loaded"):
         loader.text(F32)
+
+
+def test_in_the_environment_of_an_old_trainer_the_releases_are_named(folder, tmp_path, monkeypatch):
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    os.truncate(model / "vae/diffusion_pytorch_model.safetensors", 1000)
+    asks = ["transformers>=999; extra == 'encode'", "diffusers>=0.1; extra == 'encode'", "ray>=999; extra == 'ray'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: asks)
+    with pytest.raises(ModelError) as caught:
+        ModelLoader(str(model)).vae(F32)
+    had = f"This environment has transformers {metadata.version('transformers')} (needs >=999). Encode in another one"
+    assert had in str(caught.value)
 
 
 def test_a_checkpoint_whose_configs_are_not_sdxl_is_refused(checkpoint, folder, tmp_path):
