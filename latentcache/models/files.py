@@ -246,11 +246,8 @@ def readable(part: str, name: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # they raise nearly anything for a damaged or foreign file
-        step = "Check that the files are whole and belong to a model of this family."
-        if older := outdated("encode"):
-            step = (
-                f"This environment has {', '.join(older)}. Encode in another one, with "
-                "pip install 'latentcache[encode]', and read the cache here."
-            )
+        step = "Check that the files are whole and belong to a model of this family"
+        if older := ", ".join(outdated("encode")):
+            step = f"This environment has {older}. Encode in another one (pip install 'latentcache[encode]'), read here"
         problem = f"{name} could not be loaded ({type(error).__name__}: {first_line(error)})"
-        raise refused(part, f"{problem}. {step}") from error
+        raise refused(part, f"{problem}. {step}.") from error
