@@ -59,7 +59,10 @@ class QwenImage21Edit(EditTexts, QwenImage21):
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
         """As `Family.conditions`. ModelError where the texts were read with another number of images."""
         made, controls = super().conditions(denoiser, noisy, batch), control_latents(batch, noisy)
-        embeds, places = made["encoder_hidden_states"], batch["image_slots"][0].tolist()
+        embeds, (places, *others) = made["encoder_hidden_states"], batch["image_slots"].tolist()
+        if any(each != places for each in others):
+            met = f"texts of one batch have their images after {places} and after other rows"
+            raise ModelError(f"text_encoder: {met}, which one call of the denoiser cannot have.", part="text_encoder")
         if len(places) != len(controls):
             met = f"the texts were read with {len(places)} control images, but the batch has {len(controls)}"
             raise ModelError(f"text_encoder: {met}. Run `latentcache precache CONFIG` again.", part="text_encoder")

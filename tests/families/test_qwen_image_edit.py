@@ -336,6 +336,10 @@ def test_texts_that_were_read_with_other_images_are_refused(monkeypatch: pytest.
     denoiser, _, noise, timesteps, batch = edit_21_call([picture(0)], monkeypatch)
     with pytest.raises(ModelError, match=r"read with 1 control images, but the batch has 2\. Run `latentcache prec"):
         EDIT_21.predict(denoiser, noise, timesteps, {**batch, "control_latents_2": batch["control_latents_1"]})
+    twice = {name: torch.cat([batch[name]] * 2) for name in batch}
+    twice["image_slots"][1] += 1
+    with pytest.raises(ModelError, match=r"of one batch have their images after \[\d+\] and after other rows"):
+        EDIT_21.predict(denoiser, torch.cat([noise] * 2), timesteps.repeat(2), twice)
 
 
 def test_entries_have_the_slots_of_their_images_as_integers(tmp_path: Path) -> None:
