@@ -65,9 +65,13 @@ class Part:
 
 
 def class_named(name: str) -> Any:
-    """The class of this name, which begins with its library: `diffusers.AutoencoderKL`."""
+    """The class of this name, which begins with its library: `diffusers.AutoencoderKL`. ModelError if it has none."""
     library, _, own = name.partition(".")
-    return getattr(importlib.import_module(library), own)
+    module = importlib.import_module(library)
+    if not hasattr(module, own):
+        step = f"Install a newer one: pip install --upgrade {library}"
+        raise ModelError(f"{library} {module.__version__} has no {own}, which this model needs. {step}", part="model")
+    return getattr(module, own)
 
 
 T5_SETTINGS = (

@@ -17,7 +17,7 @@ from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_folder, tiny_m
 from latentcache import Config, LatentCache, run_precache
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import FAMILIES, family_named, sdxl
-from latentcache.families.base import Family, unpadded
+from latentcache.families.base import Family, class_named, unpadded
 from latentcache.families.qwen_image import NUM_DROPPED
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
@@ -296,3 +296,8 @@ def test_ideogram_predicts_what_its_pipeline_does_with_2048_rows() -> None:
         noisy = IDEOGRAM.final_latents(noise, 64, 64)
         found = IDEOGRAM.predict(parts["transformer"], noisy, timesteps, batch)
     torch.testing.assert_close(found, -IDEOGRAM.final_latents(live, 64, 64), rtol=0, atol=3e-6)
+
+
+def test_a_class_of_a_newer_release_is_named() -> None:
+    with pytest.raises(ModelError, match=r"diffusers [\d.]+ has no SomethingNewer, .*pip install --upgrade diffusers"):
+        class_named("diffusers.SomethingNewer")
