@@ -138,6 +138,12 @@ class _DatasetPlanner:
         if family.text_reads_control and encodings.has_texts and not dataset.control:
             message = f"{family.name} reads captions together with control images; give dataset {dataset.name} some"
             raise ConfigError(message, key="datasets.control")
+        is_varied = "flip" if dataset.flip else "variations" if dataset.variations > 1 else ""
+        if family.text_reads_control and encodings.has_texts and is_varied:
+            # A sample's captions are read once: with another view of the image they would be of another control image.
+            message = f"{family.name} reads captions with the control images of one view, as they are in the first crop"
+            message += f"; remove {is_varied} of dataset {dataset.name}, or set encode.text to none"
+            raise ConfigError(message, key=f"datasets.{is_varied}")
         self._entries, self._plan, self._dataset, self._encodings = entries, entries.plan, dataset, encodings
         self._memo = workspace.memo
         # What was probed under some settings says nothing about others, which may refuse the image.

@@ -22,6 +22,7 @@ from latentcache.config import Config
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
+from latentcache.families.base import Family
 from latentcache.families.scaling import latents_from_moments
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.vae import vae_facts
@@ -213,6 +214,23 @@ def test_a_sample_without_a_control_image_is_refused_by_name(tmp_path: Path) -> 
     assert batch["control_latents_1"].shape == (2, 16, 1, 12, 8) and len(batch["prompt_embeds"]) == 2
     with pytest.raises(ConfigError, match="give dataset photos some"):
         run_precache(tiny_config(tmp_path, dataset={"control": []}), models=models)
+
+
+@pytest.mark.parametrize("family", [EDIT, EDIT_21], ids=lambda family: family.name)
+@pytest.mark.parametrize("views", [{"flip": True}, {"variations": 2}], ids=lambda views: next(iter(views)))
+def test_views_of_an_image_that_its_captions_are_not_read_with_are_refused(
+    family: Family, views: dict[str, Any], tmp_path: Path
+) -> None:
+    """A mirrored sample would have the rows of a text that was read with the control image as it was."""
+    models, [name] = loaded_models(family, tiny_model(family.name)), views
+    with pytest.raises(ConfigError, match=f"control images of one view.*remove {name} of dataset photos") as raised:
+        run_precache(tiny_config(tmp_path, dataset=views), models=models)
+    assert raised.value.key == f"datasets.{name}"
+    config = tiny_config(tmp_path, dataset=views)
+    config = config.model_copy(update={"encode": config.encode.model_copy(update={"text": "none"})})
+    assert run_precache(config, models=models).num_refused == 0
+    with LatentCache(config.cache) as cache:
+        assert "prompt_embeds" not in cache.batch(["0.png"], device="cpu")
 
 
 def test_prompts_are_refused_since_they_have_no_control_image(tmp_path: Path) -> None:
