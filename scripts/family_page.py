@@ -81,7 +81,7 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
 
 def others_of(family: Family, action: str) -> list[str]:
     """The foreign formats that the command line can `import` or `export` for the family, by their names there."""
-    from latentcache.families import FAMILIES, family_named
+    from latentcache.interop.formats.webdataset import held_families
     from latentcache.interop.readers import layouts_of
 
     formats: dict[str, dict[str, Collection[str]]] = {
@@ -89,9 +89,7 @@ def others_of(family: Family, action: str) -> list[str]:
         "export": {
             "kohya": layouts_of("kohya"),
             "musubi": layouts_of("musubi"),
-            "webdataset": [
-                each.name for each in map(family_named, FAMILIES) if not (each.clip_condition or each.whole)
-            ],
+            "webdataset": held_families(),
         },
     }
     return [f"`{name}`" for name, families in formats[action].items() if family.name in families]

@@ -59,7 +59,7 @@ class AnimaStates(Anima):
         return super().conditions(denoiser, noisy, {"prompt_embeds": embeds})
 
     def _conditioner(self, denoiser: Any, device: torch.device) -> Any:
-        """That of the denoiser, on its device. ModelError if it has none."""
+        """The conditioner of a denoiser, on its device. ModelError if it has none."""
         conditioner = getattr(denoiser, "text_conditioner", None)
         if conditioner is None:
             message = f"{type(denoiser).__name__} has no text_conditioner, which the texts of {self.name} need"
@@ -73,7 +73,7 @@ class AnimaStates(Anima):
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """As that of Anima, with the conditioner before it."""
+        """Anima's pipeline, with the conditioner before its denoising blocks."""
         conditioner = self._conditioner(parts["transformer"], parts["transformer"].device)
         return super().pipeline(text_conditioner=conditioner, **parts)
 

@@ -213,9 +213,8 @@ def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None, 
             "here; set them to [] (a validation set has its masks: its loss is measured)",
             key="validation.prompts",
         )
-    needed = (
-        "control images" if family.text_reads_control else "a first frame" if sampled and family.clip_condition else ""
-    )
+    frame = "a first frame" if sampled and family.clip_condition else ""
+    needed = "control images" if family.text_reads_control else frame
     if prompts and needed:
         raise ConfigError(
             f"{family.name} generates from a prompt and {needed}, and a prompt has none here; set prompts to [] "

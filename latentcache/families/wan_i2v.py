@@ -56,7 +56,7 @@ class WanImageToVideo(wan.Wan):
 
     @override
     def encode_pictures(self, parts: Mapping[str, Any], pictures: Sequence[Any]) -> torch.Tensor:
-        """As its pipeline: resized and cropped by the processor, the hidden states before the last layer."""
+        """Rows as the pipeline makes them: the processor resizes and crops, and the last layer is left out."""
         rows: torch.Tensor = self.pipeline(**parts).encode_image([*pictures], parts["image_encoder"].device)
         return rows
 

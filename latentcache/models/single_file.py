@@ -112,9 +112,8 @@ def part_inside_file(
     state = {name.partition(inside)[2]: value for name, value in read_file(part, file).items() if inside in name}
     with loading(part, str(file)):
         module: torch.nn.Module = empty(described.load_class(), settings)
-    next_step = (
-        f"Name a denoiser's file of {family.name} with its {inside}* inside, or a diffusers folder, as model.path"
-    )
+    whole = f"a denoiser's file of {family.name} with its {inside}* inside"
+    next_step = f"Name {whole}, or a diffusers folder, as model.path"
     fill(part, module, state, dtype, str(file), next_step)
     return module
 

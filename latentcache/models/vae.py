@@ -267,9 +267,8 @@ def decode_fitting(vae: Any, latents: torch.Tensor, family: Family | None = None
     device, shortage = device_of(vae), ""
     for tiled in (False, True):
         try:
-            return decode_latents(vae, latents, tiled=tiled, family=family), tiled or bool(
-                getattr(vae, "use_tiling", False)
-            )
+            images = decode_latents(vae, latents, tiled=tiled, family=family)
+            return images, tiled or bool(getattr(vae, "use_tiling", False))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -72,7 +72,7 @@ class Task:
 
     @property
     def geometry(self) -> Geometry | None:
-        """That of an image, a control image or a mask; None of a text."""
+        """The geometry of an image, a control image or a mask; None of a text."""
         return None if isinstance(self.identity, TextIdentity) else self.identity.preparation.geometry
 
     def record(self, **made: Any) -> Record:

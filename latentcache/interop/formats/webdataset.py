@@ -36,6 +36,11 @@ _DTYPES = (torch.float16, torch.float32)
 _SHARD_BYTES = (1 << 12, 1 << 31)
 
 
+def held_families() -> list[str]:
+    """The families whose samples a shard can hold: it has no place for conditions, nor for ids of tokens."""
+    return [each.name for each in map(family_named, FAMILIES) if not (each.clip_condition or each.whole)]
+
+
 def export(
     cache: LatentCache,
     name: str,
@@ -57,8 +62,7 @@ def export(
     if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
         allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
         raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
-    held = [each.name for each in map(family_named, FAMILIES) if not (each.clip_condition or each.whole)]
-    run = Export("webdataset", cache, name, folder, options, families=held, takes=())
+    run = Export("webdataset", cache, name, folder, options, families=held_families(), takes=())
     folder = Path(folder)
     with typed_errors(folder, 0):
         if folder.exists() and not folder.is_dir():
