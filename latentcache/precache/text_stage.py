@@ -112,12 +112,11 @@ class TextStage(EncodingStage):
         masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
         tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
-        fields = self._family.fields
-        checked = ((tensor.float(), fields[name].may_be_zero) for name, tensor in tensors.items())
-        flags = torch.stack([problem_flags(tensor, may_be_zero=may_be_zero) for tensor, may_be_zero in checked])
+        zero = {name for name, field in self._family.fields.items() if field.may_be_zero}
+        flags = [problem_flags(tensor.float(), may_be_zero=name in zero) for name, tensor in tensors.items()]
         counts = [_num_lost(made[name], dtype) for name, dtype in dtypes.items() if dtype.itemsize == 1]
         lost = {_LOST: torch.stack(counts).sum(0)} if counts else {}
-        return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})
+        return self._transfer.download({**tensors, **masks, _FLAGS: torch.stack(flags), **lost})
 
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
         context, encoding = self._context, self._context.encodings.text
