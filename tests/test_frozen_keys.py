@@ -176,6 +176,11 @@ def test_text_keys_of_each_length(max_length: int | None, key: str) -> None:
         ("qwen-image-21", "73cfb223a67f7b0c03c312b224ab6ad367ff36ea7f1c539807eb81db0846f6b7"),
         ("qwen-image-21-edit", "35ac638b4dccf7d2a4db6523cb379e83b38c2b20809e7f948f4d4d5ade5fefd8"),
         ("anima-states", "da62bd047c893242e0da4ca4df71621b31ba874dfffc288bb017f693a5cfdf72"),
+        ("anima", "1d33cdd16f80b467df92ec0c4404f6fba530f8f4341a7f6f98999e3d3e3eec14"),
+        ("ernie-image", "974ba64e97b4e39401dd2344e162b1f4104cc6c71bfdf2146d5737c841c26c11"),
+        ("ideogram4", "4862e6fa671f29d46190bde666ca44ec3d5c34484e283c4edd08389decc63346"),
+        ("ideogram4-projected", "5f11274d64ecf7864954c8b08ed466d3a948c12088ab6157dd446b7a2e2bd3d4"),
+        ("wan-i2v", "50af852b585736b74b785aafe91a23ff1266f43c151d084156b3fd58d0a869ac"),
     ],
 )
 def test_text_keys_of_a_family_s_recipe(family: str, key: str) -> None:

@@ -33,6 +33,7 @@ FamilyName = Literal[
     "qwen-image-21-edit",
     "ernie-image",
     "ideogram4",
+    "ideogram4-projected",
 ]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Rule = Literal["factor", "mean_std", "divided", "batch_norm"]

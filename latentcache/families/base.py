@@ -45,7 +45,8 @@ class Part:
     with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
     cannot be made without. `inside` is how its names begin in a file of the denoiser, which has it inside.
     `rule` is how statistics of a VAE of video scale its latents. An `optional` part is one that some of the family's
-    models have.
+    models have. A part of another one, as the first layers of a denoiser, has that one's `folder`: it is a
+    module of the same class with settings `changed`, and of the folder's weights it has its own.
     """
 
     role: Role
@@ -58,6 +59,8 @@ class Part:
     inside: str | None = None
     rule: Rule = "mean_std"
     optional: bool = False
+    folder: str | None = None
+    changed: Mapping[str, Any] = field(default_factory=dict)
 
     def load_class(self) -> Any:
         """The class itself."""
@@ -161,11 +164,13 @@ class TextField:
 class TimestepSampling:
     """How a training draws its timesteps, as the family's reference script does: see `NoiseSchedule.draw`.
 
-    `shift` moves them towards noise; None leaves that to the shift in the scheduler's config.
+    `shift` moves them towards noise; None leaves that to the shift in the scheduler's config. `deviation` is the
+    standard deviation of the normal number of `logit_normal`.
     """
 
     density: Literal["uniform", "logit_normal"] = "uniform"
     shift: float | None = None
+    deviation: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +311,10 @@ class Family(ABC):
     def names(self, role: Role) -> tuple[str, ...]:
         """The names of the parts of this role, in their order."""
         return tuple(name for name, part in self.parts.items() if part.role == role)
+
+    def folder_of(self, part: str) -> str:
+        """The name of the folder that a diffusers folder has a part in."""
+        return self.parts[part].folder or part
 
     @property
     def pipeline_class(self) -> Any:

@@ -40,6 +40,7 @@ from latentcache.models.files import (
 )
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
 from latentcache.models.model_loader import ModelOrigin, find_model
+from latentcache.models.part_identity import weights_digest
 from latentcache.models.single_file import State, converted, empty, fill, read_file
 from latentcache.models.tiny import tiny_denoiser, tiny_part
 
@@ -81,6 +82,8 @@ def load_denoiser(
     denoiser = _Denoisers(family, model, dtype).load(name)
     if family.whole is not None:
         _put_beside(denoiser, family, family_named(family.whole), name, model)
+    if name != model.path:
+        _check_shared(denoiser, family, name, model)
     return denoiser.eval().requires_grad_(False)
 
 
@@ -102,6 +105,22 @@ def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: 
         origin = origin or find_model(whole, model.path, model.config, model.variant, model.revision)
         denoiser.__dict__[part] = origin.load(part, denoiser.dtype)[part].eval().requires_grad_(False)
         logger.info("%s: that of %s", part, origin.name)
+
+
+def _check_shared(denoiser: Any, family: Family, name: str, model: ModelConfig) -> None:
+    """ModelError unless the denoiser has those weights of the model that are a part of the family: texts show them."""
+    for part, described in family.parts.items():
+        if described.folder != family.denoiser:
+            continue
+        origin = find_model(family, model.path, model.config, model.variant, model.revision)
+        own = origin.load(part, denoiser.dtype)[part]
+        found, wanted = (weights_digest(part, each, denoiser.dtype, described.weights) for each in (denoiser, own))
+        if found != wanted:
+            raise refused(
+                family.denoiser,
+                f"{name} has another {part} than {origin.name}, with which texts are cached. Name a whole model with "
+                f"this {family.denoiser_word} as model.path, and run precache.",
+            )
 
 
 def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -427,6 +427,11 @@ class ModelOrigin:
             # torch's own `to`: diffusers' warns of modules to keep in float32.
             return {part: torch.nn.Module.to(tiny_part(part), dtype)}
         described = self.family.parts[part]
+        if described.folder is not None:
+            from latentcache.models.single_file import part_inside_folder
+
+            own = self._existing(part, self.folder)
+            return {part: part_inside_folder(self.family, part, own, self.variant, dtype)}
         # Refuses another class of VAE, of whose weights a load only says that some lack.
         settings = self.vae_config() if described.role == "vae" else {}
         if self.file is None or part in _outside(self.family):
@@ -458,7 +463,7 @@ class ModelOrigin:
             return described.load_class().from_pretrained(folder, local_files_only=True)
 
     def _folder_of(self, part: str, folder: Path) -> Path:
-        return folder if self.flat else self.elsewhere.get(part, folder / part)
+        return folder if self.flat else self.elsewhere.get(part, folder / self.family.folder_of(part))
 
     def _existing(self, part: str, model_folder: Path) -> Path:
         folder = self._folder_of(part, model_folder)
@@ -472,14 +477,15 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if is_tiny(path, family):
         return ModelOrigin(path, family)
-    configs = [*MODEL_INDEXES, *(f"{part}/*.{ending}" for part in family.parts for ending in _ENDINGS)]
+    folders = {name: family.folder_of(name) for name in family.parts}
+    configs = [*MODEL_INDEXES, *(f"{folder}/*.{ending}" for folder in folders.values() for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):
         # Its configs and tokenizers are those of `config`, or what diffusers infers from its keys.
         configs += [f"{part}/{weights_name(part)}*.safetensors*" for part in _outside(family)]
         folder, name, next_step = config_folder(path, config, configs)
         elsewhere = _elsewhere(family, folder, name)
         needed_parts = [name for name, part in family.parts.items() if not part.optional and name not in elsewhere]
-        lacking = [part for part in needed_parts if not (folder / part).exists()]
+        lacking = [part for part in needed_parts if not (folder / folders[part]).exists()]
         if not any((folder / each).is_file() for each in MODEL_INDEXES):
             lacking.insert(0, MODEL_INDEXES[0])
         if lacking:
@@ -487,8 +493,8 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
             step = f"{next_step}; or set model.family, if the file is of another one"
             raise refused("model", f"{needed}. {path}: {step}.")
         return ModelOrigin(path, family, folder, Path(path), elsewhere=elsewhere)
-    encoders = [name for name, part in family.parts.items() if part.role != "tokenizer"]
-    weights = [f"{part}/{weights_name(part, variant)}*.safetensors*" for part in encoders]
+    encoders = [folders[name] for name, part in family.parts.items() if part.role != "tokenizer"]
+    weights = [f"{folder}/{weights_name(folder, variant)}*.safetensors*" for folder in encoders]
     name, folder = local_folder("model", path, [*configs, *weights], revision=revision, variant=variant)
     return ModelOrigin(name, family, folder, variant=variant, elsewhere=_elsewhere(family, folder, name))
 
@@ -502,7 +508,7 @@ def _outside(family: Family) -> list[str]:
 
 def _elsewhere(family: Family, folder: Path, name: str) -> dict[str, Path]:
     """The folders of those parts that are not in this one, where its index places them elsewhere."""
-    lacking, found = [part for part in family.parts if not (folder / part).is_dir()], {}
+    lacking, found = [part for part in family.parts if not (folder / family.folder_of(part)).is_dir()], {}
     index = (model_index(folder, name) if lacking else None) or {}
     for part in lacking:
         place = index[part][-1] if isinstance(index.get(part), list) else None

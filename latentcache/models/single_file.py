@@ -6,6 +6,7 @@ from the file, in its shape.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,9 +19,10 @@ from diffusers.loaders.single_file_utils import (
     is_t5_in_single_file,
     load_single_file_checkpoint,
 )
+from safetensors import safe_open
 
 from latentcache.families.base import Family
-from latentcache.models.files import loading, refused
+from latentcache.models.files import loading, read_config, refused, weights_name
 
 State: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -115,6 +117,26 @@ def part_inside_file(
     whole = f"a denoiser's file of {family.name} with its {inside}* inside"
     next_step = f"Name {whole}, or a diffusers folder, as model.path"
     fill(part, module, state, dtype, str(file), next_step)
+    return module
+
+
+def part_inside_folder(
+    family: Family, part: str, folder: Path, variant: str | None, dtype: torch.dtype
+) -> torch.nn.Module:
+    """A part of another part, which this folder holds: no other weights are read. Raises ModelError."""
+    described = family.parts[part]
+    model_class = described.load_class()
+    settings = {**read_config(part, folder, model_class), **described.changed}
+    infix = re.escape(f".{variant}") if variant else ""  # the release that wrote the files decides where it stands
+    pattern = rf"{weights_name(folder.name)}({infix}(-\d+-of-\d+)?|(-\d+-of-\d+)?{infix})\.safetensors"
+    state: dict[str, torch.Tensor] = {}
+    with loading(part, str(folder)):
+        module: torch.nn.Module = empty(model_class, settings)
+        names = module.state_dict().keys()
+        for file in filter(lambda each: re.fullmatch(pattern, each.name), sorted(folder.iterdir())):
+            with safe_open(file, framework="pt") as opened:
+                state |= {name: opened.get_tensor(name) for name in names & opened.keys()}
+    fill(part, module, state, dtype, str(folder), f"Name a diffusers folder of {family.name}, with {folder.name}/")
     return module
 
 

@@ -142,9 +142,9 @@ class NoiseSchedule:
     def draw(self, sampling: TimestepSampling, num: int, generator: torch.Generator) -> torch.Tensor:
         """Indices [num] of timesteps to train at, of a CPU generator: int64 on the CPU.
 
-        `uniform`: each place in the schedule as often as another. `logit_normal`: the sigmoid of a normal number, as
-        diffusers' compute_density_for_timestep_sampling has it, is the place. With a `shift` it is the part of noise
-        before shifting, by the formula of arXiv 2403.03206, 5.3.2: `shift * t / (1 + (shift - 1) * t)`; what the
+        `uniform`: each place in the schedule as often as another. `logit_normal`: the place is the sigmoid of a normal
+        number of mean 0, as diffusers' compute_density_for_timestep_sampling has it. With a `shift` it is the part of
+        noise before shifting, by the formula of arXiv 2403.03206, 5.3.2: `shift * t / (1 + (shift - 1) * t)`; what the
         schedule itself is shifted by does not count then. A part of the schedule has all of the distribution, squeezed
         into it, as musubi-tuner has it between its `min_timestep` and `max_timestep`.
         """
@@ -152,7 +152,7 @@ class NoiseSchedule:
         if sampling == TimestepSampling():
             return torch.randint(first, last + 1, (num,), generator=generator)
         if sampling.density == "logit_normal":
-            drawn = torch.randn(num, generator=generator).sigmoid()
+            drawn = (sampling.deviation * torch.randn(num, generator=generator)).sigmoid()
         else:
             drawn = torch.rand(num, generator=generator)
         if sampling.shift is None:

@@ -74,7 +74,7 @@ def config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
     [dataset] = given["datasets"]
     given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
     given["model"]["path"] = tiny_folder(name)
-    if name in ("qwen-image-21-edit", "anima-states"):  # a folder of the model is taken as of another family
+    if family_named(name).whole or name == "qwen-image-21-edit":  # a folder of the model is taken as of another family
         given["model"]["family"] = name
     without_torchvision(monkeypatch, family_named(name))
     given["validation"] |= {

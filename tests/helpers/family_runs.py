@@ -97,7 +97,7 @@ def guidance_without_negative(family: Family) -> float:
 
 def guidance_with_negative(family: Family) -> float:
     """A strong one, where the family's images can be made with it."""
-    return 1.0 if family.name == "ideogram4" else 4.0
+    return 1.0 if family.name.startswith("ideogram4") else 4.0
 
 
 def equal(one: Any, other: Any) -> bool:

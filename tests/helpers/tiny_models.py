@@ -85,6 +85,9 @@ def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DE
 
 def whole_pipeline(family: Family, **parts: Any) -> Any:
     """diffusers' pipeline of these parts, which reads texts and decodes where it has the parts for that."""
+    if family.name == "ideogram4-projected":  # which calls a pipeline of the model without the part of its own
+        del parts["projection"]
+        family = family_named("ideogram4")
     return ModularPipeline(parts) if family.name.startswith("anima") else family.pipeline(**parts)
 
 
@@ -412,6 +415,13 @@ def _ideogram4(seed: int) -> dict[str, Any]:
     return flow_model(first, seed, **parts, unconditional_transformer=randomised(second, seed + 1))
 
 
+def _ideogram4_projected(seed: int) -> dict[str, Any]:
+    parts = _ideogram4(seed)
+    projection = diffusers.Ideogram4Transformer2DModel.from_config({**parts["transformer"].config, "num_layers": 0})
+    projection.load_state_dict({name: parts["transformer"].state_dict()[name] for name in projection.state_dict()})
+    return {**parts, "projection": projection.eval().requires_grad_(False)}
+
+
 def _flux2(seed: int) -> dict[str, Any]:
     """An encoder of 16 features, which has a layer more than is read."""
     tokenizer = qwen_tokenizer()
@@ -713,6 +723,7 @@ _BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
     "qwen-image-21-edit": _qwen_image_21,
     "ernie-image": _ernie_image,
     "ideogram4": _ideogram4,
+    "ideogram4-projected": _ideogram4_projected,
 }
 
 

@@ -27,7 +27,11 @@ def folder_of(path: Path, index: object, name: str = "model_index.json") -> Path
     return path
 
 
-SAME_MODEL = {"qwen-image-21-edit": "qwen-image-21", "anima-states": "anima"}
+SAME_MODEL = {
+    "qwen-image-21-edit": "qwen-image-21",
+    "anima-states": "anima",
+    "ideogram4-projected": "ideogram4",
+}
 """Families that have the model of another one, which a folder is taken as."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -145,6 +146,17 @@ def test_the_digest_stands_for_what_counts_and_nothing_else() -> None:
 def test_a_scheduler_that_no_training_has_is_refused(scheduler: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         NoiseSchedule.of(scheduler)
+
+
+@pytest.mark.parametrize(("shift", "deviation"), [(2.0, 1.5), (3.0, 1.0), (1.0, 0.5)])
+def test_a_shift_is_the_mean_of_the_normal_number(shift: float, deviation: float) -> None:
+    """As diffusers' script for Ideogram 4 draws: `sigmoid(normal(log(shift), deviation))`."""
+    schedule = NoiseSchedule.of(FlowMatchEulerDiscreteScheduler())
+    sampling = TimestepSampling("logit_normal", shift=shift, deviation=deviation)
+    index = schedule.draw(sampling, 500, torch.Generator().manual_seed(4))
+    normal = torch.randn(500, generator=torch.Generator().manual_seed(4))
+    expected = (math.log(shift) + deviation * normal).sigmoid()
+    torch.testing.assert_close(schedule.noise_scale[index], expected, rtol=0, atol=1.1e-3)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

@@ -1,0 +1,155 @@
+"""Texts of Ideogram 4 behind the denoiser's projection: what it predicts is what it does with its whole texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.family_references import generator
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_run
+from helpers.tiny_models import save_diffusers_folder, tiny_folder, tiny_model
+
+from latentcache.config import ModelConfig
+from latentcache.errors import ModelError
+from latentcache.families import family_named
+from latentcache.models.denoiser import load_denoiser
+from latentcache.models.model_loader import ModelLoader
+
+pytestmark = pytest.mark.families
+
+PROJECTED, WHOLE = family_named("ideogram4-projected"), family_named("ideogram4")
+LAYERS = ("llm_cond_norm", "llm_cond_proj")
+PAIR = TEXTS[:2]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FamilyRun]]:
+    """The same photos and texts, cached behind the projection and before it."""
+    made = [family_run(tmp_path_factory.mktemp(each.name), each.name) for each in (PROJECTED, WHOLE)]
+    yield made
+    for run in made:
+        run.cache.close()
+
+
+def test_texts_are_smaller_and_images_are_shared(runs: list[FamilyRun]) -> None:
+    own, whole = ([run.rows[text] for text in TEXTS] for run in runs)
+    assert [each.images[0].key for each in own] == [each.images[0].key for each in whole]
+    assert not {each.captions[0].key for each in own} & {each.captions[0].key for each in whole}
+    widths = [run.batch(PAIR)["prompt_embeds"].shape[-1] for run in runs]
+    assert widths == [32, 13 * 16]
+    assert torch.equal(*(run.batch(PAIR)["prompt_embeds_mask"] for run in runs))
+
+
+def test_a_training_step_is_that_with_whole_texts(runs: list[FamilyRun]) -> None:
+    noisy, timesteps = torch.randn(runs[0].latent_shape(2), generator=generator()), torch.tensor([812.0, 455.0])
+    outputs, gradients = [], []
+    for run in runs:
+        run.denoiser.requires_grad_(True)
+        for layer in LAYERS:
+            getattr(run.denoiser, layer).requires_grad_(False)
+        predicted = run.family.predict(run.denoiser, noisy, timesteps, run.batch(PAIR))
+        predicted.square().mean().backward()
+        outputs.append(predicted.detach())
+        gradients.append({name: each.grad for name, each in run.denoiser.named_parameters() if each.grad is not None})
+        run.denoiser.requires_grad_(False).zero_grad()
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 10
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-6)
+
+
+def test_images_are_those_of_the_pipeline_with_whole_texts(runs: list[FamilyRun]) -> None:
+    found = []
+    for run in runs:
+        pipeline = run.family.pipeline(transformer=run.denoiser, scheduler=run.parts["scheduler"])
+        kwargs = run.family.pipeline_kwargs(run.batch(PAIR), None) | run.family.guidance_kwargs(1.0)
+        found.append(
+            pipeline(
+                num_inference_steps=2, height=SIDE, width=SIDE, output_type="latent", generator=generator(), **kwargs
+            )[0]
+        )
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+def test_the_denoiser_is_as_it_was_after_it(runs: list[FamilyRun]) -> None:
+    """Also after an exception, and where a library's hook has a forward of its own."""
+    run, layer = runs[0], runs[0].denoiser.llm_cond_proj
+    rows = torch.ones(1, layer.in_features)
+    before = layer(rows)
+    batch, noisy = run.batch(PAIR), torch.zeros(run.latent_shape(2))
+    run.family.predict(torch.nn.ModuleDict({"module": run.denoiser})["module"], noisy, torch.tensor([5.0, 5.0]), batch)
+    assert torch.equal(layer(rows), before) and "forward" not in vars(layer)
+    hook = layer.forward = lambda rows: rows * 2
+    with pytest.raises(RuntimeError, match="size"):
+        run.family.predict(run.denoiser, noisy[:, :3], torch.tensor([5.0, 5.0]), batch)
+    assert layer.forward is hook
+    del layer.forward
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_projection_that_is_trained_is_refused(runs: list[FamilyRun], layer: str) -> None:
+    run = runs[0]
+    given: tuple[Any, ...] = (torch.zeros(run.latent_shape(2)), torch.tensor([5.0, 5.0]), run.batch(PAIR))
+    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    getattr(denoiser, layer).requires_grad_(True)
+    with pytest.raises(ModelError, match=f"{layer}.*Freeze.*set model.family to ideogram4"):
+        PROJECTED.predict(denoiser, *given)
+
+
+def test_a_projection_with_adapters_is_refused(runs: list[FamilyRun]) -> None:
+    from peft import LoraConfig
+
+    run = runs[0]
+    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    denoiser.add_adapter(LoraConfig(r=2, target_modules=["llm_cond_proj"]))
+    with pytest.raises(ModelError, match="has adapters"):
+        PROJECTED.predict(
+            denoiser.requires_grad_(False), torch.zeros(run.latent_shape(2)), torch.tensor([5.0, 5.0]), run.batch(PAIR)
+        )
+
+
+def test_a_denoiser_with_another_projection_is_refused(tmp_path: Path) -> None:
+    model = ModelConfig(path=tiny_folder(PROJECTED.name), family=PROJECTED.name)
+    denoiser = load_denoiser(dtype=torch.float32, model=model)
+    with torch.no_grad():
+        denoiser.layers[0].attention_norm1.weight.add_(1)
+    denoiser.save_pretrained(tmp_path / "same")
+    load_denoiser(tmp_path / "same", dtype=torch.float32, model=model)
+    with torch.no_grad():
+        denoiser.llm_cond_proj.bias.add_(1)
+    denoiser.save_pretrained(tmp_path / "other")
+    load_denoiser(tmp_path / "other", dtype=torch.float32, model=ModelConfig(path=model.path, family=WHOLE.name))
+    with pytest.raises(ModelError, match=r"other has another projection than .*Name a whole model.*run precache"):
+        load_denoiser(tmp_path / "other", dtype=torch.float32, model=model)
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_the_projection_is_read_from_shards(variant: str | None, tmp_path: Path) -> None:
+    folder = save_diffusers_folder({}, tmp_path / "model", PROJECTED.name)
+    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    if variant is None:
+        for file in (folder / "transformer").glob("*.safetensors"):
+            file.unlink()
+    else:  # of the other files, which stay, the weights are others
+        for module in (denoiser.llm_cond_norm, denoiser.llm_cond_proj):
+            module.weight.data += 1
+        tiny_model(PROJECTED.name)["text_encoder"].save_pretrained(folder / "text_encoder", variant=variant)
+    denoiser.save_pretrained(folder / "transformer", variant=variant, max_shard_size="20KB")
+    assert len(list((folder / "transformer").glob("*-of-*"))) > 1
+    loader = ModelLoader(str(folder), family=PROJECTED, variant=variant)
+    found = loader.text_encoders(torch.float32)["projection"]
+    for layer in LAYERS:
+        assert torch.equal(getattr(found, layer).weight, getattr(denoiser, layer).weight)
+    (folder / "transformer" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        ModelLoader(str(folder), family=PROJECTED, variant=variant).text_encoders(torch.float32)["projection"]
+
+
+def test_a_denoiser_of_another_width_is_named() -> None:
+    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    assert PROJECTED.check_denoiser(denoiser, {"prompt_embeds": (5, 32)}) is None
+    problem = PROJECTED.check_denoiser(denoiser, {"prompt_embeds": (5, 208)})
+    assert problem == "takes projected prompt_embeds of width 32, but the cache has 208"
