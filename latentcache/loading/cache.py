@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from latentcache.loading.sample import (
     no_texts,
     no_zeros,
     prompt_identity,
-    remembered,
     unverified_error,
 )
 from latentcache.remote.store import RemoteStore, open_cache
@@ -41,14 +39,6 @@ from latentcache.store.batch import Column, Empty, columns_of, concatenated, sta
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
-
-
-@dataclass(slots=True)
-class _Known:
-    """What was read of manifests, which all views of one cache share: by name, and the samples that were requested."""
-
-    samples: dict[str, ManifestSamples] = field(default_factory=dict)
-    refs: dict[Any, SampleRef] = field(default_factory=dict)
 
 
 class LatentCache(Closing):
@@ -87,7 +77,7 @@ class LatentCache(Closing):
         assert store is not None and manifests is not None
         self.store: Store = store
         self.manifests, self.only, self.unverified, self.path = manifests, manifest, unverified, location
-        self.known = _Known()
+        self._samples = dict[str, ManifestSamples]()  # by manifest; all views of this cache share it
         if manifest is not None:
             self.manifest(manifest)
 
@@ -101,11 +91,10 @@ class LatentCache(Closing):
     def refresh(self) -> None:
         """Forget the manifests that were read, so that the next request sees those that were written since.
 
-        Until then `batch` returns a sample as it first found it. Entries need no refresh: the store looks up keys that
-        it does not know, and sees at once what it itself removed or found damaged.
+        Entries need no refresh: the store looks up keys that it does not know, and sees at once what it itself removed
+        or found damaged.
         """
-        # What another thread still adds to the old dictionaries is not found any more.
-        self.known.samples, self.known.refs = {}, {}
+        self._samples.clear()
 
     def restricted(self, manifest: str) -> LatentCache:
         """Restrict the cache to the samples of this manifest. The result shares the store; do not close it."""
@@ -120,14 +109,14 @@ class LatentCache(Closing):
 
     def samples(self, name: str) -> ManifestSamples:
         """The samples of the manifest of this name. StoreError naming those that there are."""
-        known = self.known.samples
-        if name not in known:
+        samples = self._samples.get(name)
+        if samples is None:
             manifest = self.manifests.read(name)
             if manifest is None:
                 names = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
                 raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {names}")
-            known[name] = ManifestSamples(manifest, unverified=self.unverified)
-        return known[name]
+            samples = self._samples[name] = ManifestSamples(manifest, unverified=self.unverified)
+        return samples
 
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
@@ -152,15 +141,11 @@ class LatentCache(Closing):
 
     def refs(self, sample_ids: Sequence[str], *, caption: int = 0, flip: bool = False) -> list[SampleRef]:
         """These samples, not read yet. SampleError: see `batch`."""
-
-        def find(asked: list[tuple[str | None, int, bool, str]]) -> list[SampleRef]:
-            found: dict[int, SampleRef] = {}
-            for samples, places, numbers in self._find([sample_id for *_, sample_id in asked]):
-                chosen = np.full(len(numbers), flip), np.full(len(numbers), caption * samples.manifest.variants)
-                found.update(zip(places.tolist(), samples.refs(numbers, *chosen), strict=True))
-            return [found[place] for place in range(len(asked))]
-
-        return remembered(self.known.refs, [(self.only, caption, flip, each) for each in sample_ids], find)
+        found: dict[int, SampleRef] = {}
+        for samples, places, numbers in self._find(sample_ids):
+            chosen = np.full(len(numbers), flip), np.full(len(numbers), caption * samples.manifest.variants)
+            found.update(zip(places.tolist(), samples.refs(numbers, *chosen), strict=True))
+        return [found[place] for place in range(len(sample_ids))]
 
     def _find(self, sample_ids: Sequence[str]) -> list[tuple[ManifestSamples, np.ndarray, np.ndarray]]:
         """The manifests that have some of these samples: which places of the list, and the numbers of their rows.
@@ -242,7 +227,7 @@ class LatentCache(Closing):
         sample_id = prompt_id(text, negative=negative)
         for name in names:
             # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
-            if name in self.known.samples or name in self.manifests.names():
+            if name in self._samples or name in self.manifests.names():
                 prompts = self.manifest(name)
                 if (row := prompts.rows.get(sample_id)) is not None:
                     return SampleRef(sample_id, (row.captions[0].key,), SampleFacts.of(prompts))

@@ -26,7 +26,7 @@ from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser, Visits
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros, remembered
+from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
@@ -189,7 +189,6 @@ class LatentDataset(Dataset[Batch]):
         self._parts = [_Samples(each, self.choices, flips=each.manifest.name in mirrored) for each in read]
         if caption_dropout and self.facts.texts:
             self._prepare_dropout()
-        self._refs: dict[tuple[int, int], SampleRef] = {}
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
         several = ((part.rows.num_crops(part.usable) > 1).any() for part in self._parts)
         if crops == "random" and len(self) and not any(several):
@@ -197,7 +196,7 @@ class LatentDataset(Dataset[Batch]):
             raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None, "_refs": {}}
+        return self.__dict__ | {"_opened": None}
 
     @property
     def cache(self) -> LatentCache:
@@ -283,24 +282,13 @@ class LatentDataset(Dataset[Batch]):
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        codes = self._chosen(indices) if self.draws else [0] * len(indices)
-
-        def find(asked: list[tuple[int, int]]) -> list[SampleRef]:
-            numbers, chosen = np.array(asked, np.int64).T
-            found: dict[int, SampleRef] = {}
-            for part, places, items in self._items(numbers):
-                found.update(zip(places.tolist(), part.refs(items, chosen[places]), strict=True))
-            return [found[place] for place in range(len(asked))]
-
-        return remembered(self._refs, [*zip(map(int, indices), codes, strict=True)], find)
-
-    def _chosen(self, indices: Sequence[int]) -> list[int]:
-        """What these visits choose: see `Chooser.codes`."""
-        chosen = np.zeros(len(indices), np.int64)
+        found: dict[int, SampleRef] = {}
         for part, places, items in self._items(indices):
-            chosen[places] = part.codes(items, Visits.of([indices[place] for place in places.tolist()]))
-        codes: list[int] = chosen.tolist()
-        return codes
+            codes = np.zeros(len(items), np.int64)
+            if self.draws:
+                codes = part.codes(items, Visits.of([indices[place] for place in places.tolist()]))
+            found.update(zip(places.tolist(), part.refs(items, codes), strict=True))
+        return [found[place] for place in range(len(indices))]
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """These items are read soon, by any process. What is wrong with one is raised when it is read."""

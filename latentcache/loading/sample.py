@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import repeat
@@ -27,8 +27,6 @@ PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
 
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
-MAX_REFS = 1 << 17
-"""Requested samples that are kept, at some 500 bytes each. Beyond it all are forgotten, and found again."""
 _DTYPES = ("compute_dtype", "store_dtype")
 """What a text's recipe says besides what the text means to the model."""
 _FLOAT32 = np.dtype(np.float32)
@@ -272,23 +270,6 @@ def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
         "`cache.unverified: true` in the config (`unverified=True` here)"
     )
     return SampleError(sample_id, reason, remedy)
-
-
-def remembered(
-    known: dict[Any, SampleRef], names: Sequence[Any], find: Callable[[list[Any]], list[SampleRef]]
-) -> list[SampleRef]:
-    """The samples of these names. `find` gives those that are not known, all at once, and they are known then.
-
-    A batch of four is copied in the time that finding its samples in a manifest twice would take.
-    """
-    refs = [*map(known.get, names)]
-    missing = [name for name, ref in zip(names, refs, strict=True) if ref is None]
-    found = find(missing) if missing else []
-    if len(known) + len(found) > MAX_REFS:
-        known.clear()
-    known.update(zip(missing, found, strict=True))
-    rest = iter(found)
-    return [next(rest) if ref is None else ref for ref in refs]
 
 
 def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> SampleFacts:

@@ -1,4 +1,4 @@
-"""Reading again: what is remembered of samples, and what happens to that when the cache changes."""
+"""Reading again: what happens when the cache changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from latentcache import LatentCache, LatentDataset
 from latentcache.dataset.row_table import Ref
 from latentcache.errors import SampleError
 from latentcache.identity import key_of
-from latentcache.loading import sample
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
@@ -31,32 +30,6 @@ WIDE = ["a.png", "b.png", "sub/e.png"]
 def cache(path: Path) -> Iterator[LatentCache]:
     with LatentCache(path) as cache:
         yield cache
-
-
-def test_a_warm_batch_asks_the_store_once(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.batch(WIDE, device="cpu", output="moments")
-    calls: list[str] = []
-    for name in ("rows", "find", "describe", "record", "get", "prefetch"):
-        asked = getattr(cache.store, name)
-        monkeypatch.setattr(cache.store, name, lambda *keys, asked=asked, name=name: calls.append(name) or asked(*keys))
-    monkeypatch.setattr(type(cache.manifests), "read", lambda *_: pytest.fail("it read a manifest"))
-    cache.batch(WIDE, device="cpu", output="moments")
-    assert calls == ["rows"]
-
-
-def test_samples_that_are_partly_remembered_come_in_their_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "MAX_REFS", 4)
-    with LatentCache(path) as cache:
-        for flip in (False, True):
-            one = {name: plain(cache.batch([name], device="cpu", flip=flip)) for name in WIDE}
-            for names in ([WIDE[2], WIDE[0]], [WIDE[1], WIDE[0], WIDE[1], WIDE[2]]):
-                found = plain(cache.batch(names, device="cpu", flip=flip))
-                assert found == {key: [one[name][key][0] for name in names] for key in found}
-    dataset = LatentDataset(path, flips=True)
-    alone = [dataset[number] for number in range(len(dataset))]
-    for numbers in ([0, 1, 5], [6, 0, -1, 11], [9, 1, 0, 5, 4]):
-        found = dataset.__getitems__(numbers)
-        assert [plain(item) for item in found] == [plain(alone[number]) for number in numbers]
 
 
 def test_the_callers_default_device_moves_nothing(path: Path) -> None:
@@ -73,13 +46,6 @@ def test_the_callers_default_device_moves_nothing(path: Path) -> None:
     expected = everything()
     with torch.device("meta"):  # as torch.set_default_device does it
         assert everything() == expected
-
-
-def test_lists_are_the_callers_own(cache: LatentCache) -> None:
-    first, expected = cache.batch(WIDE, device="cpu"), plain(cache.batch(WIDE, device="cpu"))
-    for value in first.values():
-        value.zero_() if isinstance(value, torch.Tensor) else value.clear()
-    assert plain(cache.batch(WIDE, device="cpu")) == expected
 
 
 def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache) -> None:
