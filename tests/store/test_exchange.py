@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from store_samples import key, same, sample, samples
 
 from latentcache.errors import (
-    PackError,
     ReadOnlyError,
     StoreBusyError,
     StoreError,
 )
-from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify
-from latentcache.types import Entry, Record
 
 
 @pytest.fixture
@@ -42,23 +38,6 @@ def test_another_pack_of_the_same_name_replaces_nothing(store):
     assert store.take_pack(pack, [other], len(other)) == 0
     assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
     assert not list((store.path / "packs").rglob("*.tmp"))
-
-
-def test_values_that_entries_share_are_refused(store):
-    """Reading all entries would take far longer than the pack's bytes say."""
-    entries = []
-    for number in range(40):
-        identity = {"number": number}
-        tensors = {"hidden": torch.full((1, 3), float(number))}
-        record = Record(key_of(identity), "text", identity, {})
-        entries.append(own_entry(Entry(record, tensors, frozenset({"hidden"}))))
-    pack, data = packed(entries)
-    offsets = np.arange(41).astype("<i8").tobytes()
-    at = data.index(offsets)
-    forged = data[:at] + np.array([0, 40] * 20 + [40], "<i8").tobytes() + data[at + len(offsets) :]
-    with pytest.raises(PackError, match="share values"):
-        store.take_pack(pack, [forged], len(forged))
-    assert store.take_pack(pack, [data], len(data)) == 40
 
 
 def test_a_pack_is_refused_while_upkeep_works_and_by_readers(store, tmp_path):
