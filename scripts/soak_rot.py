@@ -144,7 +144,7 @@ def damage(goal: Goal, victim: Victim, name: str, changed: Mapping[Path, bytes |
                 goal.count("identical")
             except LatentCacheError as error:
                 goal.count("refused")
-                if goal.figures["refused"] % FIX_EVERY == 0 or kind == "CACHE.json":
+                if goal.figures["refused"] % FIX_EVERY == 0 and kind != "CACHE.json":  # no command writes that again
                     is_touched = True
                     goal.count("fixed_as_advised")
                     fix(victim, read, str(error))

@@ -117,7 +117,6 @@ def upkeep_text(report: Any) -> str:
             done = "would rewrite" if report.dry_run else "rewrote"
             lines = [f"{done} {entries}: {packs} to {report.num_packs_after:,}, {before} to {after}"]
         lines += _listed(again, report.damaged)
-        lines += _listed("put into the folder `damaged`; delete them by hand", report.put_aside)
     else:
         lines = [f"the index has {entries} of {counted(report.num_packs, 'pack')}"]
     return "\n".join(lines + _listed("packs that cannot be read", getattr(report, "unreadable", {})))

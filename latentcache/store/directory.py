@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
-from latentcache.identity import canonical_json, digest
 from latentcache.store.entry import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
     make_folder,
@@ -26,7 +24,6 @@ from latentcache.utils.durable_files import (
 SCHEMA = 2
 """Version of the directory's layout."""
 MARK = "CACHE.json"
-DAMAGED = "damaged"
 _ABOUT_TO_GO = "*.removed-*"
 _MAX_MARK_BYTES = 1 << 12
 KEEPS_MAPPED = os.name == "nt"
@@ -34,20 +31,15 @@ KEEPS_MAPPED = os.name == "nt"
 NOTED_S = 3600.0
 """The use of a pack is noted with this precision, in seconds: many processes may begin to read it at once."""
 
-logger = logging.getLogger("latentcache")
-
 
 class CacheDirectory:
     """`CACHE.json` (the schema), `packs/<xx>/<pack>.safetensors`, `index/`, `manifests/`, and `upkeep.lock`.
 
     StoreError: there is no such directory (and `create` is false), or it holds something else. SchemaError: another
-    format. UnsafeStoreError: `CACHE.json` is damaged, or no file; with `repair` it is written again if there are packs.
-    ReadOnlyError: it cannot be written, and `read_only` is false.
+    format. UnsafeStoreError: `CACHE.json` is damaged. ReadOnlyError: it cannot be written, and `read_only` is false.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, create: bool = True, read_only: bool = False, repair: bool = False
-    ):
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True, read_only: bool = False):
         self.path = Path(path).expanduser().absolute()
         self.packs = self.path / "packs"
         self.index = self.path / "index"
@@ -57,32 +49,22 @@ class CacheDirectory:
         self.claims = self.path / "claims.lock"
         mark = self.path / MARK
         if not os.path.lexists(mark):
-            self._make(create=create and not read_only, repair=repair)
-        try:
-            check_mark(read_small_file(mark, _MAX_MARK_BYTES), mark, self.path)
-        except UnsafeStoreError as error:
-            if not repair or not self.pack_sizes():
-                raise
-            # Its packs say which format they have, and those of another one are not read.
-            logger.warning("%s is written again: %s", MARK, error)
-            write_sealed(mark, mark_bytes())
+            self._make(create=create and not read_only)
+        check_mark(read_small_file(mark, _MAX_MARK_BYTES, "open the cache again"), mark, self.path)
         if not read_only and not os.access(self.path, os.W_OK):
             raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
 
-    def _make(self, *, create: bool, repair: bool) -> None:
+    def _make(self, *, create: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path}: is not a directory; a cache is one")
         # A process that makes the same cache at this moment has a temporary file there.
         names = [n for n in os.listdir(self.path) if not n.startswith(f".{MARK}.")] if self.path.is_dir() else []
         if names and not os.path.lexists(self.path / MARK):
-            has_packs = bool(self.pack_sizes())
-            if not (repair and has_packs):
-                advice = f"`latentcache rebuild` writes {MARK} again" if has_packs else "Name a cache, or a new one"
-                raise StoreError(
-                    f"{self.path}: is not a cache (it has no {MARK}) and is not empty: it holds {min(names)!r}. "
-                    f"{advice}."
-                )
-        elif not create:
+            raise StoreError(
+                f"{self.path}: is not a cache (it has no {MARK}) and is not empty: it holds {min(names)!r}. Name a "
+                f"cache, or a new one; to one that lost its {MARK} give it again: {mark_bytes().decode()}"
+            )
+        if not create:
             raise StoreError(f"{self.path}: there is no cache here. `latentcache precache` makes one; check the path.")
         with typed_errors(self.path, 0):
             make_folder(self.path)
@@ -156,15 +138,6 @@ class CacheDirectory:
                 sync_folder(path.parent)
         return True
 
-    def put_aside(self, pack: str) -> None:
-        """Move a pack that cannot be read to the folder `damaged`."""
-        folder, path = self.path / DAMAGED, self.pack_path(pack)
-        with typed_errors(folder, 0):
-            make_folder(folder)
-            path.rename(folder / path.name)
-            sync_folder(folder)
-            sync_folder(path.parent)
-
     def sweep(self) -> None:
         """Remove what dead writers left half written, or were about to remove."""
         for leftover in self.path.glob(_ABOUT_TO_GO):
@@ -190,23 +163,17 @@ def pack_name(pack: str) -> str:
 
 def mark_bytes() -> bytes:
     """What `CACHE.json` holds."""
-    value = {"format": "latentcache", "schema": SCHEMA}
-    return json.dumps(value | {"digest": digest(canonical_json(value))}).encode()
+    return json.dumps({"format": "latentcache", "schema": SCHEMA}).encode()
 
 
 def check_mark(text: bytes, mark: Path | str, path: Path | str) -> None:
     """SchemaError if `text`, which lies at `mark`, is that of another format; UnsafeStoreError if it is damaged."""
     try:
         value = json.loads(text)
-        # An older cache has no digest. With one, a damaged file is not taken for a newer format.
-        stored, found = value.pop("digest", None), value["schema"]
-        is_whole = (
-            value["format"] == "latentcache" and stored in (None, digest(canonical_json(value))) and type(found) is int
-        )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        found, is_whole = value["schema"], value["format"] == "latentcache" and type(value["schema"]) is int
+    except (ValueError, LookupError, TypeError, RecursionError):
         is_whole = False
     if not is_whole:
-        expected = mark_bytes().decode()
-        raise UnsafeStoreError(mark, f"is damaged: it is {text!r:.200}, not {expected}; run `latentcache rebuild`")
+        raise UnsafeStoreError(mark, f"is damaged: it is {text!r:.200}. Write into it: {mark_bytes().decode()}")
     if found != SCHEMA:
         raise SchemaError(path, found, SCHEMA)

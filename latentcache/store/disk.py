@@ -98,8 +98,8 @@ class DiskStore(PackReader):
             with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
                 self.directory.sweep()
                 for error in self._reconcile().values():
-                    advice = "; `latentcache compact` puts it aside" if isinstance(error, PackError) else ""
-                    logger.warning("%s Its entries are missing%s.", error, advice)
+                    advice = " Delete it when they are encoded again." if isinstance(error, PackError) else ""
+                    logger.warning("%s Its entries are missing.%s", error, advice)
         except StoreBusyError as error:
             logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
             self.reload()

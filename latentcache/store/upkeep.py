@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -24,7 +23,7 @@ from typing_extensions import override
 from latentcache.errors import PackError, StoreBusyError, StoreError
 from latentcache.store.base import Report
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.disk import DiskStore, read_rows
+from latentcache.store.disk import DiskStore
 from latentcache.store.entry import OwnedEntry, check_key
 from latentcache.store.layout import Location
 from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
@@ -94,11 +93,7 @@ class PruneReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class CompactReport(Report):
-    """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied.
-
-    `put_aside`: pack -> reason, of packs that cannot be read and in which the index has nothing: they were moved to the
-    folder `damaged` of the cache, to be deleted by hand.
-    """
+    """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied."""
 
     num_packs_before: int
     num_packs_after: int
@@ -107,7 +102,6 @@ class CompactReport(Report):
     num_entries: int
     damaged: dict[str, str]
     unreadable: dict[str, str]
-    put_aside: dict[str, str]
     dry_run: bool
 
 
@@ -190,6 +184,8 @@ def _check(
             found |= {key: (at, why) for key, (at, why) in zip(entries, problems, strict=True) if why is not None}
         except PackError as error:
             steps = "`latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
+            if pack not in disk.table.packs:
+                steps = "The index does not know it: encode its entries again, and delete it."
             unreadable[pack] = f"{error} {steps}"
             problem = f"its pack cannot be read: {error}"
         except FileNotFoundError:
@@ -211,9 +207,6 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
 
     Nothing is remembered of entries that were found damaged: the next read finds it again.
     """
-    if not isinstance(store, DiskStore):
-        with system_errors(Path(store)):
-            CacheDirectory(store, create=False, repair=True)
     with DiskStore.opened(store) as disk, locked(disk.directory.lock, "rebuild", shared=False):
         refused = disk.rebuild_index()
         unreadable = {str(disk.directory.pack_path(pack)): str(error) for pack, error in refused.items()}
@@ -329,27 +322,21 @@ def _longest_unused(disk: DiskStore, sizes: Mapping[str, int], kept: Collection[
 def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
     """Rewrite packs that are mostly dead, or small, into full ones, and delete those that hold nothing live.
 
-    Packs that cannot be read, and that the index does not know, are moved to the folder `damaged`. Each entry is
-    verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are estimates, and
-    nothing is read. Readers may go on: a pack that they have mapped stays readable.
+    Each entry is verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are
+    estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
         chosen = _to_rewrite(disk.table)
         before = disk.directory.pack_sizes()
         damaged: dict[str, str] = {}
         unreadable: dict[str, str] = {}
-        # Entries of theirs that are needed were encoded again, or will be: the index does not know these packs.
-        _, refused = read_rows(disk.directory, before.keys() - disk.table.packs.keys())
-        put_aside = {pack: str(error) for pack, error in refused.items() if isinstance(error, PackError)}
         if dry_run:
             num_copied, payload_bytes = (sum(each) for each in zip((0, 0), *chosen.values(), strict=True))
             num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))
-            gone = (disk.table.empty_packs() | chosen.keys()) & before.keys() | put_aside.keys()
+            gone = (disk.table.empty_packs() | chosen.keys()) & before.keys()
             num_after = len(before) - len(gone) + num_new
             bytes_after = sum(before.values()) - sum(before[pack] for pack in gone) + payload_bytes
         else:
-            for pack in put_aside:
-                disk.directory.put_aside(pack)
             num_copied = rewrite(disk, chosen, damaged, unreadable)
             after = disk.directory.pack_sizes()
             num_after, bytes_after = len(after), sum(after.values())
@@ -361,7 +348,6 @@ def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
             num_entries=num_copied,
             damaged=damaged,
             unreadable=unreadable,
-            put_aside=put_aside,
             dry_run=dry_run,
         )
 

@@ -39,13 +39,12 @@ from latentcache.errors import (
     StorageFullError,
     StoreBusyError,
     StoreError,
-    UnsafeStoreError,
 )
 from latentcache.store import DiskStore
 from latentcache.store import writer as writer_module
 from latentcache.store.batch import read_batch
 from latentcache.store.index import Index
-from latentcache.store.upkeep import rebuild, verify
+from latentcache.store.upkeep import verify
 
 
 def test_a_cache_holds_what_it_should_and_nothing_else(root):
@@ -110,16 +109,16 @@ def test_other_formats_are_refused(root, schema):
 
 
 @pytest.mark.parametrize("text", [None, "", "no json", '{"format": "latentcache", "schema": "2"}'])
-def test_rebuild_writes_a_mark_that_is_none_again(root, text):
+def test_a_mark_that_is_none_is_refused_with_what_belongs_there(root, text):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
     mark = root / "CACHE.json"
     mark.unlink() if text is None else mark.write_text(text)
     for read_only in (False, True):
-        with pytest.raises(StoreError, match=r"CACHE\.json.*`latentcache rebuild`") as caught:
+        with pytest.raises(StoreError, match=r"CACHE\.json.*schema") as caught:
             DiskStore(root, read_only=read_only)
         assert not isinstance(caught.value, SchemaError)
-    assert rebuild(root).num_entries == 2
+    mark.write_text('{"format": "latentcache", "schema": 2}')
     with DiskStore(root) as store:
         assert_holds(store, 0, 1)
 
@@ -132,13 +131,6 @@ def test_what_is_not_durable_is_pending(root):
         assert writer.pending() == keys and store.find(keys) == set()
         writer.seal()
         assert writer.pending() == set() and store.find(keys) == keys
-
-
-def test_a_folder_without_packs_is_not_made_a_cache(tmp_path):
-    (tmp_path / "CACHE.json").write_text("somebody else's")
-    with pytest.raises(UnsafeStoreError, match="is damaged"):
-        rebuild(tmp_path)
-    assert os.listdir(tmp_path) == ["CACHE.json"] and (tmp_path / "CACHE.json").read_text() == "somebody else's"
 
 
 def write_some(root, numbers, barrier):

@@ -246,22 +246,15 @@ def test_compact_leaves_a_pack_that_it_cannot_read(store):
     assert_holds(store, 1, 2)
 
 
-@pytest.mark.parametrize("rebuilds", [False, True], ids=["known", "unknown"])
-def test_a_pack_with_a_damaged_header_is_gone_once_its_entries_are_there_again(store, rebuilds):
-    """verify, precache, compact: what the report of verify says. Also where a rebuild has forgotten the pack."""
+def test_a_pack_with_a_damaged_header_is_gone_once_its_entries_are_there_again(store):
+    """verify, precache, compact: what the report of verify says."""
     add_packs(store, [0], [1])
     path = broken_pack(store, 0)
     assert "then `latentcache compact`" in verify(store).unreadable[path.stem]
-    if rebuilds:
-        rebuild(store)
-        store.remove([key(0)])  # the reason of the damage
     store.add(samples(0))
     assert list(verify(store).unreadable) == [path.stem], "the file is still there"
-    assert list(compact(store, dry_run=True).put_aside) == ([path.stem] if rebuilds else []) and path.exists()
-    report = compact(store)
-    assert list(report.put_aside) == ([path.stem] if rebuilds else []) and not report.unreadable
-    assert not path.exists() and (store.path / "damaged" / path.name).exists() == rebuilds
-    assert verify(store).ok and not compact(store).put_aside
+    assert not compact(store).unreadable and not path.exists()
+    assert verify(store).ok
     assert_holds(store, 0, 1)
 
 
