@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from latentcache.config import Config
 from latentcache.devices.placement import placed
-from latentcache.errors import DeviceError, ModelError
+from latentcache.errors import ModelError
 from latentcache.identity import TextIdentity
 from latentcache.models.model_loader import Models
 from latentcache.models.running import encoders_placed, free_cached_memory
@@ -28,6 +28,7 @@ logger = logging.getLogger("latentcache")
 class ServingModels:
     """A config's models, for entries that are encoded a few at a time, as precache encodes them.
 
+    The encoders of one kind of entries are on the device; those of another kind take their place when it is asked for.
     The keys follow from `encodings`, which are those of the time when this was made. The models are identified then,
     and loaded only for what is not known of them. Afterwards one thread may use it.
     Raises ConfigError, DeviceError, ModelError.
@@ -35,14 +36,15 @@ class ServingModels:
 
     def __init__(self, config: Config, models: Models, memo: MutableMapping[str, str]):
         self._config, self._models, self._memo = config, models, memo
-        self._placed: dict[Kind, tuple[Encodings, ExitStack]] = {}
+        self._placed: tuple[Kind, Encodings] | None = None
+        self._on_device = ExitStack()
         self.encodings = choose_encodings(self._config, models, memo)
         models.release()
 
     @property
-    def loaded(self) -> frozenset[Kind]:
-        """The kinds of entries whose encoders are on the device."""
-        return frozenset(self._placed)
+    def loaded(self) -> Kind | None:
+        """The kind of entries whose encoders are on the device."""
+        return self._placed and self._placed[0]
 
     def encode(
         self,
@@ -60,36 +62,17 @@ class ServingModels:
         Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
         other ones by now than those from which the keys follow.
         """
-        kind, report = tasks[0].kind, Report()
-        crowded: set[str] = set()
-
-        def refuse(key: str, failure: Failure) -> None:
-            if failure.reason == "out-of-memory" and len(self._placed) > 1:
-                crowded.add(key)
-            else:
-                fail(key, failure)
-
-        try:
-            encodings = self._on_device(kind)
-        except DeviceError:
-            if not self._placed:
-                raise
-            self.unload()  # the encoders of the other kind leave the device
-            encodings = self._on_device(kind)
+        kind, encode, report = tasks[0].kind, self._config.encode, Report()
+        encodings = self._place(kind)
         if kind == "image":
-            encodings = for_images(encodings, self._config.encode, [tasks])
-        context = RunContext(
-            self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop or threading.Event()
-        )
+            encodings = for_images(encodings, encode, [tasks])
+        stop = stop or threading.Event()
+        context = RunContext(encode, encodings, self._models, store, fail, report, Progress(), stop)
         groups: dict[Hashable, list[Task]] = {}
         for task in tasks:
             groups.setdefault((group_of or _group_of)(task), []).append(task)
         stage = TextStage(context) if kind == "text" else ImageStage(context)
         stage.run(list(groups.values()))
-        if crowded:
-            self.unload()  # as above
-            left = [task for task in tasks if task.key in crowded]
-            report.add(self.encode(left, store, fail, group_of=group_of, stop=stop))
         return report
 
     def unload(self) -> None:
@@ -103,31 +86,27 @@ class ServingModels:
         self._models.release()
 
     def _leave_device(self) -> None:
-        for _, stack in self._placed.values():
-            stack.close()
-        self._placed.clear()
+        self._placed = None
+        self._on_device.close()
 
-    def _on_device(self, kind: Kind) -> Encodings:
-        """Place the encoders of this kind, where a stage finds them and leaves them."""
-        if kind not in self._placed:
-            # Again: files may have changed since, and the batch size depends on the memory that is free now.
-            encodings = choose_encodings(self._config, self._models, self._memo)
-            self._check_same(kind, encodings)
-            with ExitStack() as stack:
-                if kind == "image":
-                    stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
-                else:
-                    encoders = self._models.text_encoders(encodings.text_encoders.dtype)
-                    device = encodings.text_encoders.device
-                    notes = stack.enter_context(encoders_placed(encoders, device))
-                    if notes and self._placed:  # alone they may fit, and layer by layer each prompt takes longer
-                        stack.close()
-                        self._leave_device()
-                        notes = stack.enter_context(encoders_placed(encoders, device))
-                    for name, note in notes.items():
-                        logger.info("%s: %s", name, note)
-                self._placed[kind] = encodings, stack.pop_all()
-        return self._placed[kind][0]
+    def _place(self, kind: Kind) -> Encodings:
+        """Place the encoders of this kind, and them alone, where a stage finds them and leaves them."""
+        if self._placed is not None and self._placed[0] == kind:
+            return self._placed[1]
+        self._leave_device()
+        # Again: files may have changed since, and the batch size depends on the memory that is free now.
+        encodings = choose_encodings(self._config, self._models, self._memo)
+        self._check_same(kind, encodings)
+        with ExitStack() as stack:
+            if kind == "image":
+                stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
+            else:
+                encoders = self._models.text_encoders(encodings.text_encoders.dtype)
+                notes = stack.enter_context(encoders_placed(encoders, encodings.text_encoders.device))
+                for name, note in notes.items():
+                    logger.info("%s: %s", name, note)
+            self._on_device, self._placed = stack.pop_all(), (kind, encodings)
+        return encodings
 
     def _check_same(self, kind: Kind, now: Encodings) -> None:
         before = self.encodings

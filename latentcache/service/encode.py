@@ -209,5 +209,5 @@ class _EncoderCollector(Collector):
         yield GaugeMetricFamily("latentcache_encoder_queue", waiting, self._encoder.num_waiting)
         loaded = GaugeMetricFamily("latentcache_encoder_loaded", "Whether encoders are on the device.", labels=["kind"])
         for kind in get_args(Kind):
-            loaded.add_metric([kind], float(kind in self._encoder.loaded))
+            loaded.add_metric([kind], float(kind == self._encoder.loaded))
         yield loaded

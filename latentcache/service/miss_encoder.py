@@ -221,8 +221,8 @@ class MissEncoder(Closing):
         return len(self._under_way)
 
     @property
-    def loaded(self) -> frozenset[Kind]:
-        """The kinds of entries whose encoders are on the device now."""
+    def loaded(self) -> Kind | None:
+        """The kind of entries whose encoders are on the device now."""
         return self._models.loaded
 
     def close(self) -> None:
