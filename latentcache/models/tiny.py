@@ -16,9 +16,15 @@ import torch
 from latentcache.families import DEFAULT, family_named
 from latentcache.models.files import TINY_PHOTOS_FOLDER, loading
 
-_SIDE = 64
-"""Pixels of the images that tiny models are made for."""
-_WIDTHS, _TIME_EMBED_DIM = (32, 40), 8
+_TOPOLOGY = {
+    "sample_size": 8,
+    "block_out_channels": (32, 64, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (2, 4, 8),
+    "transformer_layers_per_block": (1, 1, 2),
+}
+"""Of the UNet with random weights."""
 
 
 def tiny_parts(seed: int = 0) -> dict[str, Any]:
@@ -58,41 +64,24 @@ def tiny_photos_pipeline() -> Any:
 def _built(seed: int) -> dict[str, Any]:
     """All parts, frozen. Building them takes longer than copying one, and they are requested one by one.
 
-    The topology is the family's, with 0.4 M parameters besides the denoiser. The second tokenizer pads with `!`.
+    They are those of the trained model but for their weights, and for a UNet with the family's topology.
     """
-    import diffusers
+    from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
 
-    family = family_named(DEFAULT)
-    tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")
+    family, folder = family_named(DEFAULT), TINY_PHOTOS_FOLDER
+    classes = {name: part.load_class() for name, part in family.parts.items()}
+    made = {name: classes[name].from_pretrained(folder / name) for name in family.names("tokenizer")}
     with seeded(seed):
-        encoders = (
-            clip_text_model(tokenizers[0], _WIDTHS[0], "CLIPTextModel", hidden_act="quick_gelu"),
-            clip_text_model(tokenizers[1], _WIDTHS[1], "CLIPTextModelWithProjection", hidden_act="gelu"),
-        )
-        vae = image_vae(family.latent.channels, scaling_factor=0.13025, force_upcast=True)
+        for name in family.names("text_encoder"):
+            made[name] = classes[name](classes[name].config_class.from_pretrained(folder / name, dtype="float32"))
+        made["vae"] = classes["vae"].from_config(classes["vae"].load_config(folder / "vae"))
     with seeded(seed):
-        unet = diffusers.UNet2DConditionModel(
-            sample_size=8,
-            in_channels=family.latent.channels,
-            out_channels=family.latent.channels,
-            layers_per_block=1,
-            block_out_channels=(32, 64, 64),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=(2, 4, 8),
-            transformer_layers_per_block=(1, 1, 2),
-            use_linear_projection=True,
-            cross_attention_dim=sum(_WIDTHS),
-            addition_embed_type="text_time",
-            addition_time_embed_dim=_TIME_EMBED_DIM,
-            projection_class_embeddings_input_dim=6 * _TIME_EMBED_DIM + _WIDTHS[1],
-            norm_num_groups=8,
-        )
-    scheduler = diffusers.EulerDiscreteScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1
-    )
-    names = ("vae", *family.names("text_encoder"), *family.names("tokenizer"), "unet", "scheduler")
-    return frozen(dict(zip(names, (vae, *encoders, *tokenizers, unet, scheduler), strict=True)))
+        unet_settings: Any = UNet2DConditionModel.load_config(folder / "unet")
+        made["unet"] = UNet2DConditionModel.from_config({**unet_settings, **_TOPOLOGY})
+    # As published models have it.
+    settings = {"prediction_type": "epsilon", "timestep_spacing": "leading", "steps_offset": 1}
+    made["scheduler"] = EulerDiscreteScheduler.from_pretrained(folder / "scheduler", **settings)
+    return frozen(made)
 
 
 @contextmanager
@@ -109,56 +98,3 @@ def frozen(parts: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)
     return dict(parts)
-
-
-def byte_symbols() -> list[str]:
-    """The printable stand-ins for the 256 bytes, in the order of CLIP's vocabulary (OpenAI's `bytes_to_unicode`)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    num_others = 256 - len(printable)
-    return [chr(code) for code in printable] + [chr(256 + index) for index in range(num_others)]
-
-
-def clip_tokenizer(**options: Any) -> Any:
-    """A CLIP tokenizer over 512 byte tokens and two special ones, of 77 tokens a text."""
-    from transformers import CLIPTokenizer
-
-    symbols = byte_symbols()
-    tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), "<|startoftext|>", "<|endoftext|>"]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77, **options)
-
-
-def clip_text_model(tokenizer: Any, width: int, class_name: str = "CLIPTextModel", **options: Any) -> Any:
-    """A CLIP text encoder of two layers."""
-    import transformers
-
-    size = len(tokenizer)
-    config = transformers.CLIPTextConfig(
-        vocab_size=size,
-        hidden_size=width,
-        intermediate_size=width * 2,
-        projection_dim=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        bos_token_id=size - 2,
-        eos_token_id=size - 1,
-        pad_token_id=size - 1,
-        **options,
-    )
-    return getattr(transformers, class_name)(config)
-
-
-def image_vae(channels: int, **options: Any) -> Any:
-    """An AutoencoderKL of 8 pixels per latent row."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        block_out_channels=(16, 32, 32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=channels,
-        norm_num_groups=8,
-        sample_size=_SIDE,
-        **({"force_upcast": False} | options),
-    )

@@ -34,7 +34,7 @@ from latentcache.families import family_named
 from latentcache.loading.sample import prompt_identity
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import clip_tokenizer, seeded
+from latentcache.models.tiny import seeded, tiny_part
 from latentcache.precache import encodings
 from latentcache.precache.workspace import Workspace
 from latentcache.service.miss_encoder import MissEncoder
@@ -123,7 +123,7 @@ def clip_encoder(tokenizer: Any, width: int, class_name: str, **options: Any) ->
 @cache
 def pair() -> dict[str, Any]:
     """SDXL's text encoders and tokenizers."""
-    tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")
+    tokenizers = tiny_part("tokenizer"), tiny_part("tokenizer_2")
     with seeded(0):
         encoders = (
             clip_encoder(tokenizers[0], 32, "CLIPTextModel", hidden_act="quick_gelu"),
@@ -179,7 +179,7 @@ def test_the_edges_have_the_padding_s_token_first_and_last_in_a_chunk() -> None:
 @LONG
 @pytest.mark.parametrize("clip_skip", [0, 2])
 def test_sd15_reads_each_chunk_with_the_last_norm(max_length: int, clip_skip: int) -> None:
-    chunks, tokenizer = max_length // 75, clip_tokenizer()
+    chunks, tokenizer = max_length // 75, tiny_part("tokenizer")
     with seeded(1):
         parts = {"tokenizer": tokenizer, "text_encoder": clip_encoder(tokenizer, 32, "CLIPTextModel")}
     found = encoded(parts, MIXED, SD15, max_length=max_length, clip_skip=clip_skip)

@@ -23,16 +23,7 @@ import transformers
 
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
-from latentcache.models.tiny import (
-    byte_symbols,
-    clip_text_model,
-    clip_tokenizer,
-    frozen,
-    image_vae,
-    seeded,
-    tiny_part,
-    tiny_parts,
-)
+from latentcache.models.tiny import frozen, seeded, tiny_part, tiny_parts
 
 CHANNEL_MEANS = tuple(round(0.9 * (-1) ** i * (i % 5) / 3 - 0.1, 4) for i in range(16))
 CHANNEL_STDS = tuple(round(1.1 + 0.37 * ((i * 7) % 5), 4) for i in range(16))
@@ -173,9 +164,9 @@ def _default(seed: int) -> dict[str, Any]:
 
 
 def _sd15(seed: int) -> dict[str, Any]:
-    tokenizer = clip_tokenizer()
+    tokenizer = tiny_part("tokenizer")
     with seeded(seed):
-        encoder = clip_text_model(tokenizer, 32)
+        encoder = clip_text_model()
         vae = image_vae(4, scaling_factor=0.18215)
         unet = diffusers.UNet2DConditionModel(
             sample_size=8,
@@ -195,7 +186,7 @@ def _sd15(seed: int) -> dict[str, Any]:
 
 
 def _flux(seed: int) -> dict[str, Any]:
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip, t5 = tiny_part("tokenizer"), t5_tokenizer()
     with seeded(seed):
         vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
         transformer = diffusers.FluxTransformer2DModel(
@@ -211,7 +202,7 @@ def _flux(seed: int) -> dict[str, Any]:
         )
         parts = {
             "vae": vae,
-            "text_encoder": clip_text_model(clip, 32),
+            "text_encoder": clip_text_model(),
             "text_encoder_2": t5_model(t5),
             "tokenizer": clip,
             "tokenizer_2": t5,
@@ -530,6 +521,22 @@ def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
                 else:
                     parameter.normal_(0 if name == "bias" else 1, 0.1)
     return module
+
+
+def byte_symbols() -> list[str]:
+    """The printable stand-ins for the 256 bytes, in the order of CLIP's vocabulary."""
+    return list(tiny_part("tokenizer").convert_ids_to_tokens(list(range(256))))
+
+
+def clip_text_model() -> Any:
+    """A CLIP text encoder as the first of the tiny SDXL, with other weights."""
+    return transformers.CLIPTextModel(tiny_part("text_encoder").config)
+
+
+def image_vae(channels: int, **options: Any) -> Any:
+    """An AutoencoderKL as the tiny SDXL's, with other weights and these settings."""
+    settings = {**tiny_part("vae").config, "latent_channels": channels, "force_upcast": False, **options}
+    return diffusers.AutoencoderKL.from_config(settings)
 
 
 def t5_tokenizer() -> Any:

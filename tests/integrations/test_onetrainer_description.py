@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import clip_tokenizer
 
 from latentcache.integrations.onetrainer.description import describe, part_identity
+from latentcache.models.tiny import tiny_part
 
 
 def test_tensors_that_a_hooked_layer_has_not_registered_count() -> None:
@@ -91,7 +91,7 @@ def with_role(role: str) -> Callable[[str], Any]:
 
 
 def test_a_chat_template_and_the_function_that_makes_its_messages_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = clip_tokenizer()
+    tokenizer = tiny_part("tokenizer")
     tokenizer.chat_template = "{{ messages[0].content }}"
     settings = {"enable_thinking": True}
     first = describe(Tokenize(tokenizer, with_role("user"), settings), {})
@@ -110,7 +110,7 @@ def test_a_chat_template_and_the_function_that_makes_its_messages_count(monkeypa
 
 
 def clip_tokenizer_with(template: str) -> Any:
-    tokenizer = clip_tokenizer()
+    tokenizer = tiny_part("tokenizer")
     tokenizer.chat_template = template
     return tokenizer
 
@@ -121,7 +121,7 @@ def test_functions_and_values_that_are_reached_through_a_module_count() -> None:
 
     def described() -> Any:
         function = eval("lambda text: own.texts.messages(text) + json.dumps(own.ROLE)", {"own": own, "json": json})
-        return describe(Tokenize(clip_tokenizer(), function), {})
+        return describe(Tokenize(tiny_part("tokenizer"), function), {})
 
     found = []
     for text, role in (("return 'a' + text", "user"), ("return 'b' + text", "user"), ("return 'b' + text", "system")):
