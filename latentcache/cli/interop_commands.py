@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from latentcache.cli.options import AsJson, Strict, Switch
+from latentcache.cli.options import Dtype, ImportOptions, SourceOptions, Switch
 from latentcache.cli.output import finish
-from latentcache.config import CacheConfig, Config, location_of
+from latentcache.config import Config
 from latentcache.config_file import load_config, number_of_bytes, parse_buckets
 from latentcache.errors import ConfigError
 
@@ -26,45 +25,6 @@ import_app = App(
     help="Import the cache of another trainer. Its entries are unverified: precache replaces them.",
 )
 export_app = App(name="export", help="Export a dataset of the cache to another trainer's format, or to shards.")
-
-# The longer name first: cyclopts would take it for a key of the shorter one.
-_CACHE_HELP = "The cache's directory, or its URL."
-CacheFolder = Annotated[str | None, Parameter(name=("--cache.path", "--cache"), help=_CACHE_HELP)]
-FromConfig = Annotated[Path | None, Parameter(name="--config", help="A config: names the cache, and the models.")]
-Dtype = Literal["float32", "float16", "bfloat16"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportOptions:
-    """What an import does with the entries."""
-
-    cache: CacheFolder = None
-    config: FromConfig = None
-    name: str | None = None
-    """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
-    dtype: Dtype | None = None
-    """The dtype that is stored. Default: that of the files, float32 for scaled latents."""
-    verify: str | None = None
-    """Encode so many entries of each kind again, or `all`, and report how they differ. Needs --config."""
-    no_scale_check: Switch = False
-    """Do not compare the latents' standard deviation with the family's: they are of another VAE."""
-    strict: Strict = False
-    as_json: AsJson = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOptions:
-    """The cache and the dataset that are exported."""
-
-    cache: CacheFolder = None
-    config: FromConfig = None
-    manifest: str | None = None
-    """The dataset. Default: the only one."""
-    unverified: Switch = False
-    """Also export entries that were imported and not verified."""
-    strict: Strict = False
-    as_json: AsJson = False
-
 
 OfImport = Annotated[ImportOptions, Parameter(name="*")]
 OfExport = Annotated[SourceOptions, Parameter(name="*")]
@@ -223,7 +183,7 @@ def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
     dataset = datasets[0] if len(datasets) == 1 else None
     verification = _verification(options, config)
     foreign = read()
-    with open_workspace(_cache_config(options.cache, config)) as workspace:
+    with open_workspace(options.cache()) as workspace:
         report = import_cache(
             foreign,
             workspace,
@@ -243,23 +203,13 @@ def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
     from latentcache.loading.cache import LatentCache
     from latentcache.utils.progress import ShownProgress
 
-    config = _cache_config(source.cache, None if source.config is None else load_config(source.config))
-    with LatentCache(config.model_copy(update={"unverified": source.unverified})) as cache:
+    with LatentCache(source.cache().model_copy(update={"unverified": source.unverified})) as cache:
         names = cache.dataset_names()
         if source.manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
         report = export(cache, source.manifest or names[0], progress=ShownProgress())
     has_faults = bool(report.num_unread or (source.strict and report.skipped))
     return finish(report, source.as_json, has_faults=has_faults)
-
-
-def _cache_config(flag: str | None, config: Config | None) -> CacheConfig:
-    """Where the cache is: the flag, else the config."""
-    if config is not None:
-        return config.cache if flag is None else config.cache.model_copy(update={"path": location_of(flag)})
-    if flag is None:
-        raise ConfigError("which cache? Give --cache DIR or --config")
-    return CacheConfig(path=location_of(flag))
 
 
 def _verification(options: ImportOptions, config: Config | None) -> Verification | None:

@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -48,13 +48,16 @@ if TYPE_CHECKING:
 else:
     ConfigFlags = flags_of(Config)
 Settings = Annotated[ConfigFlags | None, Parameter(name="*", group=SETTINGS)]
-NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
-CachePath = Annotated[str | None, Parameter(name="--cache.path", help="The cache's directory, or its URL.")]
+NamedConfig = Annotated[Path | None, Parameter(help="A config: it names the cache, and the models.")]
+# The longer name first: cyclopts would take it for a key of the shorter one.
+_CACHE_NAMES = ("--cache.path", "--cache")
+CachePath = Annotated[str | None, Parameter(name=_CACHE_NAMES, help="The cache's directory, or its URL.")]
 Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, or a config.")]
 LocalTarget = Annotated[str | None, Parameter(help="The cache's directory, or a config: no URL.")]
 StoredTarget = Annotated[str | None, Parameter(help="The cache's directory, the URL of a bucket, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
 Strict = Annotated[bool, Parameter(negative="", help="Make the exit code 1 also where something is refused.")]
+Dtype = Literal["float32", "float16", "bfloat16"]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
 
@@ -85,18 +88,20 @@ class CacheOptions:
     as_json: AsJson = False
     cache_path: CachePath = None
 
-    def cache(self, target: str | None) -> CacheConfig:
+    def cache(self, target: str | None = None) -> CacheConfig:
         """The cache that a command is about: a flag, else the target, else the config."""
-        if self.cache_path is not None:
-            return CacheConfig(path=location_of(self.cache_path))
-        if target is not None and (is_url(target) or Path(target).is_dir()):
-            return CacheConfig(path=location_of(target))
-        file = self.config if target is None else Path(target)
-        if file is None:
+        place = self.cache_path
+        if place is None and target is not None and (is_url(target) or Path(target).is_dir()):
+            place = target
+        file = self.config if place is not None or target is None else Path(target)
+        if file is not None:
+            if not file.exists():
+                raise ConfigError("no such cache directory and no such config", source=str(file))
+            settings = load_config(file).cache
+            return settings if place is None else settings.model_copy(update={"path": location_of(place)})
+        if place is None:
             raise ConfigError("which cache? Give its directory, a config, or --cache.path")
-        if not file.exists():
-            raise ConfigError("no such cache directory and no such config", source=str(file))
-        return load_config(file).cache
+        return CacheConfig(path=location_of(place))
 
     def path(self, target: str | None) -> Path:
         """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a URL."""
@@ -107,6 +112,32 @@ class CacheOptions:
                 step = f"`latentcache pull {location} DIRECTORY` brings it there; then name the directory."
             raise RemoteError(location, "this command works on the cache's own directory", step)
         return location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions(CacheOptions):
+    """What an import does with the entries."""
+
+    name: str | None = None
+    """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
+    dtype: Dtype | None = None
+    """The dtype that is stored. Default: that of the files, float32 for scaled latents."""
+    verify: str | None = None
+    """Encode so many entries of each kind again, or `all`, and report how they differ. Needs --config."""
+    no_scale_check: Switch = False
+    """Do not compare the latents' standard deviation with the family's: they are of another VAE."""
+    strict: Strict = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions(CacheOptions):
+    """The cache and the dataset that are exported."""
+
+    manifest: str | None = None
+    """The dataset. Default: the only one."""
+    unverified: Switch = False
+    """Also export entries that were imported and not verified."""
+    strict: Strict = False
 
 
 OfConfig = Annotated[ConfigOptions, Parameter(name="*")]

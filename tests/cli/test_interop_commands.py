@@ -100,7 +100,7 @@ def test_import_takes_name_role_and_repeats_from_the_config(
         (("nothing", ".", "--cache", "x"), "nothing"),
         (("kohya", ".", "--text-cache", "t", "--cache", "x"), "--text-cache"),
         (("simpletuner", ".", "--cache", "x"), "--images"),
-        (("kohya", "photos"), "which cache? Give --cache DIR"),
+        (("kohya", "photos"), "which cache? Give its directory"),
         (("kohya", "photos", "--cache", "x", "--verify", "3"), "--verify encodes entries again, and needs --config"),
         (("kohya", "photos", "--cache", "x", "--verify", "0", "--config", "c.json"), "--verify is '0'; give a number"),
         (("kohya", "photos", "--cache", "x", "--name", "../x"), "the name is '../x'"),
