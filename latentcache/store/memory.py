@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 
 from typing_extensions import override
 
@@ -18,20 +17,11 @@ from latentcache.types import Entry
 
 
 class MemoryStore(Store):
-    """A `base.Store` in memory. `pin=True` pins its tensors, which speeds up copies to an accelerator.
-
-    StoreError if `pin` is asked for and there is no accelerator.
-    """
+    """A `base.Store` in memory."""
 
     read_only = False
 
-    def __init__(self, *, pin: bool = False):
-        if pin:
-            from latentcache.utils.accelerator import current_accelerator  # imports torch
-
-            if current_accelerator() is None:
-                raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
-        self._pin = pin
+    def __init__(self) -> None:
         self._entries: dict[str, tuple[OwnedEntry, EntryArrays]] | None = {}
 
     @property
@@ -47,8 +37,6 @@ class MemoryStore(Store):
     def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         new = [entry for entry in entries if entry.key not in self._open]
         for entry in new:
-            if self._pin:
-                entry = replace(entry, tensors={name: t.pin_memory() for name, t in entry.tensors.items()})
             fields = [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()]
             arrays = tuple([as_array(tensor[None]) for tensor in entry.tensors.values()])
             self._open[entry.key] = entry, EntryArrays(description_of(*fields), arrays)

@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text
 
 from latentcache.errors import EntryDamagedError
@@ -106,21 +105,3 @@ class TestMemoryStore(RemovingStoreContract):
     def store(self):
         with MemoryStore() as store:
             yield store
-
-
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_pinned_entries_are_pinned():
-    with MemoryStore(pin=True) as store:
-        store.add([make_entry(0)])
-        assert torch.from_numpy(store.rows([make_entry(0).record.key])[0].arrays[0]).is_pinned()
-        assert torch.equal(store.get(make_entry(0).record.key).tensors["moments"], make_entry(0).tensors["moments"])
-
-
-def test_pinning_pins_what_is_added(monkeypatch):
-    pinned = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    with MemoryStore(pin=True) as store:
-        store.add([make_entry(0), make_entry(1)])
-    assert len(pinned) == 2
