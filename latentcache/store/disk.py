@@ -37,10 +37,6 @@ _MAX_REASON_CHARS = 500
 logger = logging.getLogger("latentcache")
 
 
-class _KnownError(Exception):
-    """Another client sent the same pack meanwhile."""
-
-
 class DiskStore(PackReader):
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
@@ -319,15 +315,12 @@ class DiskStore(PackReader):
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        looked_at = self._position
-        present = self.table.find([entry.key for entry in entries])
-        if present:  # as far as memory knows: another process may have removed them
-            present = self.find(present, again=True)
+        present = self.find([entry.key for entry in entries], again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
         row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        return self.add_row(row, looked_at), row.pack.file_bytes
+        return self.add_row(row), row.pack.file_bytes
 
     def take_pack(
         self, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, *, row: PackRow | None = None
@@ -345,17 +338,14 @@ class DiskStore(PackReader):
                 pass
             return 0
         path = self.directory.new_pack_path(pack)
-        with ExitStack() as held, suppress(_KnownError):
+        with ExitStack() as held:
             with sealed_file(path, num_bytes) as fd:
                 for part in chunks:
                     write_all(fd, part)
                 row = row or WholePack.in_file(path, fd).checked_row(path)
                 # From here on upkeep must not see a pack that the index does not know.
                 held.enter_context(self.lock("taking a pack", shared=True))
-                if self.knows(pack):
-                    raise _KnownError
             return self.add_row(row)
-        return 0
 
     def knows(self, pack: str) -> bool:
         """Whether the index has this pack."""
@@ -379,18 +369,14 @@ class DiskStore(PackReader):
             self.table.add(row for row in rows.changed.values() if row is not None)
             self._position = position
 
-    def add_row(self, row: PackRow, looked_at: Position | None = None) -> int:
-        """Record a new pack, and those of its entries that are live in no other. Returns how many are.
-
-        They were looked for already if the index is still where it was then, at `looked_at`.
-        """
+    def add_row(self, row: PackRow) -> int:
+        """Record a new pack, and those of its entries that are live in no other. Returns how many are."""
         with self._changing() as rows:
-            if self._position != looked_at:
-                if (there := rows.get(row.pack.id)) is not None:  # another process took it in
-                    return int(there.live.sum())
-                keys = row.names()
-                known = self.table.find(keys)
-                row.live &= [key not in known for key in keys]
+            if (there := rows.get(row.pack.id)) is not None:  # another process took it in
+                return int(there.live.sum())
+            keys = row.names()
+            known = self.table.find(keys)
+            row.live &= [key not in known for key in keys]
             rows.put(row)
             return int(row.live.sum())
 

@@ -47,11 +47,6 @@ def is_field(value: object) -> bool:
     return isinstance(value, str) and _FIELD.fullmatch(value) is not None
 
 
-def is_kind(value: object) -> bool:
-    """Whether the value can name a kind: a lower-case letter, then letters, digits, _ and -, 32 at most."""
-    return isinstance(value, str) and _KIND.fullmatch(value) is not None
-
-
 def is_pack_id(value: object) -> bool:
     """Whether the value can name a pack: 32 lower-case hexadecimal digits. So it can never be a path."""
     return isinstance(value, str) and _PACK_ID.fullmatch(value) is not None
@@ -145,7 +140,7 @@ def own_entry(entry: Entry) -> OwnedEntry:
     """
     record = entry.record
     key = check_key(record.key)
-    if not is_kind(record.kind):
+    if not isinstance(record.kind, str) or not _KIND.fullmatch(record.kind):
         raise StoreError(f"entry {key}: kind {record.kind!r:.100}: a kind is up to 32 of a-z, 0-9, _ and -")
     try:
         identity, provenance = canonical_json(record.identity), canonical_json(record.provenance)
