@@ -529,15 +529,11 @@ class Family(ABC):
             if settings.get(name, needed) != needed:
                 return f"has {name} {settings[name]!r}, not {needed!r}"
         channels, own = settings.get("in_channels"), self.latent.channels
-        allowed = [own * self.patch**2, *([2 * own + 1] if self.takes_masked else [])]
-        if channels in (None, own, *allowed):
+        allowed = [own * self.patch**2, *([2 * own + 1] if self.takes_masked else []), *self.latent.others]
+        if channels in (None, own, *allowed) or "in_channels" in self.denoiser_settings:
             return None
         wanted = " or ".join(map(str, allowed))
         return f"takes {channels} channels, as one for inpainting or control does, not {wanted}"
-
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        """What is wrong where these weights, by their names in a file, are not of this family's denoiser, or None."""
-        return None
 
     # Generation
 

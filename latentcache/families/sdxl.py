@@ -100,32 +100,9 @@ class SDXL(ClipFamily):
 
     @override
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:
-        embedding, width = settings.get("addition_embed_type"), settings.get("cross_attention_dim")
-        # The refiner's one text encoder pools to the width of its hidden states, next to which it takes five time ids.
-        time_dim = settings.get("addition_time_embed_dim") or 0
-        is_refiner = time_dim and (settings.get("projection_class_embeddings_input_dim") or 0) - 5 * time_dim == width
-        met = super().check_settings(settings)
-        if embedding != "text_time":
-            met = f"has addition_embed_type {embedding!r} and cross_attention_dim {width}, as Stable Diffusion 1 and 2"
-        elif met is None and is_refiner:
-            met = f"takes 5 time ids and cross_attention_dim {width}, as SDXL's refiner does"
-        return met and (
-            f"{met}. An SDXL base UNet is needed (addition_embed_type 'text_time', {self.latent.channels} channels, "
-            "6 time ids, cross_attention_dim 2048)"
-        )
-
-    @override
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        """As `Family.check_weights`: no other family of that shape has the embedding of sizes and pooled text."""
-        is_original = any(name.startswith("model.diffusion_model.") for name in shapes)
-        needed = "model.diffusion_model.label_emb.0.0.weight" if is_original else "add_embedding.linear_1.weight"
-        if needed in shapes:
-            return None
-        width = next((shape[-1] for name, shape in shapes.items() if name.endswith("attn2.to_k.weight")), "unknown")
-        return (
-            f"has no {needed} (SDXL's embedding of sizes and pooled text), and its cross_attention_dim is {width}: it "
-            "is incomplete, or a UNet of Stable Diffusion 1 or 2"
-        )
+        if settings.get("addition_embed_type") != "text_time":
+            return "has no addition_embed_type 'text_time', as UNets of Stable Diffusion 1 and 2"
+        return super().check_settings(settings)
 
 
 FAMILY = SDXL()

@@ -33,7 +33,6 @@ _VAE_SETTINGS = (
     *("base_dim", "decoder_base_dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample"),
     *("dropout", "is_residual", "in_channels", "patch_size", "scale_factor_temporal", "scale_factor_spatial"),
 )
-_IMAGE_TO_VIDEO = "makes videos from a first frame (36 channels): set model.family to wan-i2v"
 _ROWS = 512
 """Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
 
@@ -88,18 +87,6 @@ class Wan(Family):
     def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         """One at a time, as its pipelines do: the last bits do not depend on the batch, and clips are large."""
         return torch.cat([super(Wan, self).encode_image(vae, each[None]) for each in pixels])
-
-    @override
-    def check_settings(self, settings: Mapping[str, Any]) -> str | None:
-        channels = settings.get("in_channels")
-        if channels == 36:
-            return _IMAGE_TO_VIDEO
-        return None if channels in self.latent.others else super().check_settings(settings)
-
-    @override
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        channels = [shape[1] for name, shape in shapes.items() if name.endswith("patch_embedding.weight")]
-        return _IMAGE_TO_VIDEO if channels == [36] else None
 
     @override
     def pipeline(self, **parts: Any) -> Any:

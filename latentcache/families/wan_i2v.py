@@ -45,6 +45,7 @@ class WanImageToVideo(wan.Wan):
         "image_encoder": Part("image_encoder", "transformers.CLIPVisionModel", settings=_VISION, optional=True),
         "image_processor": Part("image_processor", "transformers.CLIPImageProcessor", settings=_IMAGES, optional=True),
     }
+    denoiser_settings = {"in_channels": 36, "pos_embed_seq_len": None}  # which those with a last frame have
     latent = LatentSpace(16, is_video=True, draws=False)
     clip_condition = "first frame, padded"
     trainer_files = {"musubi": wan.Wan.trainer_files["musubi"]}
@@ -80,21 +81,6 @@ class WanImageToVideo(wan.Wan):
         mask = condition.new_zeros(len(condition), _SUBFRAMES, *condition.shape[2:])
         mask[:, :, 0] = 1
         return torch.cat([noisy, mask, condition], dim=1)
-
-    @override
-    def check_settings(self, settings: Mapping[str, Any]) -> str | None:
-        if settings.get("pos_embed_seq_len"):
-            return "makes videos from a first and a last frame (pos_embed_seq_len is set): not supported"
-        return self._other_channels(settings.get("in_channels"))
-
-    @override
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        channels = [shape[1] for name, shape in shapes.items() if name.endswith("patch_embedding.weight")]
-        return self._other_channels(channels[0]) if channels else None
-
-    def _other_channels(self, channels: int | None) -> str | None:
-        needed = 2 * self.latent.channels + _SUBFRAMES
-        return None if channels == needed else f"takes {channels} channels, not the {needed} of image to video"
 
 
 FAMILY = WanImageToVideo()

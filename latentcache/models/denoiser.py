@@ -201,8 +201,6 @@ class _Denoisers:
                 )
             with init_empty_weights(include_buffers=False):
                 add_adapters(denoiser, adapters)
-        else:
-            self._check_weights(state, str(file))
         self._fill(denoiser, state, str(file))
         return denoiser
 
@@ -229,7 +227,11 @@ class _Denoisers:
         if is_lora(state):
             raise self._lora_refused(file)
         original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
-        self._check_is_denoiser(original or state, file)
+        if scaled := next((key for key in state if key.endswith(_SCALES)), None):
+            raise self._refused(
+                f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
+                f"that. Name the same {self.word} in bfloat16 or float16, or in float8 without scales."
+            )
         has_config = not original and (file.parent / "config.json").is_file()
         settings = self._read_settings(file.parent) if has_config else self._architecture()
         denoiser = empty(self.model_class, settings)
@@ -239,21 +241,6 @@ class _Denoisers:
             state = self._converted(original or state, settings, str(file))
         self._fill(denoiser, state, str(file))
         return denoiser
-
-    def _check_is_denoiser(self, state: State, file: Path) -> None:
-        if scaled := next((key for key in state if key.endswith(_SCALES)), None):
-            raise self._refused(
-                f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
-                f"that. Name the same {self.word} in bfloat16 or float16, or in float8 without scales."
-            )
-        is_original = any(key.startswith(ORIGINAL_PREFIX) for key in state)
-        if self.part == "unet" and not is_original and "conv_in.weight" not in state:
-            raise self._refused(
-                f"{file} holds no UNet (its first tensor is {next(iter(sorted(state)), 'missing')}). Name a "
-                f"checkpoint in the original layout ({ORIGINAL_PREFIX}*), or the weights of a diffusers UNet "
-                "(conv_in.weight, ...)."
-            )
-        self._check_weights(state, str(file))
 
     def _converted(self, original: State, settings: Mapping[str, Any], name: str) -> State:
         """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
@@ -304,11 +291,6 @@ class _Denoisers:
         if met is not None:
             raise self._refused(f"{folder} {met}. Name a {wanted} of {self.family.name}.")
         return settings
-
-    def _check_weights(self, state: State, name: str) -> None:
-        met = self.family.check_weights({key: tuple(value.shape) for key, value in state.items()})
-        if met is not None:
-            raise self._refused(f"{name} {met}. Name a {self.word} of {self.family.name}.")
 
     def _refused(self, message: str) -> ModelError:
         return refused(self.part, message)

@@ -30,7 +30,6 @@ from helpers.serving import serving_here
 from helpers.tiny_models import tiny_folder, tiny_model, wan_2_1_i2v
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, unpadded
 from latentcache.config import Config, ModelConfig
@@ -235,23 +234,17 @@ def test_a_batch_without_a_condition_is_refused(run: FamilyRun) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"in_channels": 16}, "takes 16 channels, not the 36 of image to video"),
-        ({"pos_embed_seq_len": 514, "image_dim": 32, "added_kv_proj_dim": 32}, "from a first and a last frame"),
+        ({"in_channels": 16}, "has in_channels 16, not 36"),
+        ({"pos_embed_seq_len": 514, "image_dim": 32, "added_kv_proj_dim": 32}, "has pos_embed_seq_len 514, not None"),
     ],
 )
 def test_a_denoiser_of_another_kind_is_refused(
     settings: dict[str, Any], message: str, tmp_path: Path, remade: Callable[..., Any]
 ) -> None:
-    denoiser = remade(**settings)
-    denoiser.save_pretrained(tmp_path / "transformer")
+    remade(**settings).save_pretrained(tmp_path / "transformer")
     model = ModelConfig(path=tiny_folder(FAMILY.name), family=FAMILY.name)
     with pytest.raises(ModelError, match=message):
         load_denoiser(tmp_path / "transformer", dtype=torch.float32, model=model)
-    if "in_channels" in settings:
-        state = {name: value.contiguous() for name, value in denoiser.state_dict().items()}
-        save_file(state, file := tmp_path / "wan.safetensors")
-        with pytest.raises(ModelError, match=message):
-            load_denoiser(file, dtype=torch.float32, model=model)
 
 
 @pytest.fixture
