@@ -37,29 +37,6 @@ GetValue = Callable[[str, int], Any]
 # Groups
 
 
-def once_per_item(get_value: GetValue) -> GetValue:
-    """Values of names with dots, as mgds looks them up, but the part before the first dot is requested once an item."""
-    last: dict[str, tuple[int, Any]] = {}
-
-    def get(name: str, index: int) -> Any:
-        root = name.partition(".")[0]
-        if root not in last or last[root][0] != index:
-            last[root] = index, get_value(root, index)
-        return _descend({root: last[root][1]}, name)
-
-    return get
-
-
-def _descend(roots: Mapping[str, Any], name: str) -> Any:
-    """The value of a name with dots, as mgds looks it up: None where a part is not there."""
-    value: Any = roots
-    for part in name.split("."):
-        if part not in value:
-            return None
-        value = value[part]
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class GroupNames:
     """The names under which a pipeline says how its items are grouped. Without `variations` all are one group."""
@@ -110,19 +87,10 @@ def make_groups(names: GroupNames, num_items: int, get_value: GetValue) -> Group
     """
     if names.variations is None:
         return Groups((Group(range(num_items), num_items, 1),) if num_items else ())
-    roots = tuple(dict.fromkeys(name.partition(".")[0] for name in (*names.group, names.enabled) if name))
-    groups: dict[tuple[int, ...], tuple[list[Any], bytes | None]] = {}
     members: dict[bytes, list[int]] = {}
     for index in range(num_items):
-        # Items of one concept share one dict, which is read once. It is kept, so that no other object gets its id.
-        values = [get_value(root, index) for root in roots]
-        concept = tuple(map(id, values))
-        if concept not in groups:
-            enabled = not names.enabled or get_value(names.enabled, index)
-            group = canonical_json([get_value(name, index) for name in names.group]) if enabled else None
-            groups[concept] = values, group
-        group = groups[concept][1]
-        if group is not None:
+        if not names.enabled or get_value(names.enabled, index):
+            group = canonical_json([get_value(name, index) for name in names.group])
             members.setdefault(group, []).append(index)
     return Groups(tuple(_group(names, indices, get_value) for indices in members.values()))
 
@@ -194,13 +162,6 @@ class Item:
         return self.files[0][0] if self.files else repr(self.texts[0]) if self.texts else f"item {self.index}"
 
 
-class _Settings(NamedTuple):
-    """The settings of one concept that upstream modules request: their values, and one digest of all."""
-
-    digest: str | None
-    values: Mapping[ModuleInput, Any]
-
-
 class ItemReader:
     """Reads each item (variation, input index) of a pipeline: its identity, and the key of its values of `names`.
 
@@ -222,7 +183,6 @@ class ItemReader:
         self._variation_counts = any(map(_depends_on_variation, upstream.modules))
         drawing = [module for module in upstream.modules if draws_random_numbers(module)]
         self._drawing = [(module, {name for _, name in input_names(module)}) for module in drawing]
-        self._settings_by_concept: dict[tuple[int, ...], tuple[list[Any], _Settings]] = {}
 
     def read(self, variation: int, index: int) -> Item:
         """One item. Raises what reading its files and making its texts raises."""
@@ -235,7 +195,7 @@ class ItemReader:
             file_digests.append(found)
             files.append((str(path), signature))
         texts = [each.value(variation, index) for each in self.upstream.texts]
-        settings = self._settings(variation, index)
+        settings = {each: plain_settings(each.name, each.value(variation, index)) for each in self.upstream.settings}
         identity: dict[str, Any] = {"kind": self.kind, "schema": SCHEMA, "pipeline": self._pipeline_digest}
         if file_digests:
             identity["files"] = file_digests
@@ -246,11 +206,12 @@ class ItemReader:
                 else {"json": digest(canonical_json(plain_settings(each.name, text)))}
                 for each, text in zip(self.upstream.texts, texts, strict=True)
             ]
-        if settings.digest:
-            identity["settings"] = settings.digest
+        if settings:
+            pairs = sorted(([each.name, value] for each, value in settings.items()), key=canonical_json)
+            identity["settings"] = digest(canonical_json(pairs))
         if self._variation_counts:
             identity["variation"] = variation
-        if numbers := self._random_numbers(variation, index, settings.values):
+        if numbers := self._random_numbers(variation, index, settings):
             identity["random"] = numbers
         return Item(
             variation=variation,
@@ -275,21 +236,6 @@ class ItemReader:
             texts=[text[:1000] for text in item.texts],
             pipeline=self.pipeline,
         )
-
-    def _settings(self, variation: int, index: int) -> _Settings:
-        """The settings of the item's concept. Items of one concept share one dict, which is described once."""
-        inputs = self.upstream.settings
-        if not inputs:
-            return _Settings(None, {})
-        roots = {each.root: ModuleInput(each.module, each.root).value(variation, index) for each in inputs}
-        concept = tuple(map(id, roots.values()))
-        if concept not in self._settings_by_concept:
-            values = {each: plain_settings(each.name, _descend(roots, each.name)) for each in inputs}
-            pairs = sorted(([each.name, value] for each, value in values.items()), key=canonical_json)
-            settings = _Settings(digest(canonical_json(pairs)), values)
-            # The dicts are kept, so that no other object gets their ids.
-            self._settings_by_concept[concept] = list(roots.values()), settings
-        return self._settings_by_concept[concept][1]
 
     def _random_numbers(self, variation: int, index: int, settings: Mapping[ModuleInput, Any]) -> list[str]:
         """What stands for the random numbers of the modules that draw some for this item."""

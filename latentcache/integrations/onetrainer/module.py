@@ -25,7 +25,6 @@ from latentcache.integrations.onetrainer.items import (
     Item,
     ItemReader,
     make_groups,
-    once_per_item,
     signature_of,
 )
 from latentcache.integrations.onetrainer.upstream import Upstream
@@ -226,8 +225,7 @@ class CacheModule:
         if self._groups is None:
             num_items = self._get_previous_length(self._group_names.variations or self.get_outputs()[0])
             # The values of concepts are those of variation 0, as in mgds.
-            get_value = once_per_item(lambda name, index: self._get_previous_item(0, name, index))
-            self._groups = make_groups(self._group_names, num_items, get_value)
+            self._groups = make_groups(self._group_names, num_items, partial(self._get_previous_item, 0))
         return self._groups
 
     def _plan(

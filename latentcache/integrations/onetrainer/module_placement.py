@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -24,60 +23,6 @@ class _Refreshing(Protocol):
     after_cache_fun: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _PartRecord:
-    """Where one part was: the device of each tensor by its name, and the training flag of each submodule.
-
-    Tensors without values (on `meta`) are left out: if they are loaded meanwhile, they stay where they are.
-    """
-
-    name: str
-    module: torch.nn.Module
-    devices: Mapping[str, torch.device]
-    modes: tuple[tuple[torch.nn.Module, bool], ...]
-
-    @classmethod
-    def of(cls, name: str, module: torch.nn.Module) -> _PartRecord:
-        devices = {path: tensor.device for path, tensor in _tensors(module) if tensor.device.type != "meta"}
-        return cls(name, module, devices, tuple((child, child.training) for child in module.modules()))
-
-    def device(self, away: torch.device) -> torch.device | None:
-        """The device of the part: of several the first that is not `away`. None if it has no tensors."""
-        return next((device for device in self.devices.values() if device != away), away if self.devices else None)
-
-    def restore(self, model: Any, away: torch.device) -> None:
-        """Restore the flags, and move the part by the model's functions, then what is left tensor by tensor.
-
-        Raises PipelineError, when all others are back, for tensors without values now.
-        """
-        for module, training in self.modes:
-            module.training = training
-        device = self.device(away)
-        if device is None or not self._moved():
-            return
-        by_model = _move_by_model(model, self.name, device, away)
-        if by_model and getattr(model, f"{self.name}_offload_conductor", None) is not None:
-            return
-        lost = []
-        for name, tensor, before in self._moved():
-            if tensor.device.type == "meta":
-                lost.append(name)
-            else:
-                tensor.data = tensor.data.to(before)
-                if tensor.grad is not None:  # gradients of a step that is not over
-                    tensor.grad.data = tensor.grad.data.to(before)
-        if lost:
-            raise PipelineError(
-                f"{self.name}.{lost[0]} had values before the cache was filled and has none now (it is on meta), as do "
-                f"{len(lost)} of its tensors: they cannot be moved back. Load the model again."
-            )
-
-    def _moved(self) -> list[tuple[str, torch.Tensor, torch.device]]:
-        """The tensors that are on another device now, with the recorded one. Moving may have replaced a tensor."""
-        here = [(name, tensor, self.devices.get(name, tensor.device)) for name, tensor in _tensors(self.module)]
-        return [(name, tensor, before) for name, tensor, before in here if before != tensor.device]
-
-
 class PlacementGuard:
     """Records the devices and train modes of a model's parts (`before`), and restores them (`after`).
 
@@ -89,32 +34,44 @@ class PlacementGuard:
 
     def __init__(self, model: Any):
         self._model = model
-        self._parts: tuple[_PartRecord, ...] = ()
+        self._places: dict[str, tuple[torch.nn.Module, dict[str, torch.device]]] = {}
+        """Each part, and the device of each of its tensors. Those without values (on `meta`) are left out: if they are
+        loaded meanwhile, they stay where they are."""
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
 
     def before(self) -> None:
         """Record the placement. PipelineError if there is no model yet."""
         model = self._current_model()
-        self._parts = tuple(_PartRecord.of(name, part) for name, part in vars(model).items() if _is_part(part))
-        if not self._parts:
+        parts = {name: part for name, part in vars(model).items() if isinstance(part, torch.nn.Module)}
+        if not parts:
             raise PipelineError(
                 f"{type(model).__name__} has no parts: none of its attributes is a torch.nn.Module. Pass the model "
                 "that the trainer loads, or a function that gives it."
             )
+        self._places = {
+            name: (part, {path: tensor.device for path, tensor in _tensors(part) if tensor.device.type != "meta"})
+            for name, part in parts.items()
+        }
+        self._modes = [(child, child.training) for part in parts.values() for child in part.modules()]
 
     def after(self) -> None:
         """Restore what `before` recorded. Without a record it does nothing.
 
         All parts are restored, also after an error. Raises PipelineError for weights that have no values any more.
         """
-        parts, self._parts = self._parts, ()
-        if not parts:
+        places, self._places = self._places, {}
+        modes, self._modes = self._modes, []
+        for module, training in modes:
+            module.training = training
+        if not places:
             return
         model = self._current_model()
         # The device of the parts that the model does not need. They leave first, so that there is room for the others.
         away = torch.device(getattr(model, "temp_device", None) or "cpu")
+        order = sorted(places, key=lambda name: (_home(places[name][1], away) != away, name.endswith("_lora")))
         with ExitStack() as steps:  # it calls the last first
-            for part in sorted(parts, key=lambda part: (part.device(away) != away, part.name.endswith("_lora")))[::-1]:
-                steps.callback(part.restore, model, away)
+            for name in reversed(order):
+                steps.callback(_restore, model, name, *places[name], away)
 
     def around(self, module: _Refreshing) -> None:
         """Do so at each refresh of this cache module: record first, restore last."""
@@ -133,9 +90,8 @@ class PlacementGuard:
         module.before_cache_fun, module.after_cache_fun = record_and_prepare, finish_and_restore
 
     def _current_model(self) -> Any:
-        # A model is an object with parts, callable or not.
-        has_parts = any(map(_is_part, getattr(self._model, "__dict__", {}).values()))
-        model = self._model() if callable(self._model) and not has_parts else self._model
+        is_function = callable(self._model) and not isinstance(self._model, torch.nn.Module)
+        model = self._model() if is_function else self._model
         if model is None:
             raise PipelineError("the function that gives the model gives None: it is not loaded yet")
         return model
@@ -145,12 +101,46 @@ restoring = PlacementGuard
 """`restoring(model).around(cache)`; for other code that moves parts call `before` and `after` yourself."""
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module)
-
-
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
+
+
+def _home(devices: Mapping[str, torch.device], away: torch.device) -> torch.device | None:
+    """The device of a part: of several the first that is not `away`. None if it has no tensors."""
+    return next((device for device in devices.values() if device != away), away if devices else None)
+
+
+def _restore(
+    model: Any, name: str, part: torch.nn.Module, devices: Mapping[str, torch.device], away: torch.device
+) -> None:
+    """Move a part by the model's functions, then what is left tensor by tensor.
+
+    Raises PipelineError, when all others are back, for tensors without values now.
+    """
+    device = _home(devices, away)
+
+    def moved() -> list[tuple[str, torch.Tensor, torch.device]]:
+        """The tensors that are on another device now, with the recorded one. Moving may have replaced a tensor."""
+        here = [(path, tensor, devices.get(path, tensor.device)) for path, tensor in _tensors(part)]
+        return [(path, tensor, before) for path, tensor, before in here if before != tensor.device]
+
+    if device is None or not moved():
+        return
+    if _move_by_model(model, name, device, away) and getattr(model, f"{name}_offload_conductor", None) is not None:
+        return
+    lost = []
+    for path, tensor, before in moved():
+        if tensor.device.type == "meta":
+            lost.append(path)
+            continue
+        tensor.data = tensor.data.to(before)
+        if tensor.grad is not None:  # gradients of a step that is not over
+            tensor.grad.data = tensor.grad.data.to(before)
+    if lost:
+        raise PipelineError(
+            f"{name}.{lost[0]} had values before the cache was filled and has none now (it is on meta), as do "
+            f"{len(lost)} of its tensors: they cannot be moved back. Load the model again."
+        )
 
 
 def _move_by_model(model: Any, name: str, device: torch.device, away: torch.device) -> bool:

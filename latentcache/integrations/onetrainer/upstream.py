@@ -135,11 +135,6 @@ class ModuleInput(NamedTuple):
     module: Any
     name: str
 
-    @property
-    def root(self) -> str:
-        """The part of the name before the first dot: the name of a module's output."""
-        return self.name.partition(".")[0]
-
     def value(self, variation: int, index: int) -> Any:
         """The value for an item, from the pipeline."""
         return self.module._get_previous_item(variation, self.name, index)
