@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 
 from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
-from latentcache.dataset.manifest_folder import NAME_PATTERN, OLD_SUFFIX, SUFFIX, note_file, noted_in, owner_of
+from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, note_file, noted_in, owner_of
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
 from latentcache.provenance import now
 from latentcache.remote.transport import ANY_VERSION, Transport
@@ -34,7 +34,7 @@ class RemoteManifests:
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
         files = [name.removeprefix(f"{_FOLDER}/") for name in self._transport.list(_FOLDER)]
-        names = sorted({file.removesuffix(end) for end in (SUFFIX, OLD_SUFFIX) for file in files if file.endswith(end)})
+        names = sorted(file.removesuffix(SUFFIX) for file in files if file.endswith(SUFFIX))
         if odd := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:  # a pull makes it a path
             step = f"Names match {NAME_PATTERN}. Remove or rename that file there."
             raise RemoteError(self._transport.url, f"{odd[0]!r:.120} is no name of a manifest", step)
@@ -50,15 +50,13 @@ class RemoteManifests:
 
     def _read(self, name: str) -> Manifest | None:
         self._versions.pop(name, None)
-        for file in (_file(name), _old_file(name)):
-            try:
-                data, version = self._transport.read(file)
-            except FileNotFoundError:
-                self._versions[name] = None
-                continue
-            self._versions[name] = version if file == _file(name) else None
-            return read_manifest(data, name, f"{self._transport.url}/{file}", whole_check=True)
-        return None
+        try:
+            data, version = self._transport.read(_file(name))
+        except FileNotFoundError:
+            self._versions[name] = None
+            return None
+        self._versions[name] = version
+        return read_manifest(data, name, f"{self._transport.url}/{_file(name)}", whole_check=True)
 
     def write(self, manifest: Manifest) -> None:
         """Replace what this object read of the manifest, or all that is there now; end what `begin` noted.
@@ -81,7 +79,7 @@ class RemoteManifests:
                 "the same command again",
             )
         self._versions.pop(name, None)
-        self._transport.remove([self._note(name), _old_file(name)])
+        self._transport.remove([self._note(name)])
 
     def _has(self, name: str, data: bytes) -> bool:
         with suppress(FileNotFoundError, DatasetError):
@@ -125,8 +123,3 @@ class RemoteManifests:
 
 def _file(name: str) -> str:
     return f"{_FOLDER}/{name}{SUFFIX}"
-
-
-def _old_file(name: str) -> str:
-    """Where an older version wrote a manifest: its lines are refused by name, and `write` removes it."""
-    return f"{_FOLDER}/{name}{OLD_SUFFIX}"

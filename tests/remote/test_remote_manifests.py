@@ -147,18 +147,6 @@ def test_a_damaged_manifest_is_named_and_replaced(far: Transport, request: pytes
     assert manifests.read("photos") == make(3)
 
 
-def test_an_old_manifest_is_named_and_replaced() -> None:
-    """It counts: `prune` must not remove what it lists as if nothing needed it."""
-    bucket = BucketTransport(MemoryStore(), "memory://manifests")
-    bucket.write("manifests/photos.jsonl", b'{"format": 2, "name": "photos"}\n', version=ANY_VERSION)
-    manifests = RemoteManifests(bucket)
-    assert manifests.names() == ["photos"]
-    with pytest.raises(DatasetError, match=r"manifests/photos\.jsonl.*older version.*latentcache precache CONFIG"):
-        manifests.read("photos")
-    manifests.write(make(3))
-    assert manifests.read("photos") == make(3) and list(bucket.list("manifests")) == ["manifests/photos.safetensors"]
-
-
 def test_a_reader_writes_nothing(far: Transport, request: pytest.FixtureRequest) -> None:
     manifests = RemoteManifests(far, read_only=True)
     for call in (lambda: manifests.write(make(1)), lambda: manifests.begin("photos")):
