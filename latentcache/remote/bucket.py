@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from latentcache.config import RETRY_S
 from latentcache.errors import RemoteError
-from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, Listed, Transport, in_threads
+from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport, in_threads
 from latentcache.utils.extras import naming_extras
 
 if TYPE_CHECKING:
@@ -34,11 +34,14 @@ UPLOAD_S = 900.0
 once need a line of 6 Mbit/s."""
 _CONNECT_S, _FIRST_DELAY_S, _MAX_DELAY_S = 5.0, 0.1, 2.0
 _ATTEMPTS = 3  # to read an answer that broke off; and that fit into the time for retries, where a store says nothing
-_UNAUTHORIZED, _NOT_IMPLEMENTED = 401, 501
+_NOT_IMPLEMENTED = 501
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
-_NO_CREDENTIALS = re.compile(
-    r"169\.254\.169\.254|Missing (AccessKeyId|SecretAccessKey)|Account must be specified|service account|Access Key:"
+_STEP = (
+    "Check the URL, the endpoint (AWS_ENDPOINT_URL; http needs AWS_ALLOW_HTTP=true), the network, and the credentials, "
+    "which are given as the store's own tools take them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; "
+    "then run the same again: nothing that was stored is lost."
 )
 _PANIC = "PanicException"  # what obstore raises where its Rust code fails: the class has no other name in Python
 
@@ -228,14 +231,4 @@ def _problem(url: str, what: str, error: BaseException) -> RemoteError:
     status = None if found is None else int(found[1])
     if reason is not None:
         met = f"status {status}: {reason[1]}"
-    again = "then run the same again: nothing that was stored is lost."
-    step = f"Check the URL, the store's endpoint (AWS_ENDPOINT_URL) and the network, {again}"
-    if type(error).__name__ == _PANIC or "BadScheme" in text:
-        step = "Check AWS_ENDPOINT_URL (https://HOST:PORT; http needs AWS_ALLOW_HTTP=true), AWS_REGION and the keys."
-    elif status in (_UNAUTHORIZED, FORBIDDEN) or _NO_CREDENTIALS.search(text):
-        step = (
-            "Give credentials that may do this, as the store's own tools take them: AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and "
-            f"AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; {again}"
-        )
-    return RemoteError(url, f"{what}: {met[:500].rstrip('.')}", step, status=status)
+    return RemoteError(url, f"{what}: {met[:500].rstrip('.')}", _STEP, status=status)

@@ -103,10 +103,10 @@ def test_errors_say_what_to_do(swift_url: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_credentials_that_lack_a_half_are_asked_for(swift_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(RemoteError, match=r"SecretAccessKey.*Give credentials"):
+    with pytest.raises(RemoteError, match=r"SecretAccessKey.*AWS_ACCESS_KEY_ID"):
         BucketTransport.open(swift_url)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
-    with pytest.raises(RemoteError, match=r"service account file.*Give credentials"):
+    with pytest.raises(RemoteError, match=r"service account file.*GOOGLE_APPLICATION"):
         BucketTransport.open("gs://bucket/cache")
 
 
@@ -115,7 +115,7 @@ def test_an_endpoint_on_which_obstore_panics_is_an_error(
     swift_url: str, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(RemoteError, match=r"Check AWS_ENDPOINT_URL"):
+    with pytest.raises(RemoteError, match=r"AWS_ENDPOINT_URL"):
         BucketTransport.open(swift_url).list("packs")
 
 

@@ -124,5 +124,5 @@ def test_what_cannot_be_removed_in_passing_is_tried_again(swift_url: str, relay:
     bucket.remove(["photos"])
     assert [method for method, _ in relay.requests] == ["DELETE", "DELETE"] and not bucket.list("photos")
     relay.answer = lambda method, path: 403
-    with pytest.raises(RemoteError, match=r"photos cannot be removed: .* Give credentials that may do this"):
+    with pytest.raises(RemoteError, match=r"photos cannot be removed: .* credentials"):
         bucket.remove(["photos"])
