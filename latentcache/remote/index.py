@@ -22,8 +22,6 @@ from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
 """How long a list of packs is trusted for the keys that it has; a writer trusts it as long for those that it lacks."""
-UNREADABLE_S = 60.0
-"""Packs whose headers could not be read are asked for again after this: they may have been damaged on their way."""
 
 logger = logging.getLogger("latentcache")
 
@@ -52,12 +50,15 @@ class FarIndex:
         """What packs list, so that each is asked once: 48 bytes an entry."""
         self._damaged: dict[str, dict[int, str]] = {}
         """Rows of packs whose entries this process found damaged, and why."""
-        self._listed_at = self._tried_at = -math.inf
+        self._listed_at = -math.inf
 
     # Looking up
 
     def refresh(self, max_age_s: float = 0.0) -> None:
-        """Bring the table to what is there now, unless it was done in the last seconds."""
+        """Bring the table to what is there now, unless it was done in the last seconds.
+
+        Packs whose headers could not be read are asked again: they may have been damaged on their way.
+        """
         with self._lock:
             began = time.monotonic()
             if began - self._listed_at < max_age_s:
@@ -66,15 +67,12 @@ class FarIndex:
             listed = removals_in(self._transport).items()
             there = {pack: each.num_bytes for pack, each in packs_in(self._transport).items()}
             leaving = {pack: note.num_bytes for pack, note in listed if pack in there}
-            self.unreadable = {pack: reason for pack, reason in self.unreadable.items() if pack in there}
-            if began - self._tried_at >= UNREADABLE_S:
-                self.unreadable, self._tried_at = {}, began
             is_first = self._listed_at == -math.inf
             known = self._tier.packs() if is_first and self._tier is not None else self.sizes.keys()
             gone = known - there.keys()
-            wanted = {pack: num_bytes for pack, num_bytes in there.items() if pack not in self.unreadable}
-            if wanted != self.sizes or leaving != self.leaving:
-                self._rebuild(wanted, leaving)
+            if there != self.sizes or leaving != self.leaving:
+                self.unreadable = {}
+                self._rebuild(there, leaving)
             self._listed_at = began
             if gone and there and self._tier is not None:  # a place that lists nothing at all may be the wrong one
                 self._tier.remove(gone)
@@ -174,10 +172,7 @@ class FarIndex:
     def _row_or_reason(self, listed: tuple[str, int]) -> PackRow | PackError | RemoteError | None:
         """The row of a pack, why it cannot be read, or None for one that is gone since it was listed."""
         try:
-            try:
-                return self.row(*listed)
-            except PackError:  # it may have been damaged on its way
-                return self.row(*listed)
+            return self.row(*listed)
         except FileNotFoundError:
             return None
         except PackError as error:

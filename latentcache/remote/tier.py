@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -27,8 +26,6 @@ MAX_AHEAD = 32
 fetched when they are read."""
 _PART = ".part"
 _LEFT_S = 3600.0  # what a dead process left half written is removed after this
-
-logger = logging.getLogger("latentcache")
 
 
 def folder_of(url: str, local: str | Path | None = None) -> Path:
@@ -82,8 +79,6 @@ class Tier:
             self._locks.mkdir(exist_ok=True)
         except OSError as error:
             raise _not_kept(folder, error) from error
-        self._fetched = set[str]()
-        self._has_warned = False
         self._begin()
         self._sweep()
 
@@ -154,7 +149,6 @@ class Tier:
                 with suppress(FileNotFoundError):  # it is gone there: who reads it looks where its entries are now
                     self._write(path, read_pack(self._transport, pack))
                     self._release([pack])
-        self._fetched.add(pack)
         self._make_room(pack)
 
     def _write(self, path: Path, data: memoryview) -> None:
@@ -180,23 +174,14 @@ class Tier:
         try:
             with locked(self._locks / "room.lock", "making room", shared=False):
                 files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
-                num_bytes, gone = sum(status.st_size for _, status in files), list[str]()
+                num_bytes = sum(status.st_size for _, status in files)
                 for path, status in files:
                     if num_bytes <= self._max_bytes:
                         break
                     if path.stem != wanted and self._remove(path):
                         num_bytes -= status.st_size
-                        gone.append(path.stem)
         except StoreBusyError:
             return  # another process makes room
-        if not self._has_warned and not self._fetched.isdisjoint(gone):
-            self._has_warned = True
-            logger.warning(
-                "%s has no room for all packs that are read (cache.local_max_bytes is %s), so that packs are fetched "
-                "again in each epoch. Give it more, or read in pack order: LatentLoader with order='packs'",
-                self._packs.parent,
-                f"{self._max_bytes:,}",
-            )
 
     def _remove(self, path: Path) -> bool:
         """Remove a pack's file. False if that must wait: Windows removes no file that is mapped."""

@@ -65,9 +65,7 @@ class TransferReport(Report):
     num_packs: int = 0
     num_bytes: int = 0
     num_there: int = 0
-    """Packs whose entries were there already: by the pack's id, or in other packs."""
-    num_left: int = 0
-    """Packs with nothing of the manifests that were chosen."""
+    """Packs of which nothing is missing: it was there already, or no manifest that was chosen needs it."""
     manifests: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -88,8 +86,6 @@ class TransferReport(Report):
             f"{would} {self.num_packs} packs, {self.num_bytes:,} bytes",
             f"there       {self.num_there} packs",
         ]
-        if self.num_left:
-            lines.append(f"left        {self.num_left} packs, which the manifests do not need")
         lines.append(f"manifests   {', '.join(self.manifests) or 'none that differs'}")
         lines += [f"refused     {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
@@ -215,7 +211,6 @@ class Move:
         self.report.num_there = len(staying) - len(new)
         progress.start("move packs", len(new))
         for pack, num_bytes in self._moved(new, packs, wanted):
-            self.report.num_left += num_bytes is None
             self.report.num_there += num_bytes == 0 and pack not in self.report.refused
             progress.advance()
         progress.finish()
@@ -233,7 +228,7 @@ class Move:
 
     def _moved(
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
-    ) -> Iterator[tuple[str, int | None]]:
+    ) -> Iterator[tuple[str, int]]:
         """Move these packs, several at a time, and count what was moved. Yields each with what `_move` returns."""
         move = partial(self._move, sizes, wanted)
         with (
@@ -246,17 +241,15 @@ class Move:
                     self.report.num_bytes += num_bytes
                 yield pack, num_bytes
 
-    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> int | None:
+    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> int:
         """Move what is wanted of a pack and not there. Errors that other packs would have too are raised.
 
-        Returns the bytes that were sent, 0 if none had to be or it is refused, None if none are wanted.
+        Returns the bytes that were sent: 0 if none had to be, or if it is refused.
         """
         try:
             keys = self.source.keys_of(pack, sizes[pack])
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
-                if not keys:
-                    return None
             missing = set(keys) - self.target.index.find(keys)
             if not missing or self.dry_run:
                 return sizes[pack] if missing else 0

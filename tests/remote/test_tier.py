@@ -19,7 +19,6 @@ from helpers.serving import RunningServer, serving
 from obstore.store import LocalStore
 
 from latentcache.errors import EntryMissingError, LatentCacheError, StoreError
-from latentcache.remote import index
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import folder_of
@@ -127,11 +126,7 @@ def test_another_copy_serves_where_one_is_damaged(twice: tuple[RunningServer, Re
 
 
 def test_a_pack_whose_header_came_damaged_is_asked_for_again_later(
-    relay: Relay,
-    server: RunningServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    relay: Relay, server: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad: list[str] = []
 
@@ -146,18 +141,13 @@ def test_a_pack_whose_header_came_damaged_is_asked_for_again_later(
     with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
         assert len(list(store.keys())) < 54 and "Its entries are missing" in caplog.text
         relay.change = None
-        num_fetched = len(fetched(relay))
-        assert len(list(store.keys())) < 54 and len(fetched(relay)) == num_fetched, "not at each look"
-        monkeypatch.setattr(index, "UNREADABLE_S", 0.0)
         assert len(list(store.keys())) == 54 and read(store, 0, 24)
 
 
 # The folder
 
 
-def test_the_tier_is_bounded_and_the_longest_unused_goes(
-    server: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_tier_is_bounded_and_the_longest_unused_goes(server: RunningServer, tmp_path: Path) -> None:
     local = tmp_path / "local"
     with served_store(server.url, token=server.token, local=local) as store:
         assert read(store, 0, 24)
@@ -172,11 +162,10 @@ def test_the_tier_is_bounded_and_the_longest_unused_goes(
     with served_store(server.url, token=server.token, local=local, local_max_bytes=2 * size + 100) as store:
         assert read(store, 0, 8), "this is a use"
         assert read(store, 20, 24)
-        assert {path.stem for path in packs_in(local)} == {first, last} and "no room" not in caplog.text
+        assert {path.stem for path in packs_in(local)} == {first, last}
         for _ in range(2):
             assert read(store, 0, 24), "also where not all of it has room"
         assert sum(path.stat().st_size for path in packs_in(local)) <= 2 * size + 100
-        assert caplog.text.count("order='packs'") == 1
 
 
 def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(

@@ -130,7 +130,7 @@ def test_only_what_a_manifest_needs(tmp_path: Path) -> None:
     source = fill(tmp_path / "a", range(16), "first")
     fill(source, range(16, 32), "second")
     report = transfer(source, tmp_path / "b", manifests=["second"])
-    assert (report.num_packs, report.num_left, report.manifests) == (2, 2, ["second"])
+    assert (report.num_packs, report.num_there, report.manifests) == (2, 2, ["second"])
     assert ManifestFolder(tmp_path / "b" / "manifests").names() == ["second"]
     check(tmp_path / "b", range(16, 32))
     with pytest.raises(StoreError, match=r"no manifest 'third'; there are: first, second"):
