@@ -274,7 +274,7 @@ class _Denoisers:
         model, part = self.model, self.subfolder
         if model.config is None and is_tiny(model.path, self.family):
             return dict(tiny_denoiser().config)
-        folder, _, _ = config_folder(model.path, model.config, [f"{part}/config.json"], model.revision)
+        folder, _ = config_folder(model.path, model.config, [f"{part}/config.json"], model.revision)
         if not (folder / part / "config.json").is_file():
             raise self._refused(
                 f"{folder} has no {part}/config.json, which weights without a config of their own need. "

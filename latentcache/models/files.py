@@ -196,11 +196,11 @@ def local_folder(
 
 def config_folder(
     path: str, config: str | None, patterns: Sequence[str], revision: str | None = None
-) -> tuple[Path, str, str]:
+) -> tuple[Path, str]:
     """The folder with the configs of a model: `config` if it is given, else `path`, or what diffusers infers from it.
 
-    Returns the folder, the name of where it comes from, and the next step for a user whose configs lack something.
-    `patterns` are the files to download if it is a hub id, of which `revision` is that of `path`. Raises ModelError.
+    Returns the folder, and the name of where it comes from. `patterns` are the files to download if it is a hub id, of
+    which `revision` is that of `path`. Raises ModelError.
     """
     name, next_step = path if config is None else config, _HUB_STEP
     if config is not None:
@@ -212,7 +212,7 @@ def config_folder(
         with loading("model", path):
             name = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
         next_step = f"diffusers infers the configs of {name} for it. Set model.config to a local diffusers folder"
-    return local_folder("model", name, patterns, revision=revision, next_step=next_step)[1], name, next_step
+    return local_folder("model", name, patterns, revision=revision, next_step=next_step)[1], name
 
 
 def first_line(error: BaseException) -> str:

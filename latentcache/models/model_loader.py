@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -23,6 +23,8 @@ from latentcache.families.base import Family
 from latentcache.identity import PartIdentity, canonical_json, digest
 from latentcache.models.files import (
     MODEL_INDEXES,
+    TINY,
+    TINY_PHOTOS_FOLDER,
     check_package,
     config_folder,
     is_checkpoint,
@@ -46,6 +48,7 @@ from latentcache.utils.json_document import recalled
 _ENDINGS = ("json", "txt", "model", "jinja")
 """Of the files of configs and tokenizers."""
 _MEMO = "part-identity/2"
+_Known = TypeVar("_Known")
 _IDENTITY, _FACTS = TypeAdapter(PartIdentity), TypeAdapter(VaeFacts)
 
 
@@ -56,7 +59,8 @@ class Models(ABC):
         self.family = family
         self.family_reason = "the caller said so"
         """Where the family is stated, for people."""
-        self._modules: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
+        self._loaded: dict[tuple[str, torch.dtype | None], Any] = {}
+        self._tokenizers_ahead: dict[str, Any] | None = None
 
     @abstractmethod
     def origin(self, part: str) -> str:
@@ -115,20 +119,24 @@ class Models(ABC):
 
     @abstractmethod
     def _processor(self, part: str) -> Any:
-        """A processor of images."""
+        """A tokenizer, or a processor of images."""
 
-    @abstractmethod
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizers by name; no text encoder is loaded for them."""
+        return {name: self._processor(name) for name in self.family.names("tokenizer")}
 
     def tokenizers_ahead(self) -> dict[str, Any]:
         """Copies for another thread: a tokenizer keeps how its last call padded and cut."""
-        return copy.deepcopy(self.tokenizers())
+        if self._tokenizers_ahead is None:  # kept: a service encodes a few prompts at a time, and a copy takes longer
+            self._tokenizers_ahead = copy.deepcopy(self.tokenizers())
+        return self._tokenizers_ahead
 
     def release(self, *parts: str) -> None:
         """Forget what was loaded or copied of these parts (default: all), so that its memory is freed."""
         gone = parts or tuple(self.family.parts)
-        self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
+        self._loaded = {key: each for key, each in self._loaded.items() if key[0] not in gone}
+        if not set(gone).isdisjoint(self.family.names("tokenizer")):
+            self._tokenizers_ahead = None
 
     def _tokenizer_identity(self, part: str, tokenizer: Any) -> PartIdentity:
         described = self.family.parts[part]
@@ -167,8 +175,6 @@ class ModelLoader(Models):
         self.path, self.vae_path, self.config, self.variant, self.revision = path, vae, config, variant, revision
         self._memo: MutableMapping[str, str] = {} if memo is None else memo
         self._origins: dict[str, ModelOrigin] = {}
-        self._tokenizers: dict[str, Any] | None = None
-        self._tokenizers_ahead: dict[str, Any] | None = None
         self._first_files: dict[str, list[Any]] = {}
 
     @override
@@ -178,27 +184,22 @@ class ModelLoader(Models):
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
         # A part whose files have not changed since the memo was written is not loaded.
-        key = self._memo_key(part, dtype)
-        known = None if key is None else recalled(self._memo, key, _IDENTITY.validate_json)
-        if known is None:
-            own = self.family.parts[part]
-            if own.role == "tokenizer":
-                known = self._tokenizer_identity(part, self.tokenizers()[part])
-            elif own.role == "image_processor":
-                known = image_processor_identity(part, self._processor(part), own.settings)
-            else:
-                known = module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
-            if key is not None:
-                self._memo[key] = _IDENTITY.dump_json(known).decode()
-        return known
+        return self._remembered(_MEMO, part, dtype, _IDENTITY, lambda: self._identity(part, dtype))
+
+    def _identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
+        own = self.family.parts[part]
+        if own.role == "tokenizer":
+            return self._tokenizer_identity(part, self._processor(part))
+        if own.role == "image_processor":
+            return image_processor_identity(part, self._processor(part), own.settings)
+        return module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
 
     @override
     def vae_facts(self) -> VaeFacts:
-        key = self._memo_key(self.vae_name, torch.float32)
-        name = f"facts/2 {self.family.name} {key}"
-        known = None if key is None else recalled(self._memo, name, _FACTS.validate_json)
-        if known is not None:
-            return known
+        kind = f"facts/2 {self.family.name}"
+        return self._remembered(kind, self.vae_name, torch.float32, _FACTS, self._vae_facts)
+
+    def _vae_facts(self) -> VaeFacts:
         origin = self._origin(self.vae_name)
         settings, vae_class = origin.vae_config(), self.family.parts[self.vae_name].load_class()
         # Without the weights; the model class fills in the defaults of keys that are not stated.
@@ -206,21 +207,8 @@ class ModelLoader(Models):
             vae = vae_class.from_config(settings)
         if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
             vae = self._module(self.vae_name, torch.float32)
-        found = self._with_stated_upcast(vae_facts(vae, self.family), settings)
-        self._check_files([self.vae_name])
-        if key is not None:
-            self._memo[name] = _FACTS.dump_json(found).decode()
-        return found
-
-    @override
-    def tokenizers(self) -> dict[str, Any]:
-        if self._tokenizers is None:
-            names = self.family.names("tokenizer")
-            self._check_files(names)
-            found = self._origin(names[0]).load_tokenizers()
-            self._check_files(names)
-            self._tokenizers = found
-        return self._tokenizers
+        self._files(self.vae_name)
+        return self._with_stated_upcast(vae_facts(vae, self.family), settings)
 
     @override
     def _has(self, part: str) -> bool:
@@ -229,36 +217,24 @@ class ModelLoader(Models):
 
     @override
     def _processor(self, part: str) -> Any:
-        self._check_files([part])
-        found = self._origin(part).load_processor(part)
-        self._check_files([part])
-        return found
-
-    @override
-    def tokenizers_ahead(self) -> dict[str, Any]:
-        if self._tokenizers_ahead is None:  # kept: a service encodes a few prompts at a time, and a copy takes longer
-            self._tokenizers_ahead = super().tokenizers_ahead()
-        return self._tokenizers_ahead
-
-    @override
-    def release(self, *parts: str) -> None:
-        super().release(*parts)
-        if not parts or not set(parts).isdisjoint(self.family.names("tokenizer")):
-            self._tokenizers = self._tokenizers_ahead = None
+        if (part, None) not in self._loaded:
+            self._files(part)
+            found = self._origin(part).load_processor(part)
+            self._files(part)
+            self._loaded[part, None] = found
+        return self._loaded[part, None]
 
     @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        if (part, dtype) not in self._modules:
-            self._check_files([part])
-            found = self._origin(part).load(part, dtype)
-            self._check_files(found)
-            self._modules |= {(name, dtype): each.eval().requires_grad_(False) for name, each in found.items()}
-        return self._modules[part, dtype]
-
-    def _check_files(self, parts: Iterable[str]) -> None:
-        """ModelError for parts whose files changed: called before they are loaded, and after it."""
-        for part in parts:
+        if (part, dtype) not in self._loaded:
             self._files(part)
+            self._files(part)
+            found = self._origin(part).load(part, dtype)
+            for name in found:
+                self._files(name)
+            self._loaded |= {(name, dtype): each.eval().requires_grad_(False) for name, each in found.items()}
+        module: torch.nn.Module = self._loaded[part, dtype]
+        return module
 
     def _origin(self, part: str) -> ModelOrigin:
         if part not in self.family.parts:
@@ -273,7 +249,10 @@ class ModelLoader(Models):
         return self._origins[name]
 
     def _files(self, part: str) -> list[Any]:
-        """What changes when one of the part's files does. ModelError if it has since the first call."""
+        """What changes when one of the part's files does. ModelError if it has since the first call.
+
+        It is called before a part is loaded, and after it.
+        """
         found = [_signature(path) for path in self._origin(part).files(part)]
         if self._first_files.setdefault(part, found) != found:
             raise ModelError(
@@ -283,14 +262,22 @@ class ModelLoader(Models):
             )
         return found
 
-    def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
-        """None if the part comes from no file. Library versions count: another one may read a config otherwise."""
+    def _remembered(
+        self, kind: str, part: str, dtype: torch.dtype, adapter: TypeAdapter[_Known], compute: Callable[[], _Known]
+    ) -> _Known:
+        """What the memo has of this part, or what is computed; a part that comes from no file is always."""
         files = self._files(part)
         if not files:
-            return None
+            return compute()
+        # Library versions count: another one may read a config otherwise.
         versions, described = [*installed_versions(("diffusers", "transformers")).values()], self.family.parts[part]
         counts = [described.class_name, list(described.weights), described.settings]
-        return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files, counts]))}"
+        key = f"{kind} {digest(canonical_json([part, str(dtype), self.variant, versions, files, counts]))}"
+        known = recalled(self._memo, key, adapter.validate_json)
+        if known is None:
+            known = compute()
+            self._memo[key] = adapter.dump_json(known).decode()
+        return known
 
 
 class LoadedModels(Models):
@@ -337,10 +324,6 @@ class LoadedModels(Models):
         return self._with_stated_upcast(vae_facts(vae, self.family), vae.config)
 
     @override
-    def tokenizers(self) -> dict[str, Any]:
-        return {name: self._part(name) for name in self.family.names("tokenizer")}
-
-    @override
     def _has(self, part: str) -> bool:
         return self._parts.get(part) is not None
 
@@ -360,9 +343,10 @@ class LoadedModels(Models):
         check_frozen(part, module)
         if all(tensor.dtype == dtype for tensor in module.parameters()):
             return module
-        if (part, dtype) not in self._modules:  # which holds copies only: the caller's parts are not released
-            self._modules[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
-        return self._modules[part, dtype]
+        if (part, dtype) not in self._loaded:  # which holds copies only: the caller's parts are not released
+            self._loaded[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
+        copied: torch.nn.Module = self._loaded[part, dtype]
+        return copied
 
 
 def _signature(path: Path) -> list[Any]:
@@ -388,15 +372,15 @@ class ModelOrigin:
     """Loads the frozen parts of a model of this family on the CPU. Every method raises ModelError.
 
     `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folder` is a
-    diffusers folder; None: the tiny model. Weights come from `file` where there is one, in the original layout, and
-    only configs and tokenizers from the folder; of a denoiser's file come the parts that it has inside. `variant` is
-    that of the folder's weights. `flat`: the folder holds a VAE itself, not in `vae/`. `elsewhere` has the folders of
-    parts that the folder's index places elsewhere.
+    diffusers folder. The weights of `tiny` are made in code. Others come from `file` where there is one, in the
+    original layout, and only configs and tokenizers from the folder; of a denoiser's file come the parts that it has
+    inside. `variant` is that of the folder's weights. `flat`: the folder holds a VAE itself, not in `vae/`. `elsewhere`
+    has the folders of parts that the folder's index places elsewhere.
     """
 
     name: str
     family: Family
-    folder: Path | None = None
+    folder: Path
     file: Path | None = None
     variant: str | None = None
     flat: bool = False
@@ -404,17 +388,17 @@ class ModelOrigin:
 
     def files(self, part: str) -> list[Path]:
         """The files whose change may change the part."""
+        if self.name == TINY:
+            return []
         own = [] if self.file is None or self.family.parts[part].role == "tokenizer" else [self.file]
-        folder = None if self.folder is None else self._folder_of(part, self.folder)
-        return own + ([] if folder is None or not folder.is_dir() else sorted(filter(Path.is_file, folder.iterdir())))
+        folder = self._folder_of(part)
+        return own + (sorted(filter(Path.is_file, folder.iterdir())) if folder.is_dir() else [])
 
     def vae_config(self) -> Mapping[str, Any]:
         """The VAE's config. ModelError for another class than the family's."""
         [part] = self.family.names("vae")
-        if self.folder is None:
-            return dict(tiny_part(part).config)
         vae_class = self.family.parts[part].load_class()
-        settings = read_config(part, self._folder_of(part, self.folder), vae_class, self.name)
+        settings = read_config(part, self._folder_of(part), vae_class, self.name)
         met, needed = settings.get("_class_name", vae_class.__name__), vae_class.__name__
         if met != needed:
             message = f"{self.name} is a {met}, but {self.family.name} has an {needed}. Name a VAE of its models."
@@ -423,19 +407,19 @@ class ModelOrigin:
 
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         """The encoder by name, in `dtype`. Of a checkpoint file all text encoders come at once: it is read once."""
-        if self.folder is None:
+        if self.name == TINY:
             # torch's own `to`: diffusers' warns of modules to keep in float32.
             return {part: torch.nn.Module.to(tiny_part(part), dtype)}
         described = self.family.parts[part]
         if described.folder is not None:
             from latentcache.models.single_file import part_inside_folder
 
-            own = self._existing(part, self.folder)
+            own = self._existing(part)
             return {part: part_inside_folder(self.family, part, own, self.variant, dtype)}
         # Refuses another class of VAE, of whose weights a load only says that some lack.
         settings = self.vae_config() if described.role == "vae" else {}
         if self.file is None or part in _outside(self.family):
-            own = self._existing(part, self.folder)
+            own = self._existing(part)
             return {part: load_pretrained(part, described.load_class(), own, self.variant, dtype)[0]}
         # They need diffusers' converters.
         from latentcache.models.single_file import part_inside_file, text_encoders_of_file, vae_of_file
@@ -443,32 +427,27 @@ class ModelOrigin:
         if described.role == "vae":
             return {part: vae_of_file(self.family, self.file, settings, dtype)}
         if described.inside is not None:
-            settings = read_config(part, self._existing(part, self.folder), described.load_class())
+            settings = read_config(part, self._existing(part), described.load_class())
             return {part: part_inside_file(self.family, part, self.file, settings, dtype)}
-        return text_encoders_of_file(self.family, self.file, self.folder, self.load_tokenizers, dtype)
-
-    def load_tokenizers(self) -> dict[str, Any]:
-        """The tokenizers by name."""
-        names = self.family.names("tokenizer")
-        if self.folder is None:
-            return {name: tiny_part(name) for name in names}
-        return {part: self.load_processor(part) for part in names}
+        for name in self.family.names("text_encoder"):
+            self._existing(name)  # with its config
+        return text_encoders_of_file(self.family, self.file, self.folder, self.load_processor, dtype)
 
     def load_processor(self, part: str) -> Any:
         """A tokenizer, or a processor of images."""
-        assert self.folder is not None  # tiny models have tokenizers alone
-        folder, described = self._existing(part, self.folder), self.family.parts[part]
+        folder, described = self._existing(part), self.family.parts[part]
         check_package(part, described.class_name, described.needs)
         with loading(part, self.name):
             return described.load_class().from_pretrained(folder, local_files_only=True)
 
-    def _folder_of(self, part: str, folder: Path) -> Path:
-        return folder if self.flat else self.elsewhere.get(part, folder / self.family.folder_of(part))
+    def _folder_of(self, part: str) -> Path:
+        return self.folder if self.flat else self.elsewhere.get(part, self.folder / self.family.folder_of(part))
 
-    def _existing(self, part: str, model_folder: Path) -> Path:
-        folder = self._folder_of(part, model_folder)
+    def _existing(self, part: str) -> Path:
+        folder = self._folder_of(part)
         if not folder.is_dir():
-            step = f"Name a diffusers folder of a model of the family {self.family.name}"
+            step = f"Name a diffusers folder of a model of {self.family.name} (as model.config, of a checkpoint file)"
+            step += "; or set model.family, if the model is of another one"
             raise refused(part, f"{self.name} has no folder {folder.name}. {step}.")
         return folder
 
@@ -476,23 +455,14 @@ class ModelOrigin:
 def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if is_tiny(path, family):
-        return ModelOrigin(path, family)
+        return ModelOrigin(path, family, TINY_PHOTOS_FOLDER)
     folders = {name: family.folder_of(name) for name in family.parts}
     configs = [*MODEL_INDEXES, *(f"{folder}/*.{ending}" for folder in folders.values() for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):
         # Its configs and tokenizers are those of `config`, or what diffusers infers from its keys.
         configs += [f"{part}/{weights_name(part)}*.safetensors*" for part in _outside(family)]
-        folder, name, next_step = config_folder(path, config, configs)
-        elsewhere = _elsewhere(family, folder, name)
-        needed_parts = [name for name, part in family.parts.items() if not part.optional and name not in elsewhere]
-        lacking = [part for part in needed_parts if not (folder / folders[part]).exists()]
-        if not any((folder / each).is_file() for each in MODEL_INDEXES):
-            lacking.insert(0, MODEL_INDEXES[0])
-        if lacking:
-            needed = f"{name} has no {', '.join(lacking)}, which a checkpoint of {family.name} needs"
-            step = f"{next_step}; or set model.family, if the file is of another one"
-            raise refused("model", f"{needed}. {path}: {step}.")
-        return ModelOrigin(path, family, folder, Path(path), elsewhere=elsewhere)
+        folder, name = config_folder(path, config, configs)
+        return ModelOrigin(path, family, folder, Path(path), elsewhere=_elsewhere(family, folder, name))
     encoders = [folders[name] for name, part in family.parts.items() if part.role != "tokenizer"]
     weights = [f"{folder}/{weights_name(folder, variant)}*.safetensors*" for folder in encoders]
     name, folder = local_folder("model", path, [*configs, *weights], revision=revision, variant=variant)
@@ -528,10 +498,4 @@ def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
     file = Path(path)
     if (file.parent / "config.json").is_file():
         return ModelOrigin(path, model.family, file.parent, file, flat=True)
-    if model.folder is not None:
-        return ModelOrigin(path, model.family, model.folder, file, flat=model.flat, elsewhere=model.elsewhere)
-    raise refused(
-        "vae",
-        f"{path} has no config.json next to it, and the model {model.name!r} has none either. Put the VAE's "
-        "config.json next to the file.",
-    )
+    return ModelOrigin(path, model.family, model.folder, file, flat=model.flat, elsewhere=model.elsewhere)

@@ -141,7 +141,7 @@ def part_inside_folder(
 
 
 def text_encoders_of_file(
-    family: Family, file: Path, configs: Path, load_tokenizers: Callable[[], Mapping[str, Any]], dtype: torch.dtype
+    family: Family, file: Path, configs: Path, load_tokenizer: Callable[[str], Any], dtype: torch.dtype
 ) -> dict[str, torch.nn.Module]:
     """All text encoders in a checkpoint of a whole model, with the configs in a diffusers folder. Raises ModelError."""
     state = read_file("model", file)
@@ -157,7 +157,8 @@ def text_encoders_of_file(
                 f"{family.denoiser_word} of a validation or training (--denoiser).",
             )
     # Only the pipeline converts text encoders; the tokenizers are given so that it does not load its own.
-    options = {"config": str(configs), "torch_dtype": dtype, "local_files_only": True, **load_tokenizers()}
+    options = {"config": str(configs), "torch_dtype": dtype, "local_files_only": True}
+    options |= {name: load_tokenizer(name) for name in family.names("tokenizer")}
     options |= dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
     with loading(family.names("text_encoder")[0], str(file)):
         pipeline = family.pipeline_class.from_single_file(str(file), **family.pipeline_options, **options)

@@ -60,12 +60,12 @@ def loads(monkeypatch) -> list[str]:
 
     def counting(method):
         def count(self, *args):
-            counted.append(args[0] if args else "tokenizers")
+            counted.append(args[0])
             return method(self, *args)
 
         return count
 
-    for name in ("load", "load_tokenizers"):
+    for name in ("load", "load_processor"):
         monkeypatch.setattr(ModelOrigin, name, counting(getattr(ModelOrigin, name)))
     return counted
 
@@ -75,7 +75,7 @@ def test_an_unchanged_model_is_not_loaded_again(form, folder, checkpoint, loads)
     path, config = (str(folder), None) if form == "folder" else (str(checkpoint), str(folder))
     memo: dict[str, str] = {}
     first = identities(ModelLoader(path, config=config, memo=memo))
-    assert set(loads) - {"text_encoder_2"} == {"vae", "text_encoder", "tokenizers"}
+    assert set(loads) - {"text_encoder_2"} == {"vae", "text_encoder", "tokenizer", "tokenizer_2"}
     loads.clear()
     again = ModelLoader(path, config=config, memo=json.loads(json.dumps(memo)))
     assert identities(again) == first
