@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, islice
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from itertools import chain, count
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -30,22 +31,12 @@ logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 4
-"""Batches that are prefetched from the store together, while as many before them are read."""
+"""Each batch is prefetched from the store while so many before it are read."""
+Encode = Callable[..., Any]
+"""Encodes the entries of the keys `only` into the dataset's cache, and returns a `Report` with those that it `refused`.
 
-
-class Encoded(Protocol):
-    """What was done to encode entries: a `Report`."""
-
-    @property
-    def refused(self) -> Sequence[Refusal]:
-        """The samples whose entries cannot be made."""
-
-
-class Encode(Protocol):
-    """Encodes entries of the dataset into its cache: `partial(run_precache, config, models=models)`."""
-
-    def __call__(self, *, only: Set[str]) -> Encoded:
-        """Encode the entries of these keys. Models return to where they were."""
+Models return to where they were: `partial(run_precache, config, models=models)`.
+"""
 
 
 class _Made(NamedTuple):
@@ -72,33 +63,29 @@ class _BatchMaker:
     """Keys of entries that are not encoded once more in this iteration."""
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
-        """The planned batches. LOOK_AHEAD of them are prefetched in one call, before as many earlier ones are read."""
-        waiting: list[tuple[PlannedBatch, list[SampleRef] | None]] = []
+        """The planned batches. Each is prefetched before the LOOK_AHEAD batches before it are read."""
+        waiting: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
         try:
-            while True:
-                ahead = list(islice(plan, LOOK_AHEAD))
-                soon = self._announced(ahead)
-                for planned, refs in waiting:
-                    yield self._make(planned, refs)
-                if not ahead:
-                    return
-                waiting = [*zip(ahead, soon, strict=True)]
+            for planned in plan:
+                waiting.append((planned, self._announced(planned)))
+                if len(waiting) > LOOK_AHEAD:
+                    yield self._make(*waiting.popleft())
+            while waiting:
+                yield self._make(*waiting.popleft())
         finally:
             self.transfer.finish()
 
-    def _announced(self, ahead: list[PlannedBatch]) -> list[list[SampleRef] | None]:
-        """Prefetch what these batches need. The samples of each; None where they are to be found when it is read."""
-        dataset = self.loader.dataset
-        if any(planned.ahead is not None for planned in ahead):
-            dataset.prefetch([*chain.from_iterable(planned.ahead or () for planned in ahead)])
-            return [None] * len(ahead)
-        try:  # choices of all at once: for each batch alone they take several times as long
-            refs = dataset.refs([*chain.from_iterable(map(self._items, ahead))])
+    def _announced(self, planned: PlannedBatch) -> list[SampleRef] | None:
+        """Prefetch what a batch needs. Its samples; None where they are to be found when it is read."""
+        if planned.ahead is not None:
+            self.loader.dataset.prefetch(planned.ahead)
+            return None
+        try:
+            refs = self.loader.dataset.refs(self._items(planned))
             self.cache.prefetch(refs)
         except StoreError:
-            return [None] * len(ahead)  # raised at the batch that it belongs to
-        rest = iter(refs)
-        return [list(islice(rest, len(planned.numbers))) for planned in ahead]
+            return None  # raised at the batch that it belongs to
+        return refs
 
     def _items(self, planned: PlannedBatch) -> Sequence[int]:
         return planned.items if self.loader.dataset.draws else planned.numbers
@@ -333,11 +320,6 @@ class BatchIterator(Iterator[Batch], Closing):
         self._source, self._transfer = loader.read_from(cursor, self._encoded, endless=endless)
         self._error: Exception | None = None
         self._closed = False
-
-    @property
-    def how(self) -> str:
-        """How batches get to the device, and why so."""
-        return self._transfer.reason
 
     def __next__(self) -> Batch:
         if self._error is not None:
