@@ -26,7 +26,6 @@ from latentcache.identity import seed_of
 from latentcache.loading.sampler import Visit
 
 _POINTS = 1 << 20
-_CROP_BITS = 40  # of a code: above them is the number of the crop
 
 
 class Visits(NamedTuple):
@@ -37,12 +36,27 @@ class Visits(NamedTuple):
     seeds: np.ndarray
 
     @classmethod
-    def of(cls, indices: Sequence[int]) -> Visits:
-        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator."""
+    def of(cls, indices: Sequence[int], *, are_drawn: bool = True) -> Visits:
+        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator.
+
+        Where they are not drawn all numbers are 0.
+        """
+        if not are_drawn:
+            nothing = np.zeros(len(indices), np.int64)
+            return cls(nothing, nothing, nothing.astype(np.uint64))
         visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
         draws, epochs, seeds = zip(*[(each.draw, each.epoch, each.seed) for each in visits], strict=True)
         of_variants = np.array([*map(_variant_seed, seeds)], np.uint64)
         return cls(np.array(draws, np.int64), np.array(epochs, np.int64), of_variants)
+
+
+class Chosen(NamedTuple):
+    """What visits choose: numbers of captions' entries and of crops, and what is mirrored and dropped; [n] each."""
+
+    captions: np.ndarray
+    crops: np.ndarray
+    flips: np.ndarray
+    dropped: np.ndarray
 
 
 def _plain_visit(index: int) -> Visit:
@@ -134,35 +148,24 @@ class Chooser:
         # Multiples of a stride that has no common factor with their number are all numbers, in another order.
         return np.asarray((starts + steps * self._strides[others % len(self._strides)]) % num)
 
-    def codes(
+    def choose(
         self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray, crops: np.ndarray | int = 1
-    ) -> np.ndarray:
-        """What these visits choose, as one number each: see `decoded` and `crops_of`. int64 [n].
+    ) -> Chosen:
+        """What these visits choose.
 
         `counts` are the numbers of caption entries of the items' samples; without any, entry 0 is chosen. For `items`
         and `repeats` see `deal`. `crops` are the numbers of crops to draw from.
         """
-        rest, entries = visits.draws, np.zeros(len(items), np.int64)
-        if self.choices.caption == "random":
+        rest, caption = visits.draws, self.choices.caption
+        if caption == "random":
             lines, rest = self.lines(rest, np.maximum(counts // self.variants, 1))
-            entries = lines * self.variants + self.deal(visits, items, repeats)
+            captions = lines * self.variants + self.deal(visits, items, repeats)
+        else:
+            captions = np.full(len(items), caption * self.variants)
         rest, flips = np.divmod(rest, 2)
         rest, chosen = np.divmod(rest, crops)
         dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS
-        codes = np.where(dropped, 0, entries) * 4 + flips * 2 * self.choices.flips + dropped
-        return np.asarray(codes + (chosen << _CROP_BITS))
-
-    def decoded(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The caption's entry of each code, whether the image is mirrored, and whether the caption is dropped."""
-        caption = self.choices.caption
-        codes = codes % (1 << _CROP_BITS)
-        entries = codes >> 2 if caption == "random" else np.full(len(codes), caption * self.variants)
-        return entries, codes & 2 > 0, codes & 1 > 0
-
-    def crops_of(self, codes: np.ndarray) -> np.ndarray:
-        """The number of each code's crop."""
-        crops: np.ndarray = codes >> _CROP_BITS
-        return crops
+        return Chosen(captions, chosen, (flips > 0) & self.choices.flips, dropped)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

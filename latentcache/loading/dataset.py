@@ -61,19 +61,14 @@ class _Samples:
         """The number of caption entries of these rows: int64 [n]."""
         return np.asarray(np.diff(self.rows.ranges("caption", numbers), axis=0)[0])
 
-    def codes(self, items: np.ndarray, visits: Visits) -> np.ndarray:
-        """What these visits of items choose, as one number each: see `Chooser.codes`."""
-        repeats, once = np.divmod(items, max(1, self.num_once))
-        numbers = self.items(once)[0]
-        num_crops = self.rows.num_crops(numbers) if self.chooser.choices.crops == "random" else 1
-        return self.chooser.codes(visits, self.num_captions(numbers), once, repeats, num_crops)
-
-    def refs(self, items: np.ndarray, codes: np.ndarray) -> list[SampleRef]:
-        """The samples of these items, of which these were chosen. SampleError for one without the caption or image."""
+    def refs(self, items: np.ndarray, visits: Visits) -> list[SampleRef]:
+        """The samples of these items at these visits. SampleError for one without the caption or image."""
         numbers, flips = self.items(items)
-        captions, mirrored, dropped = self.chooser.decoded(codes)
-        refs = self.samples.refs(numbers, flips | mirrored, captions, self.chooser.crops_of(codes))
-        for place in np.flatnonzero(dropped).tolist():
+        repeats, once = np.divmod(items, max(1, self.num_once))
+        num_crops = self.rows.num_crops(numbers) if self.chooser.choices.crops == "random" else 1
+        chosen = self.chooser.choose(visits, self.num_captions(numbers), once, repeats, num_crops)
+        refs = self.samples.refs(numbers, flips | chosen.flips, chosen.captions, chosen.crops)
+        for place in np.flatnonzero(chosen.dropped).tolist():
             ref, to = refs[place], self.chooser.choices.dropout_to
             if not ref.facts.texts:  # latents alone: there is nothing but the string
                 refs[place] = ref._replace(caption="")
@@ -284,10 +279,8 @@ class LatentDataset(Dataset[Batch]):
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
         found: dict[int, SampleRef] = {}
         for part, places, items in self._items(indices):
-            codes = np.zeros(len(items), np.int64)
-            if self.draws:
-                codes = part.codes(items, Visits.of([indices[place] for place in places.tolist()]))
-            found.update(zip(places.tolist(), part.refs(items, codes), strict=True))
+            visits = Visits.of([indices[place] for place in places.tolist()], are_drawn=self.draws)
+            found.update(zip(places.tolist(), part.refs(items, visits), strict=True))
         return [found[place] for place in range(len(indices))]
 
     def prefetch(self, indices: Sequence[int]) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # it needs this module
     from latentcache.loading.dataset import LatentDataset
 
 STATE_VERSION = 1
-_CHOICES_BEFORE = {"flips": "fixed", "crops": "first", "caption_dropout": 0.0, "dropout_to": None}
-"""What a state of an earlier version does not say: it had no other choices, and did not name its caption."""
 _MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
 
 
@@ -221,9 +219,8 @@ class BucketBatchSampler(Sampler[list[int]]):
                 "give what state_dict() returned"
             )
         here = self._settings()
-        there = {"caption": here["caption"], **_CHOICES_BEFORE, **state}
         differing = [
-            f"{name} ({there.get(name)!r} there, {here[name]!r} here)" for name in here if there.get(name) != here[name]
+            f"{name} ({state.get(name)!r} there, {here[name]!r} here)" for name in here if state.get(name) != here[name]
         ]
         if differing:
             raise StoreError(
