@@ -193,7 +193,7 @@ class PackReader(Store):
             with suppress(OSError, StoreError):
                 fd = open_to_read(self.path_of(pack))
                 try:
-                    for offset, num_bytes in _joined(chain.from_iterable([each.ranges() for each in together])):
+                    for offset, num_bytes in chain.from_iterable([each.ranges() for each in together]):
                         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
                 finally:
                     os.close(fd)
@@ -240,13 +240,3 @@ class PackReader(Store):
             file_bytes=sum(sizes.values()),
             index_bytes=index_bytes,
         )
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges (offset, number of bytes), joined where one begins at the end of another: rows that follow each other."""
-    parts: list[tuple[int, int]] = []
-    for offset, num_bytes in sorted(ranges):
-        if parts and sum(parts[-1]) == offset:
-            offset, num_bytes = parts[-1][0], parts.pop()[1] + num_bytes
-        parts.append((offset, num_bytes))
-    return parts

@@ -52,7 +52,7 @@ class _Part:
     """The rows of some packs, one pack after the other: that of number i begins at `starts[i]`.
 
     `order` has the rows that were live when the part was made, by key, and `first_words` the first word of each of
-    these, to search in. `live` is changed.
+    these, to search in: 64 bits of a digest, which no two keys of a part share. `live` is changed.
     """
 
     packs: list[Pack]
@@ -89,18 +89,7 @@ class _Part:
         if found.tobytes() == words.tobytes() and live.all():
             return positions
         here = live & (found == words).all(axis=1)
-        positions = np.where(here, positions, np.int64(-1))
-        for number in np.flatnonzero(~here & (found[:, 0] == words[:, 0])).tolist():
-            positions[number] = self._position(words[number])
-        return positions
-
-    def _position(self, key: np.ndarray) -> int:
-        """Find one key where many keys have the same first word."""
-        first, end = (int(self.first_words.searchsorted(key[0], side)) for side in ("left", "right"))
-        for position in self.order[first:end].tolist():
-            if self.live[position] and (self.keys[position] == key).all():
-                return int(position)
-        return -1
+        return np.where(here, positions, np.int64(-1))
 
     def locations(self, positions: np.ndarray) -> list[Location]:
         """The locations of these rows."""

@@ -39,7 +39,6 @@ MAX_DEAD_FRACTION = 0.3
 SMALL_FILE_BYTES = PACK_BYTES // 4
 SMALL_ENTRIES = PACK_ENTRIES // 4
 """A pack is rewritten when more of its payload is dead, or when it is small in both and there are others to join."""
-_REMOVED_AT_ONCE = 1 << 14  # keys of which `prune` knows at once where they lie: millions would take gigabytes
 StoreOrPath = DiskStore | str | os.PathLike[str]
 
 
@@ -270,19 +269,15 @@ def _remove_others(
 
     Returns how many entries go, the bytes of their values, and the packs that go.
     """
-    num, num_bytes, gone, empty = 0, 0, list[str](), set(packs)
+    num, num_bytes, empty = 0, 0, set(packs)
     for pack, entries in disk.table.by_pack(set(packs)):
         others = [key for key in entries if key not in kept]
         num, num_bytes = num + len(others), num_bytes + sum([entries[key].group.mean_bytes for key in others])
         if len(others) < len(entries):
             empty.remove(pack)
-        if not dry_run:
-            gone += others
-            if len(gone) >= _REMOVED_AT_ONCE:
-                disk.remove(gone)
-                gone.clear()
+        if others and not dry_run:
+            disk.remove(others)  # pack by pack: where millions of entries lie would take gigabytes
     if not dry_run:
-        disk.remove(gone)
         empty = disk.drop_empty(packs)
     return num, num_bytes, empty
 

@@ -1,4 +1,4 @@
-"""Where entries lie, in memory: what a dict says, also for keys that begin alike, which no identity gives by chance."""
+"""Where entries lie, in memory: what a dict says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from latentcache.store.layout import Column, Pack, PackRow, RowGroup
 from latentcache.store.table import LocationTable
 
-KEYS = [f"{start:016x}{end:048x}" for start in (0, 7, (1 << 64) - 1) for end in (0, 1, 1 << 100, (1 << 192) - 1)]
-"""Four of each have the same first word."""
+KEYS = [f"{start:016x}{7:048x}" for start in (0, 1, 7, 1 << 20, 1 << 40, 1 << 63, (1 << 64) - 1)]
 
 
 def row_of(number, keys, dead=()):

@@ -164,19 +164,6 @@ def test_prune(store, root):
         prune(store, ["photo.jpg"])
 
 
-def test_prune_looks_up_few_keys_at_once(store, monkeypatch):
-    """Where each of millions of removed entries lies took 900 bytes an entry."""
-    add_packs(store, range(3), range(3, 5), range(5, 8), range(8, 10))
-    monkeypatch.setattr(upkeep, "_REMOVED_AT_ONCE", 2)
-    asked, remove = [], store.remove
-    monkeypatch.setattr(store, "remove", lambda keys: asked.append(len(keys)) or remove(keys))
-    report = prune(store, [key(0), key(9)])
-    assert report.num_entries == 8 and report.num_bytes == 8 * sample(0).num_bytes and report.num_packs == 2
-    assert max(asked) <= 3 and sum(asked) == 8, "as many as one pack has, and no more"
-    assert_holds(store, 0, 9)
-    assert set(store.keys()) == {key(0), key(9)} and store.stats().num_packs == 2
-
-
 # compact -----------------------------------------------------------------------------------------------------------
 
 
