@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from latentcache.config import RETRY_S
 from latentcache.errors import RemoteError
-from latentcache.remote.transport import ANY_VERSION, MAX_BYTES, Listed, Transport, in_threads
+from latentcache.remote.transport import ANY_VERSION, Listed, Transport, in_threads
 from latentcache.utils.extras import naming_extras
 
 if TYPE_CHECKING:
@@ -143,9 +143,6 @@ class BucketTransport(Transport):
             if num_bytes is not None:
                 return memoryview(obstore.get_range(self._store, name, start=start, length=num_bytes)), ""
             found = obstore.get(self._store, name)
-            if found.meta["size"] > MAX_BYTES:
-                problem = f"{name} has {found.meta['size']:,} bytes, and {MAX_BYTES:,} are the most that is read"
-                raise RemoteError(self.url, problem, "Remove that object.")
             return memoryview(found.bytes())[start:], _version_of(found.meta)
 
         return self._request(f"{name} cannot be read", request)

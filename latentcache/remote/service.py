@@ -15,12 +15,11 @@ from urllib.parse import quote, urlsplit
 
 import urllib3
 from typing_extensions import override
-from urllib3.response import BaseHTTPResponse
 
 from latentcache.config import RETRY_S, TOKEN_VARIABLE
 from latentcache.dataset.manifest_folder import SUFFIX, UNFINISHED
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StorageFullError, StoreError
-from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, MAX_BYTES, NUM_THREADS, Listed, Transport
+from latentcache.remote.transport import ANY_VERSION, FORBIDDEN, NUM_THREADS, Listed, Transport
 from latentcache.store.directory import pack_name
 from latentcache.store.entry import check_key, is_pack_id
 from latentcache.utils.json_document import to_bytes
@@ -97,12 +96,20 @@ class ServiceTransport(Transport):
             body, all_headers["Content-Type"] = to_bytes(document), "application/json"
         url, began, delay_s = f"{self.url}/v1/{route}", time.monotonic(), _FIRST_DELAY_S
         timeout_s = max(self._retry_s / _ATTEMPTS, answer_s, 1.0)
-        # Not by urllib3's Retry: it counts attempts where users give seconds, tries a bad certificate again, and leaves
-        # alone what breaks off in a body that its caller reads, as this one must to bound it.
+        # Not by urllib3's Retry: it counts attempts where users give seconds, and tries a bad certificate again.
         while True:
             answer, cause = None, None
             try:
-                answer = self._answered(method, url, body, all_headers, timeout_s)
+                response = self._pool.request(
+                    method,
+                    url,
+                    body=body,  # type: ignore[arg-type]  # it takes views too
+                    headers=all_headers,
+                    timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
+                    retries=False,
+                    redirect=False,
+                )
+                answer = _Answer(url, response.status, response.headers, response.data)
             except urllib3.exceptions.SSLError as error:
                 step = "Check the URL, and the certificate: SSL_CERT_FILE names the file of an authority of your own."
                 raise RemoteError(self.url, f"no secure connection: {error}", step) from error
@@ -123,21 +130,6 @@ class ServiceTransport(Transport):
                 ) from cause
             time.sleep(min(delay_s * random.uniform(0.5, 1.5), self._retry_s - passed_s))
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
-
-    def _answered(
-        self, method: str, url: str, body: bytes | memoryview | None, headers: Mapping[str, str], timeout_s: float
-    ) -> _Answer:
-        response = self._pool.request(
-            method,
-            url,
-            body=body,  # type: ignore[arg-type]  # it takes views too
-            headers=headers,
-            timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
-            retries=False,
-            redirect=False,
-            preload_content=False,
-        )
-        return _Answer(url, response.status, response.headers, _bounded(response, url))
 
     @property
     def _pool(self) -> urllib3.PoolManager:
@@ -276,20 +268,6 @@ class ServiceTransport(Transport):
         """Close the connections."""
         if self._pools is not None:
             self._pools[1].clear()
-
-
-def _bounded(response: BaseHTTPResponse, url: str) -> bytes:
-    """The body of an answer. RemoteError if it has more than MAX_BYTES, also where nothing said so before."""
-    try:
-        data = response.read(MAX_BYTES + 1, decode_content=False)
-        if len(data) > MAX_BYTES:
-            raise _strange(url, f"more than {MAX_BYTES:,} bytes, which is the most that is read")
-        response.read(1)  # at the end of an answer that broke off this raises
-    except BaseException:
-        response.close()  # what is left of the answer must not be taken for the next one
-        raise
-    response.release_conn()
-    return data
 
 
 @contextmanager

@@ -22,8 +22,6 @@ from latentcache.utils.concurrency import bounded_map
 
 NUM_THREADS = 16
 """Small requests of one call that are on their way at once."""
-MAX_BYTES = 8 << 30
-"""The most that is read at once. A pack has some 64 MiB, and the manifest of a million samples a quarter of a GiB."""
 ANY_VERSION = "*"
 """For `Transport.write`: whatever is there, or nothing, is replaced."""
 FORBIDDEN = 403

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,32 +133,3 @@ def test_strange_answers_are_typed_errors(relay: Relay, server: RunningServer, a
         ):
             with pytest.raises(LatentCacheError):
                 call()
-
-
-def chunked(socket_: socket.socket, num_bytes: int) -> None:
-    """Answer one request with so many bytes, without saying how many they are."""
-    connection, _ = socket_.accept()
-    with connection:
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        with suppress(OSError):  # the client may have had enough
-            for _ in range(num_bytes // 1000):
-                connection.sendall(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
-            connection.sendall(b"0\r\n\r\n")
-
-
-@pytest.mark.parametrize(("num_bytes", "is_read"), [(3000, True), (5000, False)])
-def test_an_answer_is_bounded_also_where_it_does_not_say_its_length(
-    monkeypatch: pytest.MonkeyPatch, num_bytes: int, is_read: bool
-) -> None:
-    monkeypatch.setattr("latentcache.remote.service.MAX_BYTES", 3000)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=chunked, args=(listener, num_bytes))
-        thread.start()
-        transport = ServiceTransport(f"http://127.0.0.1:{listener.getsockname()[1]}", retry_s=2)
-        if is_read:
-            assert len(transport.read("packs/00/pack")[0]) == num_bytes
-        else:
-            with pytest.raises(RemoteError, match="more than 3,000 bytes"):
-                transport.read("packs/00/pack")
-        thread.join(10)
