@@ -269,7 +269,8 @@ def open_index(root: Path, num_samples: int) -> dict[str, float]:
 def make_manifest(root: Path, num_samples: int) -> dict[str, float]:
     builder = RowTableBuilder()
     for start in range(0, num_samples, CHUNK):
-        builder.add([sample_row(at, num_samples) for at in range(start, min(start + CHUNK, num_samples))])
+        for at in range(start, min(start + CHUNK, num_samples)):
+            builder.add(sample_row(at, num_samples))
     folder, common = ManifestFolder(root / "manifests"), {"schema": 1, "salt": "", "text_encoding": {}}
     folder.write(Manifest("photos", "train", 1, common, builder.finish()))
     return {"bytes": (folder.path / "photos.safetensors").stat().st_size}
@@ -295,13 +296,13 @@ def plan(root: Path, num_samples: int) -> dict[str, float]:
     with DiskStore(root, read_only=True) as store:
         rows, entries, new = read(root).rows, Entries(store, Shard()), RowTableBuilder()
         for start in range(0, len(rows), CHUNK):
-            chunk = rows.rows(start, start + CHUNK)
+            chunk = [*map(rows.row, range(start, min(start + CHUNK, len(rows))))]
             present = store.find({key for row in chunk for key in row.keys()})
             for row in chunk:
                 found = [entries.is_miss(ref.key, present, "image", ref.geometry.extent, 16) for ref in row.images]
                 found += [entries.is_miss(ref.key, present, "text", "", 16) for ref in row.captions]
                 assert not any(found), "an entry of the manifest is not in the index"
-            new.add(chunk)
+                new.add(row)
         assert entries.finish().report.num_hits == 2 * num_samples and len(new.finish()) == num_samples
     return {}
 

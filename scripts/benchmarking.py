@@ -28,7 +28,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
@@ -262,7 +262,7 @@ def write_cache(
         store.add(entries())
     scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
     common = common or {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
-    ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
+    ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, RowTable.of(rows)))
 
 
 def make_cache(path: Path, num_samples: int, scale: int) -> None:

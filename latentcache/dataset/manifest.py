@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,40 +19,31 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.config import MAX_REPEATS, MAX_VARIANTS, PROMPTS_PREFIX, Share
-from latentcache.dataset.row_table import Row, RowTable, has_key
+from latentcache.dataset.row_table import Row, RowTable
 from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, Rule, family_named
-from latentcache.identity import canonical_json, digest, is_key
+from latentcache.identity import canonical_json, digest
 from latentcache.utils.json_document import first_fault
 
 if TYPE_CHECKING:
     from latentcache.families.base import Family  # imports torch
 
-FORMAT = "4"
+FORMAT = "5"
 MARK = "latentcache_manifest"
 """The name of the format in the metadata of a manifest's file."""
 REMEDY = "`latentcache precache CONFIG`, or the import that made it, writes it again"
 MAX_HEADER_BYTES = 1 << 24
 """Longest accepted head of a manifest's file, which does not grow with the samples."""
-_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "U8": np.dtype("B"),
-    "U32": np.dtype("I"),
-    "I32": np.dtype("i"),
-    "I64": np.dtype("q"),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ALIGNMENT = 8
+_DTYPES: Mapping[str, np.dtype[Any]] = {"U8": np.dtype("B"), "I32": np.dtype("i"), "I64": np.dtype("q")}
 Role = Literal["train", "validation", "prompts"]
-_OPTIONAL: Mapping[str, Any] = {"variants": 1, "weights": (), "loss_weight": 1.0}
-"""What a header has only where it differs from this."""
 
 
-@dataclass(init=False, slots=True)
+@dataclass(slots=True)
 class Manifest:
     """All samples of one dataset, by sample_id, and what their keys have in common.
 
     `common` is the part of the identities that all samples share (salt, schema, policy, image and text encoding), as
-    JSON: a later plan finds there why a key changed.
+    JSON: a later plan finds there why a key changed. `rows` may be any mapping; it becomes a `RowTable`.
 
     Each caption (line) of a sample has `variants` texts, of which number 0 is the line itself: caption entry
     `line * variants + variant` is variant `variant` of line `line`. `weights` say how often a line is drawn, in the
@@ -64,25 +55,12 @@ class Manifest:
     repeats: int
     common: Mapping[str, Any]
     rows: RowTable
-    variants: int
-    weights: tuple[float, ...]
-    loss_weight: float
+    variants: int = 1
+    weights: Sequence[float] = ()
+    loss_weight: float = 1.0
 
-    def __init__(
-        self,
-        name: str,
-        role: Role,
-        repeats: int,
-        common: Mapping[str, Any],
-        rows: Mapping[str, Row] | None = None,
-        *,
-        variants: int = 1,
-        weights: Sequence[float] = (),
-        loss_weight: float = 1.0,
-    ):
-        self.name, self.role, self.repeats, self.common = name, role, repeats, common
-        self.rows = RowTable.of(rows or {})
-        self.variants, self.weights, self.loss_weight = variants, tuple(weights), loss_weight
+    def __post_init__(self) -> None:
+        self.rows, self.weights = RowTable.of(self.rows), tuple(self.weights)
 
     def with_rows(self, rows: Mapping[str, Row]) -> Manifest:
         """This manifest with other samples."""
@@ -129,7 +107,7 @@ def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> RowTable:
             yield row
         yield from (row for row in ours.values() if row.sample_id not in theirs)
 
-    return RowTable.from_rows(chosen())
+    return RowTable.of(chosen())
 
 
 class _HeaderPart(BaseModel):
@@ -138,122 +116,83 @@ class _HeaderPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-_Factor = Annotated[float, Field(gt=0, le=1e9)]
-_Shift = Annotated[float, Field(ge=-1e9, le=1e9)]
-
-
-class _ImageEncoding(_HeaderPart):
-    scaling_factor: _Factor
-    shift_factor: _Shift | None
-
-
 class _Scaling(_HeaderPart):
-    """What `Scaling.from_json` reads, and nothing else."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    scaling_factor: _Factor = 1.0
-    shift_factor: _Shift | None = None
-    rule: Rule = "factor"
-    mean: list[_Shift] = []
-    std: list[_Factor] = []
-
-
-class _Imported(_HeaderPart):
-    format: str
+    rule: Rule = "factor"  # a newer version may have others
 
 
 class _Common(_HeaderPart):
     identity_schema: int = Field(alias="schema")
     salt: str
     text_encoding: dict[str, Any] | None
-    image_encoding: _ImageEncoding | None = None
-    family: str | None = None
+    image_encoding: dict[str, Any] | None = None
     scaling: _Scaling | None = None
-    imported: _Imported | None = None
 
 
-class _Header(_HeaderPart):
-    """What the header of a manifest has to say."""
+class ManifestHead(_HeaderPart):
+    """What the head of a manifest's file says, not compared with the digest of the columns."""
 
     name: str
     role: Role
     repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS)]
     num_samples: int
     common: _Common
-    variants: Annotated[int, Field(ge=1, le=MAX_VARIANTS)] = 1
-    weights: list[Share] = []
-    loss_weight: Share = 1.0
+    variants: Annotated[int, Field(ge=1, le=MAX_VARIANTS)]
+    weights: list[Share]
+    loss_weight: Share
+    digest: str
 
 
-def manifest_parts(manifest: Manifest) -> list[bytes | memoryview]:
-    """The bytes of a manifest's file: its head, then each column."""
-    header = {
-        "name": manifest.name,
-        "role": manifest.role,
-        "repeats": manifest.repeats,
-        "num_samples": len(manifest.rows),
-        "common": manifest.common,
-    }
-    header |= {name: value for name in _OPTIONAL if (value := getattr(manifest, name)) != _OPTIONAL[name]}
-    document: dict[str, Any] = {"__metadata__": {MARK: FORMAT, "header": json.dumps(header)}}
-    data, end = [], 0
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """A manifest's file: safetensors."""
+    header = {field.name: getattr(manifest, field.name) for field in fields(manifest) if field.name != "rows"}
+    text, columns = json.dumps({**header, "num_samples": len(manifest.rows)}), manifest.rows.columns
+    metadata = {MARK: FORMAT, "header": text, "digest": _digest_of(text, columns)}
+    document: dict[str, Any] = {"__metadata__": metadata}
+    parts, end = [], 0
     # Numbers of eight bytes come first, so that each column is aligned.
-    for name, column in sorted(manifest.rows.columns.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        start, end = end, end + column.nbytes
-        document[name] = {"dtype": _NAMES[column.dtype], "shape": list(column.shape), "data_offsets": [start, end]}
-        data.append(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data)
-    document["__metadata__"]["digest"] = _digest_of(document, data)
+    for name in sorted(columns, key=lambda name: (-columns[name].itemsize, name)):
+        column, start = columns[name], end
+        parts.append(column.tobytes())
+        end += len(parts[-1])
+        dtype = next(theirs for theirs, ours in _DTYPES.items() if ours == column.dtype)
+        document[name] = {"dtype": dtype, "shape": list(column.shape), "data_offsets": [start, end]}
     head = json.dumps(document).encode()
-    head += b" " * (-len(head) % _ALIGNMENT)
-    return [len(head).to_bytes(8, "little") + head, *data]
+    head += b" " * (-len(head) % 8)
+    return b"".join([len(head).to_bytes(8, "little"), head, *parts])
 
 
-def _digest_of(document: Mapping[str, Any], data: Sequence[memoryview]) -> str:
-    """The digest of all that the file holds, but for itself."""
-    hasher = blake3(canonical_json(document))
-    for part in data:
-        hasher.update(part)
+def _digest_of(header: str, columns: Mapping[str, np.ndarray]) -> str:
+    """The digest of all that a manifest's file holds, but for itself."""
+    hasher = blake3(header.encode())
+    for name, column in sorted(columns.items()):
+        hasher.update(f"{name} {column.dtype} {column.shape}".encode())
+        hasher.update(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestHead:
-    """What the head of a manifest's file says, not compared with the digest. `data_start` is where its columns are."""
+def _document(data: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The columns that the head of a manifest's file lists, its metadata, and where the columns begin. ValueError."""
+    num_bytes = int.from_bytes(data[:8], "little")
+    if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
+        raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
+    document = json.loads(bytes(data[8 : 8 + num_bytes]))
+    metadata = document.pop("__metadata__")
+    if metadata[MARK] != FORMAT:
+        raise ValueError(f"manifest format {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
+    return document, metadata, 8 + num_bytes
 
-    role: str
-    num_samples: int
-    digest: str
-    document: dict[str, Any]
-    header: dict[str, Any]
-    data_start: int
+
+def _head(metadata: Mapping[str, Any], name: str) -> ManifestHead:
+    head = ManifestHead.model_validate({**json.loads(metadata["header"]), "digest": metadata["digest"]})
+    if head.name != name:
+        raise ValueError(f"it says that it is the manifest {head.name!r:.80}, but here it is {name!r}")
+    return head
 
 
 def read_head(data: bytes | memoryview, name: str, source: str | Path) -> ManifestHead:
     """The head of a manifest's file. `data` has at least 8 + MAX_HEADER_BYTES of it, or all. DatasetError."""
-    if data[:1] == b"{":  # no length of a head ends so
-        raise DatasetError(
-            source,
-            "is a manifest of an older version, JSON lines, which this version does not read: run `latentcache "
-            "precache CONFIG` (keys do not change: all hits), or the import that made it, or remove the file",
-        )
-    try:
-        num_bytes = int.from_bytes(data[:8], "little")
-        if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
-            raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
-        document = json.loads(bytes(data[8 : 8 + num_bytes]))
-        metadata = document["__metadata__"]
-        if metadata[MARK] != FORMAT:
-            raise ValueError(f"manifest format {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
-        stored, header = metadata.pop("digest"), json.loads(metadata["header"])
-        checked = _Header.model_validate(header)
-        if checked.name != name:
-            raise ValueError(f"it says that it is the manifest {checked.name!r:.80}, but here it is {name!r}")
-        if not is_key(stored):
-            raise ValueError(f"its digest is {stored!r:.80}, where 64 hexadecimal digits are needed")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _no_manifest(source, error) from error
-    return ManifestHead(checked.role, checked.num_samples, stored, document, header, 8 + num_bytes)
+    with _refused(source):
+        return _head(_document(data)[1], name)
 
 
 def read_manifest(
@@ -264,52 +203,48 @@ def read_manifest(
     They are compared with their digest. `whole_check` is for what comes from elsewhere: it also refuses columns and
     values that no writer here makes, a sample that is listed twice, and one that has neither an image nor a refusal.
     """
-    memory = memoryview(data)
-    head = read_head(memory, name, source)
-    try:
-        columns_of_file = memory[head.data_start :]
-        if _digest_of(head.document, [columns_of_file]) != head.digest:
+    with _refused(source):
+        document, metadata, start = _document(memory := memoryview(data))
+        head = _head(metadata, name)
+        columns: dict[str, np.ndarray] = {}
+        for column, facts in document.items():
+            first, end = facts["data_offsets"]
+            columns[column] = np.frombuffer(memory[start + first : start + end], _DTYPES[facts["dtype"]])
+            columns[column] = columns[column].reshape(facts["shape"])
+        if (end := start + sum(column.nbytes for column in columns.values())) != len(memory):
+            raise ValueError(f"it has {len(memory):,} bytes, where {end:,} are needed")
+        if _digest_of(metadata["header"], columns) != head.digest:
             raise ValueError(f"its digest differs: {head.digest!r:.80}. It is damaged, or was edited")
-        rows = RowTable(_columns(head.document, columns_of_file))
+        rows, header = RowTable(columns), json.loads(metadata["header"])
         if whole_check:
-            rows.check()
-            if head.num_samples != len(rows):
-                raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
-            keys = rows.columns["caption/keys"]
-            if head.header["common"]["text_encoding"] is not None and not has_key(keys).all():
-                raise ValueError("a caption has no key, but it says how texts were encoded")
-            variants = head.header.get("variants", 1)
-            if len(odd := np.flatnonzero(np.diff(rows.columns["caption/offsets"]) % variants)):
-                sample_id = rows.sample_ids[int(odd[0])]
-                raise ValueError(f"the captions of sample {sample_id!r:.80} are no multiple of its {variants} variants")
-            lacking = np.flatnonzero(rows.first_sizes("target_size")[:, 0] == 0)
-            if head.role != "prompts" and len(lacking := np.setdiff1d(lacking, rows.columns["refusal/rows"])):
-                sample_id = rows.sample_ids[int(lacking[0])]
-                raise ValueError(f"sample {sample_id!r:.80} has no image, and no refusal that says why")
+            _check(head, rows)
+        options = {option: header[option] for option in ("variants", "weights", "loss_weight")}
+        return Manifest(name, head.role, head.repeats, header["common"], rows, **options)
+
+
+def _check(head: ManifestHead, rows: RowTable) -> None:
+    """ValueError for a manifest that no writer here makes, though its digest fits."""
+    rows.check()
+    if head.num_samples != len(rows):
+        raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
+    if head.common.text_encoding is not None and not rows.columns["caption/keys"].any(1).all():
+        raise ValueError("a caption has no key, but it says how texts were encoded")
+    if len(odd := np.flatnonzero(np.diff(rows.columns["caption/offsets"]) % head.variants)):
+        sample_id = rows.sample_ids[int(odd[0])]
+        raise ValueError(f"the captions of sample {sample_id!r:.80} are no multiple of its {head.variants} variants")
+    lacking = np.setdiff1d(rows.usable(), rows.usable_with("image", rows.columns["image/role"] == 0))
+    if head.role != "prompts" and len(lacking):
+        sample_id = rows.sample_ids[int(lacking[0])]
+        raise ValueError(f"sample {sample_id!r:.80} has no image, and no refusal that says why")
+
+
+@contextmanager
+def _refused(source: str | Path) -> Iterator[None]:
+    """What is found wrong with a manifest becomes a DatasetError that names the source and the next step."""
+    try:
+        yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _no_manifest(source, error) from error
-    header = head.header
-    optional = {name: header[name] for name in _OPTIONAL if name in header}
-    return Manifest(name, header["role"], header["repeats"], header["common"], rows, **optional)
-
-
-def _columns(document: Mapping[str, Any], data: memoryview) -> dict[str, np.ndarray]:
-    columns, end = {}, 0
-    for name, column in document.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape = _DTYPES[column["dtype"]], column["shape"]
-        start, end = end, end + prod(shape) * dtype.itemsize
-        if column["data_offsets"] != [start, end]:
-            raise ValueError(f"{name} is at {column['data_offsets']}, where {[start, end]} is needed")
-        columns[name] = np.frombuffer(data[start:end], dtype).reshape(shape)
-    if end != len(data):
-        raise ValueError(f"it has {len(data):,} bytes after its head, where {end:,} are needed")
-    return columns
-
-
-def _no_manifest(source: str | Path, error: Exception) -> DatasetError:
-    what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-    if isinstance(error, ValidationError):
-        what = first_fault(error)[2]
-    return DatasetError(source, f"is no manifest: {what}; {REMEDY}")
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, ValidationError):
+            what = first_fault(error)[2]
+        raise DatasetError(source, f"is no manifest: {what}; {REMEDY}") from error

@@ -16,18 +16,11 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from latentcache.dataset.manifest import REMEDY, Manifest, manifest_parts, read_manifest
+from latentcache.dataset.manifest import REMEDY, Manifest, manifest_bytes, read_manifest
 from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
 from latentcache.identity import digest
 from latentcache.provenance import now
-from latentcache.utils.durable_files import (
-    make_folder,
-    sealed_file,
-    typed_errors,
-    unreadable,
-    write_all,
-    write_sealed,
-)
+from latentcache.utils.durable_files import make_folder, typed_errors, unreadable, write_sealed
 from latentcache.utils.locks import locked
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
@@ -35,8 +28,8 @@ NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""
-SUFFIX, OLD_SUFFIX = ".safetensors", ".jsonl"
-"""How the file of a manifest ends, and one that an older version wrote, which is refused until it is replaced."""
+SUFFIX = ".safetensors"
+"""How the file of a manifest ends."""
 _NOTE = re.compile(rf"(?:.*/)?([^/+]+)(?:\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
 _ATTEMPTS = 8
 """To write a manifest that another client replaces in the middle each time."""
@@ -115,12 +108,11 @@ class ManifestFolder:
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted. UnsafeStoreError if something else than a folder lies there."""
-        return sorted({file.removesuffix(end) for end in (SUFFIX, OLD_SUFFIX) for file in self._files(end)})
+        return [file.removesuffix(SUFFIX) for file in self._files(SUFFIX)]
 
     def file(self, name: str) -> Path:
         """Where the manifest of this name is, or would be."""
-        file, old = self.path / f"{name}{SUFFIX}", self.path / f"{name}{OLD_SUFFIX}"
-        return old if not os.path.lexists(file) and os.path.lexists(old) else file
+        return self.path / f"{name}{SUFFIX}"
 
     def _files(self, suffix: str) -> list[str]:
         try:
@@ -155,13 +147,9 @@ class ManifestFolder:
     def update(self, make: Callable[[], Manifest | None]) -> None:
         """Write the manifest that `make` returns, if any. What it reads is not replaced meanwhile. As `write`."""
         with self.lock():
-            if (manifest := make()) is None:
-                return
-            parts = manifest_parts(manifest)
-            with sealed_file(self.path / f"{manifest.name}{SUFFIX}", sum(map(len, parts))) as fd:
-                for part in parts:
-                    write_all(fd, part)
-            self.end(manifest.name)
+            if (manifest := make()) is not None:
+                write_sealed(self.file(manifest.name), manifest_bytes(manifest))
+                self.end(manifest.name)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -176,11 +164,8 @@ class ManifestFolder:
         write_sealed(self.path / note_file(name, self._owner if owner is None else owner), now().encode())
 
     def end(self, name: str, owner: str | None = None) -> None:
-        """End what `begin` noted for this owner. A manifest that an older version wrote goes too."""
-        gone = [note_file(name, self._owner if owner is None else owner)]
-        if os.path.lexists(self.path / f"{name}{SUFFIX}"):
-            gone.append(f"{name}{OLD_SUFFIX}")
-        self._remove(gone)
+        """End what `begin` noted for this owner."""
+        self._remove([note_file(name, self._owner if owner is None else owner)])
 
     def unfinished(self) -> dict[str, str]:
         """The names of runs that began and did not finish, with the time when the first one of each started."""

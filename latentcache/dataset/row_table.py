@@ -1,78 +1,70 @@
 """The samples of a manifest: one as a `Row`, all as columns, which lie in its file as they are and can be mapped.
 
-n samples have m images, captions or parts; those of sample i are offsets[i] to offsets[i + 1]. Texts are UTF-8.
+n samples have m images and captions; those of sample i are offsets[i] to offsets[i + 1]. Strings are UTF-8.
 
-    sample_id/offsets [n + 1]  sample_id/values        source [n, 32]: of the image's bytes; zeros where unknown
-    folder/of [n]  folder/offsets  folder/values       the path: a folder, which samples share, and the sample_id,
-    folder/is_whole [folders]                          or the folder alone if it is the whole path
-    image/offsets [n + 1]    image/keys [m, 32]    image/unverified [m]    image/geometry [m, 10]
-    caption/offsets [n + 1]  caption/keys [m, 32]  caption/unverified [m]  caption/text/offsets  caption/text/values
-    part/offsets [n + 1]     part/keys [m, 32]     part/unverified [m]     part/geometry [m, 10]
-    part/source [m, 32]      part/role [m]
-    refusal/rows [k]         refusal/text/offsets  refusal/text/values     k refused samples, ascending; each as JSON
+    sample_id  path  refusal  each has /offsets [n + 1] and /values; a refusal is JSON, and empty where there is none
+    source [n, 32]            of the image's bytes; zeros where it is unknown
+    image/offsets [n + 1]     the image, then its companions: control images, a mask, the masked image
+    image/keys [m, 32]   image/geometry [m, 10]   image/role [m]   image/crop [m]   image/unverified [m]
+    image/source [m, 32]      of the bytes that a companion was made of
+    caption/offsets [n + 1]
+    caption/keys [m, 32]   caption/text/offsets [m + 1]   caption/text/values   caption/unverified [m]
 
-A caption that was not encoded has a key of zeros, which is no key of an entry.
-
-A geometry is original, resized, crop and target (height or top first), the number of frames (0: an image) and flip.
-A part is a companion of the image: a control image, a mask or the masked image.
+A caption that was not encoded has a key of zeros, which is no key of an entry. A geometry is original, resized, crop
+and target (height or top first), the number of frames (0: an image) and flip.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from operator import attrgetter
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 from typing_extensions import override
 
+from latentcache.config import MAX_CONTROLS
 from latentcache.identity import is_key
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
-KEY_BYTES: Final = 32
 COLUMNS: Mapping[str, tuple[str, int, str | None]] = {
-    "source": ("B", 32, "source"), "sample_id/offsets": ("q", 0, "source"), "sample_id/values": ("B", 0, None),
-    "folder/of": ("I", 0, "source"), "folder/offsets": ("q", 0, "folder/is_whole"), "folder/values": ("B", 0, None),
-    "folder/is_whole": ("B", 0, "folder/is_whole"),
-    "image/offsets": ("I", 0, "source"), "image/keys": ("B", 32, "image/keys"),
-    "image/unverified": ("B", 0, "image/keys"), "image/geometry": ("i", 10, "image/keys"),
-    "caption/offsets": ("I", 0, "source"), "caption/keys": ("B", 32, "caption/keys"),
-    "caption/unverified": ("B", 0, "caption/keys"), "caption/text/offsets": ("q", 0, "caption/keys"),
-    "caption/text/values": ("B", 0, None),
-    "part/offsets": ("I", 0, "source"), "part/keys": ("B", 32, "part/keys"), "part/unverified": ("B", 0, "part/keys"),
-    "part/geometry": ("i", 10, "part/keys"), "part/source": ("B", 32, "part/keys"), "part/role": ("B", 0, "part/keys"),
-    "refusal/rows": ("I", 0, "refusal/rows"), "refusal/text/offsets": ("q", 0, "refusal/rows"),
-    "refusal/text/values": ("B", 0, None),
+    "sample_id/offsets": ("q", 0, "source"), "sample_id/values": ("B", 0, None),
+    "path/offsets": ("q", 0, "source"), "path/values": ("B", 0, None),
+    "refusal/offsets": ("q", 0, "source"), "refusal/values": ("B", 0, None),
+    "source": ("B", 32, "source"),
+    "image/offsets": ("q", 0, "source"), "image/keys": ("B", 32, "image/keys"),
+    "image/geometry": ("i", 10, "image/keys"), "image/role": ("B", 0, "image/keys"),
+    "image/crop": ("i", 0, "image/keys"), "image/unverified": ("B", 0, "image/keys"),
+    "image/source": ("B", 32, "image/keys"),
+    "caption/offsets": ("q", 0, "source"), "caption/keys": ("B", 32, "caption/keys"),
+    "caption/text/offsets": ("q", 0, "caption/keys"), "caption/text/values": ("B", 0, None),
+    "caption/unverified": ("B", 0, "caption/keys"),
 }  # fmt: skip
 """Each column's type, as `array` and numpy name it, the numbers in a row of it (0: one, without a second dimension),
-and the column that has as many rows, but for offsets, which have one more."""
-_ENTRIES = {"image": "images", "caption": "captions", "part": "parts"}
-"""Column prefix -> attribute of a `Row`."""
-_SIZES = {"resized_size": slice(2, 4), "target_size": slice(6, 8), "extent": slice(6, 9)}
-_FLIP = 9
+and the column that has as many rows; offsets have one more."""
+_TARGET, _EXTENT, _RESIZED, _FLIP = slice(6, 8), slice(6, 9), slice(2, 4), 9
 """Where these lie in a geometry."""
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
 _MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
 _CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
-_NO_DIGEST = "0" * 2 * KEY_BYTES
+_DIGEST_BYTES: Final = 32
+_NO_DIGEST = "0" * 2 * _DIGEST_BYTES
 _CHUNK = 1024
-"""Rows or keys that are made together when all are needed."""
+"""Keys that are made together when all are needed."""
 
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
+_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
 PartRole = Literal["control", "mask", "masked image"]
 """What a companion of an image is: an image that the model is given with the text, the weights of the loss, or the
 image without what the mask covers."""
-RefRole = Literal["image", "caption"] | PartRole
-_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
-ROLES: tuple[PartRole, ...] = get_args(PartRole)
-
+ROLES = ("image", *(f"control {number}" for number in range(1, MAX_CONTROLS + 1)), "mask", "masked image")
+"""What `image/role` has the numbers of."""
 
 NO_GEOMETRY = Geometry(Size(0, 0), Size(0, 0), Crop(0, 0), Size(0, 0))
 """That of a text."""
@@ -82,21 +74,37 @@ NO_GEOMETRY = Geometry(Size(0, 0), Size(0, 0), Crop(0, 0), Size(0, 0))
 class Ref:
     """One entry of a sample: of its image, of a text, or of a companion of the image.
 
-    `key` is empty for a text that was not encoded. `source` is the digest of the bytes that a companion was made of;
-    for a masked image these are its mask's. The digest of the image itself is the row's.
+    `role` is one of `ROLES`, or `caption`. `crop` is the number of the image's crop that it is, or goes with. `key` is
+    empty for a text that was not encoded. `source` is the digest of the bytes that a companion was made of; for a
+    masked image these are its mask's. The digest of the image itself is the row's.
     """
 
     key: str
     geometry: Geometry = NO_GEOMETRY
     trust: Trust = "verified"
-    role: RefRole = "image"
+    role: str = "image"
     source: str = ""
     text: str = ""
+    crop: int = 0
+
+    @property
+    def part(self) -> str:
+        """What kind of companion it is, a `PartRole`: all control images are `control`."""
+        return "control" if self.role.startswith("control") else self.role
 
     @classmethod
     def of_text(cls, text: str, key: str, trust: Trust = "verified") -> Ref:
         """The entry of a text of a sample."""
         return cls(key, trust=trust, role="caption", text=text)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as JSON; a verified one has no `trust`."""
+        facts: dict[str, Any] = (
+            {"key": self.key} if self.trust == "verified" else {"key": self.key, "trust": self.trust}
+        )
+        if self.role == "caption":
+            return {**facts, "text": self.text}
+        return {**facts, "role": self.role, "crop": self.crop, **self.geometry.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,28 +134,9 @@ class Row:
         """The keys of all entries, in the order of `refs`."""
         return [ref.key for ref in self.refs() if ref.key]
 
-    @property
-    def num_crops(self) -> int:
-        """The number of crops of its image."""
-        return max(1, sum(not ref.geometry.flip for ref in self.images))
-
-    def images_of(self, crop: int) -> tuple[Ref, ...]:
-        """The image in this crop and, if the dataset flips, its mirrored twin."""
-        num = len(self.images) // self.num_crops
-        return self.images[crop * num : (crop + 1) * num]
-
-    def named_parts(self, *, flip: bool | None = None, crop: int | None = None) -> Iterator[tuple[str, Ref]]:
-        """Each companion with its name: `control 1`, `control 2`, `mask`, `masked image`.
-
-        With `flip` only those mirrored so, with `crop` only those that go with this crop of the image.
-        """
-        numbers: dict[tuple[str, bool], int] = {}
-        for ref in self.parts:
-            which = ref.role, ref.geometry.flip
-            number, of_crop = divmod(numbers.get(which, 0), self.num_crops)
-            numbers[which] = numbers.get(which, 0) + 1
-            if flip in (None, ref.geometry.flip) and crop in (None, of_crop):
-                yield f"control {number + 1}" if ref.role == "control" else ref.role, ref
+    def parts_of(self, crop: int = 0, *, flip: bool = False) -> list[Ref]:
+        """Its companions as they go with this crop of the image, mirrored or not."""
+        return [ref for ref in self.parts if (ref.crop, ref.geometry.flip) == (crop, flip)]
 
     @property
     def is_verified(self) -> bool:
@@ -155,34 +144,23 @@ class Row:
         return all(ref.trust == "verified" for ref in self.refs())
 
     def to_json(self, variants: int = 1) -> dict[str, Any]:
-        """The row as a JSON object. One without companions has no `parts`, and a verified entry no `trust`.
+        """The row as a JSON object. One without companions has no `parts`.
 
         Of so many variants of each caption, which the manifest has, it has the caption itself and their number.
         """
-        line: dict[str, Any] = {
-            "sample_id": self.sample_id,
-            "path": self.path,
-            "source": self.source,
-            "images": [_with_trust(ref, key=ref.key, **ref.geometry.to_json()) for ref in self.images],
-            "captions": [_with_trust(ref, key=ref.key, text=ref.text) for ref in self.captions[::variants]],
-            "refusal": None if self.refusal is None else self.refusal.to_json(),
-        }
+        line: dict[str, Any] = {"sample_id": self.sample_id, "path": self.path, "source": self.source}
+        line["images"] = [ref.to_json() for ref in self.images]
+        line["captions"] = [ref.to_json() for ref in self.captions[::variants]]
+        line["refusal"] = None if self.refusal is None else self.refusal.to_json()
         if variants > 1:
             line["variants"] = variants
         if self.parts:
-            line["parts"] = [
-                _with_trust(ref, role=ref.role, key=ref.key, source=ref.source, **ref.geometry.to_json())
-                for ref in self.parts
-            ]
+            line["parts"] = [{**ref.to_json(), "source": ref.source} for ref in self.parts]
         return line
 
 
-def _with_trust(ref: Ref, **facts: Any) -> dict[str, Any]:
-    return facts if ref.trust == "verified" else {**facts, "trust": ref.trust}
-
-
-class Strings:
-    """A column of texts, each decoded when it is read."""
+class Strings(Sequence[str]):
+    """A column of strings, each decoded when it is read."""
 
     def __init__(self, values: np.ndarray, offsets: np.ndarray):
         self._values, self._offsets = values, offsets
@@ -190,19 +168,13 @@ class Strings:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __getitem__(self, number: int) -> str:
+    def __getitem__(self, number: Any) -> Any:
         start, end = self._offsets.item(number), self._offsets.item(number + 1)
         return str(self._values.data[start:end], _CODEC, _ERRORS)
 
     def __iter__(self) -> Iterator[str]:
         data, offsets = self._values.tobytes(), self._offsets.tolist()
         return (data[start:end].decode(_CODEC, _ERRORS) for start, end in pairwise(offsets))
-
-    def take(self, numbers: np.ndarray) -> list[str]:
-        """The texts of these numbers."""
-        starts, ends = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
-        data = self._values.data
-        return [str(data[start:end], _CODEC, _ERRORS) for start, end in zip(starts, ends, strict=True)]
 
 
 class RowTable(Mapping[str, Row]):
@@ -214,46 +186,38 @@ class RowTable(Mapping[str, Row]):
 
     def __init__(self, columns: Mapping[str, np.ndarray]):
         self.columns = columns
-        self.sample_ids = self._strings("sample_id")
-        self._folders, self.caption_texts = self._strings("folder"), self._strings("caption/text")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowTable, (dict(self.columns),)
+        self.sample_ids, self.caption_texts = self._strings("sample_id"), self._strings("caption/text")
+        self._paths, self._refusals = self._strings("path"), self._strings("refusal")
 
     def _strings(self, name: str) -> Strings:
         return Strings(self.columns[f"{name}/values"], self.columns[f"{name}/offsets"])
 
     @classmethod
-    def of(cls, rows: Mapping[str, Row]) -> RowTable:
-        """These rows as a table: the same object if they are one."""
-        return rows if isinstance(rows, RowTable) else cls.from_rows(rows.values())
+    def of(cls, rows: Mapping[str, Row] | Iterable[Row]) -> RowTable:
+        """These rows, of different samples, as a table: the same object if they are one.
 
-    @classmethod
-    def from_rows(cls, rows: Iterable[Row]) -> RowTable:
-        """A table of these rows, of different samples. ValueError: see `RowTableBuilder`."""
+        ValueError: see `RowTableBuilder`.
+        """
+        if isinstance(rows, RowTable):
+            return rows
         builder = RowTableBuilder()
-        builder.add(rows)
+        for row in rows.values() if isinstance(rows, Mapping) else rows:
+            builder.add(row)
         return builder.finish()
 
     def check(self) -> None:
         """ValueError for contents that no builder makes: for a table that comes from elsewhere."""
         columns = self.columns
         _check_structure(columns)
-        for name in ("sample_id", "folder", "caption/text", "refusal/text"):
-            for _ in self._strings(name):
+        for strings in (self.sample_ids, self.caption_texts, self._paths):
+            for _ in strings:
                 pass  # UnicodeDecodeError for what is not UTF-8
-        for name in ("image/geometry", "part/geometry"):
-            wrong = (columns[name] < _LEAST) | (columns[name] > _MOST)
-            if wrong.any():
-                raise ValueError(f"{name} has {columns[name][wrong][0]}: a side has 1 to {MAX_SIDE}, flip is 0 or 1")
-        bounds = {f"{name}/unverified": 2 for name in _ENTRIES} | {"part/role": len(ROLES), "folder/is_whole": 2}
-        bounds |= {"folder/of": len(self._folders), "refusal/rows": len(self)}
-        for name, bound in bounds.items():
-            if (columns[name] >= bound).any():
-                raise ValueError(f"{name} has {columns[name].max()}, where less than {bound} is needed")
-        if (columns["refusal/rows"][1:] <= columns["refusal/rows"][:-1]).any():
-            raise ValueError("refusal/rows is not ascending")
         _ = self.refusals
+        bounds = {"image/geometry": (_LEAST, _MOST), "image/role": (0, len(ROLES) - 1), "image/crop": (0, MAX_SIDE)}
+        bounds |= {"image/unverified": (0, 1), "caption/unverified": (0, 1)}
+        for name, (least, most) in bounds.items():
+            if (wrong := (columns[name] < least) | (columns[name] > most)).any():
+                raise ValueError(f"{name} has {columns[name][wrong][0]}, which is out of its bounds")
         if len(self._numbers) < len(self):
             again = next(name for number, name in enumerate(self.sample_ids) if self._numbers[name] != number)
             raise ValueError(f"sample {again!r:.80} is listed twice")
@@ -269,6 +233,7 @@ class RowTable(Mapping[str, Row]):
     def __getitem__(self, sample_id: str) -> Row:
         return self.row(self._numbers[sample_id])
 
+    @override
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._numbers
 
@@ -279,10 +244,6 @@ class RowTable(Mapping[str, Row]):
             return all(np.array_equal(self.columns[name], other.columns[name]) for name in COLUMNS)
         return Mapping.__eq__(self, other)
 
-    @override
-    def values(self) -> ValuesView[Row]:
-        return _Values(self)
-
     # By number
 
     @cached_property
@@ -290,232 +251,160 @@ class RowTable(Mapping[str, Row]):
         """sample_id -> number. Made when somebody asks by id, which a loader does not."""
         return {sample_id: number for number, sample_id in enumerate(self.sample_ids)}
 
-    def number(self, sample_id: str) -> int | None:
-        """The number of a sample's row; None for an unknown one."""
-        return self._numbers.get(sample_id)
-
-    def numbers(self, sample_ids: Sequence[str]) -> np.ndarray:
-        """The numbers of these samples' rows: int64 [n], and -1 for one that is unknown."""
-        return np.array([self._numbers.get(sample_id, -1) for sample_id in sample_ids], np.int64)
+    def number(self, sample_id: str) -> int:
+        """The number of a sample's row; -1 for an unknown one."""
+        return self._numbers.get(sample_id, -1)
 
     def row(self, number: int) -> Row:
         """One row: it takes some microseconds."""
-        columns, folder = self.columns, self.columns["folder/of"].item(number)
-        sample_id, path = self.sample_ids[number], self._folders[folder]
-        source = columns["source"][number].tobytes()
+        columns, source = self.columns, _hex(self.columns["source"][number])
+        first, end = (columns["caption/offsets"].item(number + at) for at in (0, 1))
+        captions = tuple(
+            Ref.of_text(self.caption_texts[at], _hex(columns["caption/keys"][at]), self._trust("caption", at))
+            for at in range(first, end)
+        )
+        first, end = (columns["image/offsets"].item(number + at) for at in (0, 1))
+        images = tuple(map(self._image, range(first, end)))
         return Row(
-            sample_id,
-            path if columns["folder/is_whole"].item(folder) else path + sample_id,
-            source.hex() if any(source) else None,
-            self._refs("image", number),
-            self._refs("caption", number),
+            self.sample_ids[number],
+            self._paths[number],
+            source or None,
+            tuple(ref for ref in images if ref.role == "image"),
+            captions,
             self.refusals.get(number),
-            self._refs("part", number),
+            tuple(ref for ref in images if ref.role != "image"),
         )
 
-    def _refs(self, name: str, number: int) -> tuple[Ref, ...]:
-        """The entries of a row that are in the columns of this prefix."""
-        columns, offsets, found = self.columns, self.columns[f"{name}/offsets"], list[Ref]()
-        for at in range(offsets.item(number), offsets.item(number + 1)):
-            digest, trust = columns[f"{name}/keys"][at].tobytes(), _TRUSTS[columns[f"{name}/unverified"].item(at)]
-            key = digest.hex() if any(digest) else ""
-            if name == "caption":
-                found.append(Ref.of_text(self.caption_texts[at], key, trust))
-                continue
-            ref = Ref(key, geometry_of(columns[f"{name}/geometry"][at]), trust)
-            if name == "part":
-                role, source = ROLES[columns["part/role"].item(at)], columns["part/source"][at].tobytes().hex()
-                ref = replace(ref, role=role, source=source)
-            found.append(ref)
-        return tuple(found)
+    def _image(self, at: int) -> Ref:
+        """The entry of an image or a companion at this place."""
+        columns = self.columns
+        key, geometry = columns["image/keys"][at].tobytes().hex(), geometry_of(columns["image/geometry"][at])
+        role, crop = ROLES[columns["image/role"].item(at)], columns["image/crop"].item(at)
+        return Ref(key, geometry, self._trust("image", at), role, _hex(columns["image/source"][at]), crop=crop)
 
-    def rows(self, start: int, stop: int) -> list[Row]:
-        """The rows from number `start` to `stop`; fewer at the end."""
-        return list(map(self.row, range(start, min(stop, len(self)))))
+    def _trust(self, name: str, at: int) -> Trust:
+        return _TRUSTS[self.columns[f"{name}/unverified"].item(at)]
 
     @cached_property
     def refusals(self) -> Mapping[int, Refusal]:
         """By its number, each row that is refused. ValueError for a text that is no refusal."""
-        texts = map(json.loads, self._strings("refusal/text"))
-        refusals = (msgspec.convert(text, Refusal) for text in texts)
-        return dict(zip(self.columns["refusal/rows"].tolist(), refusals, strict=True))
+        numbers = np.flatnonzero(np.diff(self.columns["refusal/offsets"])).tolist()
+        return {number: msgspec.convert(json.loads(self._refusals[number]), Refusal) for number in numbers}
 
     def with_refusals(self, refusals: Mapping[int, Refusal]) -> RowTable:
         """A table of these rows in which those of these numbers are refused too."""
-        both = sorted({**self.refusals, **refusals}.items())
-        builder = RowTableBuilder()
-        builder.add_refusals(both)
-        new = builder.finish().columns
-        return RowTable({name: new[name] if name.startswith("refusal/") else self.columns[name] for name in COLUMNS})
+        both, builder = {**self.refusals, **refusals}, RowTableBuilder()
+        for number in range(len(self)):
+            builder.add_refusal(both.get(number))
+        return RowTable({**self.columns, **builder.columns("refusal/offsets", "refusal/values")})
 
     # As columns
 
     def entry_keys(self, *, usable: bool = False) -> Iterator[str]:
-        """The keys of all images, then of all captions, then of all companions. Equal ones repeat.
+        """The keys of all images and their companions, then of all captions. Equal ones repeat.
 
         `usable`: only those of rows that are not refused.
         """
-        for name in _ENTRIES:
+        for name in ("image", "caption"):
             keys = self.columns[f"{name}/keys"]
-            if usable and self.refusals:
-                is_usable = np.ones(len(self), np.bool_)
-                is_usable[self.columns["refusal/rows"]] = False
+            if usable:
+                is_usable = np.diff(self.columns["refusal/offsets"]) == 0
                 keys = keys[np.repeat(is_usable, np.diff(self.columns[f"{name}/offsets"]))]
-            if name == "caption":
-                keys = keys[has_key(keys)]
-            yield from _hex_in_turn(keys)
-
-    def first_sizes(self, name: str) -> np.ndarray:
-        """For each row a size of its first image, resized_size or target_size: (height, width).
-
-        int32 [n, 2], zeros without images. `extent`: (height, width, num_frames) of the target, int32 [n, 3], with 0
-        frames of an image.
-        """
-        numbers, offsets = self.columns["image/geometry"][:, _SIZES[name]], self.columns["image/offsets"]
-        found = np.zeros((len(self), numbers.shape[1]), np.int32)
-        has_image = offsets[:-1] < offsets[1:]
-        found[has_image] = numbers[offsets[:-1][has_image]]
-        return found
+            keys = keys[keys.any(1)]
+            # Few at a time: of all of them the digits would take 100 bytes each.
+            yield from chain.from_iterable(hex_of(keys[at : at + _CHUNK]) for at in range(0, len(keys), _CHUNK))
 
     def ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places where the images, captions or parts (`name`: image ...) of these rows begin and end: int64 [n]."""
-        offsets, numbers = self.columns[f"{name}/offsets"], numbers.astype(np.int64)
-        return offsets[numbers].astype(np.int64), offsets[numbers + 1].astype(np.int64)
+        """The places where the images or captions (`name`: image or caption) of these rows begin and end: int64 [n]."""
+        offsets = self.columns[f"{name}/offsets"]
+        return offsets[numbers], offsets[numbers + 1]
 
-    def image_places(self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0) -> np.ndarray:
-        """The places of these rows' images in the columns of images: int64 [n], and -1 where there is none.
-
-        `flips`, bool [n], says which of them are the mirrored ones, and `crops`, integers [n], which crops they are.
-        """
-        starts, ends = self.ranges("image", numbers)
-        places = starts + crops * self._num_twins(starts, ends) + flips * (ends - starts > 1)
-        found, there = np.full(len(numbers), -1, np.int64), np.flatnonzero(places < ends)
-        there = there[self.columns["image/geometry"][places[there], _FLIP] == flips[there]]
-        found[there] = places[there]
-        return found
-
-    def num_crops(self, numbers: np.ndarray) -> np.ndarray:
-        """How many crops these rows have of their images, 1 also where there is no image: int64 [n]."""
-        starts, ends = self.ranges("image", numbers)
-        found: np.ndarray = np.maximum((ends - starts) // self._num_twins(starts, ends), 1)
-        return found
-
-    def _num_twins(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """How many entries a crop has in rows whose images lie so: 2 with the mirrored one, else 1. int64 [n]."""
-        twins, several = np.ones(len(starts), np.int64), np.flatnonzero(ends - starts > 1)
-        twins[several] += self.columns["image/geometry"][starts[several] + 1, _FLIP]
-        return twins
-
-    def part_places(
-        self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0
+    def places(
+        self, numbers: np.ndarray, flips: np.ndarray | bool = False, crops: np.ndarray | int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The places of these rows' companions, those of a row together: int64 [m], and how many each row has: [n].
+        """The places of these rows' images and companions: int64 [m], and how many each row has: int64 [n].
 
-        `flips`, bool [n], says of which rows they are the mirrored ones, and `crops` to which crops they belong.
+        Those of a row lie together, its image first. `flips`, bool [n], says of which rows they are the mirrored ones,
+        and `crops` to which crops they belong.
         """
-        starts, ends = self.ranges("part", numbers)
+        starts, ends = self.ranges("image", numbers)
         counts = ends - starts
         rows = np.repeat(np.arange(len(numbers)), counts)
         places = np.arange(len(rows)) + np.repeat(starts - (counts.cumsum() - counts), counts)
-        wanted = self.columns["part/geometry"][places, _FLIP] == flips[rows]
-        places, rows = places[wanted], rows[wanted]
-        counts, num_crops = np.bincount(rows, minlength=len(numbers)), self.num_crops(numbers)
-        if len(places) and (num_crops > 1).any():
-            within = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
-            wanted = within % num_crops[rows] == np.broadcast_to(crops, len(numbers))[rows]
-            places, counts = places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
-        return places, counts
+        wanted = self.columns["image/geometry"][places, _FLIP] == np.broadcast_to(flips, len(numbers))[rows]
+        wanted &= self.columns["image/crop"][places] == np.broadcast_to(crops, len(numbers))[rows]
+        return places[wanted], np.bincount(rows[wanted], minlength=len(numbers))
 
-    def part_shapes(self, places: np.ndarray) -> np.ndarray:
-        """Role (a number of ROLES), height and width of the companions at these places: int32 [m, 3]."""
-        sizes = self.columns["part/geometry"][places, _SIZES["target_size"]]
-        return np.column_stack([self.columns["part/role"][places].astype(np.int32), sizes])
+    def shapes(self, numbers: np.ndarray) -> np.ndarray:
+        """What samples in a batch share: role, height, width and number of frames of the image and each companion.
 
-    def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
-        """Heights and widths of the companions of these rows, in their order, then zeros: int32 [n, 2 * most].
-
-        Those of the first crop, and of its mirrored twin: they are the same for all crops.
+        Those of the first crop, unmirrored; others have the same. int32 [n, 4 * most], filled up with zeros.
         """
-        (starts, ends), num_crops = self.ranges("part", numbers), self.num_crops(numbers)
-        twins = self._num_twins(*self.ranges("image", numbers))
-        found = np.zeros((len(numbers), int(((ends - starts) // num_crops).max(initial=0)), 2), np.int32)
-        for place in range(found.shape[1]):
-            places = starts + place // twins * twins * num_crops + place % twins
-            here = np.flatnonzero(places < ends)
-            found[here, place] = self.columns["part/geometry"][places[here], _SIZES["target_size"]]
-        return found.reshape(len(numbers), 2 * found.shape[1])
-
-    def part_kinds(self, numbers: np.ndarray) -> np.ndarray:
-        """A number that says the roles of these rows' companions, in their order, mirrored ones aside: int64 [n]."""
-        places, counts = self.part_places(numbers, np.zeros(len(numbers), np.bool_))
+        places, counts = self.places(numbers)
+        rows = np.repeat(np.arange(len(numbers)), counts)
         within = np.arange(len(places)) - np.repeat(counts.cumsum() - counts, counts)
-        kinds, digits = np.zeros(len(numbers), np.int64), self.columns["part/role"][places].astype(np.int64) + 1
-        np.add.at(kinds, np.repeat(np.arange(len(numbers)), counts), digits * (len(ROLES) + 1) ** within)
-        return kinds
+        found = np.zeros((len(numbers), int(counts.max(initial=1)), 4), np.int32)
+        found[rows, within, 0] = self.columns["image/role"][places]
+        found[rows, within, 1:] = self.columns["image/geometry"][places, _EXTENT]
+        return found.reshape(len(numbers), 4 * found.shape[1])
+
+    @cached_property
+    def num_crops(self) -> np.ndarray:
+        """How many crops each row has of its image, 1 also where there is no image: int64 [n]."""
+        found, counts = np.ones(len(self), np.int64), np.diff(self.columns["image/offsets"])
+        np.maximum.at(found, np.repeat(np.arange(len(self)), counts), self.columns["image/crop"] + 1)
+        return found
 
     def usable(self) -> np.ndarray:
-        """The numbers of the rows that are not refused, ascending: uint32 [m]."""
-        refused = self.columns["refusal/rows"]
-        return np.setdiff1d(np.arange(len(self), dtype=np.uint32), refused, assume_unique=True)
+        """The numbers of the rows that are not refused, ascending: int64 [m]."""
+        return np.flatnonzero(np.diff(self.columns["refusal/offsets"]) == 0)
+
+    def usable_with(self, name: str, flags: np.ndarray) -> np.ndarray:
+        """The numbers of the usable rows with an image or caption (`name`) whose flag is set, ascending.
+
+        `flags` is bool [m], in the order of the column; companions count as images.
+        """
+        return np.intersect1d(self._rows_of(name, np.flatnonzero(flags)), self.usable())
+
+    def unverified(self) -> np.ndarray:
+        """The numbers of the usable rows with an entry that was imported and not verified, ascending."""
+        flagged = [self.usable_with(name, self.columns[f"{name}/unverified"]) for name in ("image", "caption")]
+        return np.union1d(*flagged)
 
     def without_caption(self) -> np.ndarray:
         """The numbers of the usable rows with no text but the empty one, ascending."""
-        ends = self.columns["caption/text/offsets"][self.columns["caption/offsets"]]
-        return np.intersect1d(np.flatnonzero(ends[:-1] == ends[1:]), self.usable())
+        return np.setdiff1d(self.usable(), self.usable_with("caption", np.diff(self.columns["caption/text/offsets"])))
 
     def mostly_cut(self) -> np.ndarray:
         """The numbers of the usable rows whose first crop keeps less than half of the image, ascending."""
-        resized, target = (self.first_sizes(name).astype(np.int64).prod(1) for name in ("resized_size", "target_size"))
-        return np.intersect1d(np.flatnonzero(2 * target < resized), self.usable())
-
-    def rows_with_captions(self, flags: np.ndarray) -> np.ndarray:
-        """The numbers of the usable rows with a caption whose flag is set, ascending. `flags`: bool [captions]."""
-        return np.intersect1d(self.rows_of({"caption": np.flatnonzero(flags)}), self.usable())
-
-    def unverified(self) -> np.ndarray:
-        """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
-        return self.rows_of({name: np.flatnonzero(self.columns[f"{name}/unverified"]) for name in _ENTRIES})
+        geometry, is_first = self.columns["image/geometry"].astype(np.int64), self.columns["image/crop"] == 0
+        is_cut = 2 * geometry[:, _TARGET].prod(1) < geometry[:, _RESIZED].prod(1)
+        return self.usable_with("image", is_cut & is_first & (self.columns["image/role"] == 0))
 
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows with one of these keys, ascending."""
-        if not (wanted := set(keys)):
-            return []
-        found = {}
-        for name in _ENTRIES:
-            places = (at for at, key in enumerate(_hex_in_turn(self.columns[f"{name}/keys"])) if key in wanted)
-            found[name] = np.fromiter(places, np.int64)
-        return [*map(int, self.rows_of(found))]
+        wanted = _sortable(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, _DIGEST_BYTES))
+        places = {name: np.isin(_sortable(self.columns[f"{name}/keys"]), wanted) for name in ("image", "caption")}
+        rows = [self._rows_of(name, np.flatnonzero(found)) for name, found in places.items()]
+        return [*map(int, np.union1d(*rows))]
 
-    def rows_of(self, places: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The numbers of the rows that have these images, captions and parts, ascending: int64 [m].
-
-        `places`: by `image`, `caption` or `part`, the places of entries in the columns of their kind.
-        """
-        rows = [self.columns[f"{name}/offsets"].searchsorted(at, side="right") - 1 for name, at in places.items()]
-        return np.unique(np.concatenate(rows))
+    def _rows_of(self, name: str, places: np.ndarray) -> np.ndarray:
+        """The numbers of the rows that have these images or captions, ascending: int64 [m]."""
+        return np.unique(self.columns[f"{name}/offsets"].searchsorted(places, side="right") - 1)
 
     def row_of_source(self, source: str) -> Row | None:
         """The last row whose image has this digest, or None."""
-        order, heads = self._by_source
-        wanted = np.frombuffer(bytes.fromhex(source), np.uint8)
-        at = int(heads.searchsorted(_heads_of(wanted[None])[0], side="right")) - 1
-        if at < 0 or not wanted.any() or not np.array_equal(self.columns["source"][order[at]], wanted):
-            return None
-        return self.row(int(order[at]))
+        order, sources = self._by_source
+        at = int(sources.searchsorted(bytes.fromhex(source), side="right")) - 1
+        row = None if at < 0 else self.row(int(order[at]))
+        return row if row is not None and row.source == source else None
 
     @cached_property
     def _by_source(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the rows, sorted by the first eight bytes of their sources, and these."""
-        heads = _heads_of(self.columns["source"])
-        order = np.argsort(heads, kind="stable").astype(np.uint32)
-        return order, heads[order]
-
-
-class _Values(ValuesView[Row]):
-    _mapping: RowTable
-
-    def __iter__(self) -> Iterator[Row]:
-        return map(self._mapping.row, range(len(self._mapping)))
+        """The numbers of the rows, sorted by their sources, and these."""
+        sources = _sortable(self.columns["source"])
+        order = np.argsort(sources, kind="stable")
+        return order, sources[order]
 
 
 class RowTableBuilder:
@@ -526,100 +415,85 @@ class RowTableBuilder:
 
     def __init__(self) -> None:
         self._columns = {name: array(code, [0] * name.endswith("/offsets")) for name, (code, *_) in COLUMNS.items()}
-        self._of_entries = {
-            name: [self._columns[f"{name}/{column}"] for column in ("offsets", "unverified", "keys")]
-            for name in _ENTRIES
-        }
-        self._last_folder: tuple[str, bool] | None = None
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Add rows of different samples."""
-        for row in rows:
-            self.start(row.sample_id, row.path, row.source, row.refusal)
-            for ref in row.refs():
-                self.put(ref.role, ref.key, geometry_bytes(ref.geometry), ref.source, ref.text, ref.trust)
+    def add(self, row: Row) -> None:
+        """Add the row of another sample."""
+        self.start(row.sample_id, row.path, row.source, row.refusal)
+        for ref in row.refs():
+            self.put(ref.role, ref.key, geometry_bytes(ref.geometry), ref.source, ref.text, ref.trust, ref.crop)
 
     def start(self, sample_id: str, path: str, source: str | None, refusal: Refusal | None = None) -> None:
         """Begin a row, whose entries follow by `put`."""
-        columns = self._columns
-        if refusal is not None:
-            self.add_refusals([(len(columns["folder/of"]), refusal)])
-        columns["source"].frombytes(_bytes_of("source", _NO_DIGEST if source is None else source))
+        self._columns["source"].frombytes(_bytes_of("source", _NO_DIGEST if source is None else source))
         self._add_text("sample_id", sample_id)
-        self._add_path(path, sample_id)
-        for offsets, *_ in self._of_entries.values():
-            offsets.append(offsets[-1])
+        self._add_text("path", path)
+        self.add_refusal(refusal)
+        for name in ("image/offsets", "caption/offsets"):
+            self._columns[name].append(self._columns[name][-1])
 
     def put(
-        self, role: RefRole, key: str, geometry: bytes, source: str = "", text: str = "", trust: Trust = "verified"
+        self,
+        role: str,
+        key: str,
+        geometry: bytes,
+        source: str = "",
+        text: str = "",
+        trust: Trust = "verified",
+        crop: int = 0,
     ) -> None:
         """Add an entry to the last row: see `Ref`. `geometry` is that of `geometry_bytes`."""
-        columns, name = self._columns, role if role in ("image", "caption") else "part"
-        offsets, unverified, keys = self._of_entries[name]
-        offsets[-1] += 1
-        unverified.append(trust != "verified")
-        keys.frombytes(_bytes_of("key", key or _NO_DIGEST if role == "caption" else key))
+        columns, name = self._columns, "caption" if role == "caption" else "image"
+        columns[f"{name}/offsets"][-1] += 1
+        columns[f"{name}/unverified"].append(trust != "verified")
+        columns[f"{name}/keys"].frombytes(_bytes_of("key", key or _NO_DIGEST if role == "caption" else key))
         if role == "caption":
             self._add_text("caption/text", text)
             return
-        columns[f"{name}/geometry"].frombytes(geometry)
-        if role != "image":
-            columns["part/source"].frombytes(_bytes_of("source", source))
-            columns["part/role"].append(ROLES.index(role))
+        columns["image/geometry"].frombytes(geometry)
+        columns["image/source"].frombytes(_bytes_of("source", source or _NO_DIGEST))
+        columns["image/role"].append(ROLES.index(role))
+        columns["image/crop"].append(crop)
 
-    def add_refusals(self, refusals: Iterable[tuple[int, Refusal]]) -> None:
-        """Add refusals of rows, by their numbers, which ascend."""
-        for number, refusal in refusals:
-            self._columns["refusal/rows"].append(number)
-            self._add_text("refusal/text", json.dumps(refusal.to_json()))
-
-    def _add_path(self, path: str, sample_id: str) -> None:
-        """Most paths are one folder and the sample_id: the folder is kept once for rows that follow each other."""
-        is_whole = not path.endswith(sample_id)
-        folder = path if is_whole else path[: len(path) - len(sample_id)]
-        if (folder, is_whole) != self._last_folder:
-            self._last_folder = folder, is_whole
-            self._add_text("folder", folder)
-            self._columns["folder/is_whole"].append(is_whole)
-        self._columns["folder/of"].append(len(self._columns["folder/is_whole"]) - 1)
+    def add_refusal(self, refusal: Refusal | None) -> None:
+        """Add the refusal of the next row, if it has one, and nothing else."""
+        self._add_text("refusal", "" if refusal is None else json.dumps(refusal.to_json()))
 
     def _add_text(self, name: str, text: str) -> None:
         values = self._columns[f"{name}/values"]
         values.frombytes(text.encode(_CODEC, _ERRORS))
         self._columns[f"{name}/offsets"].append(len(values))
 
+    def columns(self, *names: str) -> dict[str, np.ndarray]:
+        """These columns."""
+        made = {name: np.frombuffer(self._columns[name], COLUMNS[name][0]) for name in names}
+        return {name: made[name].reshape(-1, COLUMNS[name][1]) if COLUMNS[name][1] else made[name] for name in names}
+
     def finish(self) -> RowTable:
         """The table."""
-        made = {name: np.frombuffer(self._columns[name], code) for name, (code, *_) in COLUMNS.items()}
-        return RowTable({name: made[name].reshape(-1, width) if width else made[name]
-                         for name, (_, width, _) in COLUMNS.items()})  # fmt: skip
+        return RowTable(self.columns(*COLUMNS))
 
 
 def _check_structure(columns: Mapping[str, np.ndarray]) -> None:
-    """ValueError unless these are the columns of a table: offsets and lengths that fit to each other."""
+    """ValueError unless these are the columns of a table, with lengths and offsets that fit to each other."""
     if columns.keys() != COLUMNS.keys():
         raise ValueError(f"its columns differ from those that are needed: {sorted(columns.keys() ^ COLUMNS.keys())}")
     for name, (code, width, like) in COLUMNS.items():
-        column, shape = columns[name], (width,) if width else ()
-        if column.dtype != np.dtype(code) or column.ndim != 1 + len(shape) or column.shape[1:] != shape:
-            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}, not {np.dtype(code)} [n, {shape}]")
-        is_offsets = name.endswith("/offsets")
-        if like is not None and len(column) != (expected := len(columns[like]) + is_offsets):
-            raise ValueError(f"{name} has {len(column):,} rows, where {like} means {expected:,}")
+        column, is_offsets = columns[name], name.endswith("/offsets")
+        num_rows = len(column) if like is None else len(columns[like]) + is_offsets
+        shape = (num_rows, width) if width else (num_rows,)
+        if column.dtype != np.dtype(code) or column.shape != shape:
+            raise ValueError(f"{name} is {column.dtype} {column.shape}, where {np.dtype(code)} {shape} is needed")
         if is_offsets:
-            prefix = name.removesuffix("offsets")
-            counted = f"{prefix}{'values' if f'{prefix}values' in COLUMNS else 'keys'}"
-            if column[0] != 0 or column[-1] != len(columns[counted]) or (column[1:] < column[:-1]).any():
-                raise ValueError(f"{name} does not rise from 0 to the {len(columns[counted]):,} of {counted}")
-
-
-_GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "num_frames", "flip")
+            values = name.replace("offsets", "values")
+            num_values = len(columns[values if values in COLUMNS else name.replace("offsets", "keys")])
+            if column[0] != 0 or column[-1] != num_values or (column[1:] < column[:-1]).any():
+                raise ValueError(f"{name} does not rise from 0 to {num_values:,}")
 
 
 def _numbers_of(geometry: Geometry) -> tuple[int, ...]:
     """The row of a geometry in its column."""
-    original, resized, crop, target, num_frames, flip = _GEOMETRY(geometry)
-    return (*original, *resized, *crop, *target, num_frames or 0, flip)
+    sizes = (geometry.original_size, geometry.resized_size, geometry.crop_top_left, geometry.target_size)
+    return (*chain.from_iterable(sizes), geometry.num_frames or 0, geometry.flip)
 
 
 def geometry_bytes(geometry: Geometry) -> bytes:
@@ -636,32 +510,26 @@ def geometry_of(numbers: np.ndarray) -> Geometry:
 
 def check_geometry(geometry: Geometry) -> None:
     """ValueError for one that no row of a manifest may have: sizes and a crop have their bounds."""
-    numbers = _numbers_of(geometry)
-    wrong = [number for number, least, most in zip(numbers, _LEAST, _MOST, strict=True) if not least <= number <= most]
-    if wrong:
+    numbers = np.array(_numbers_of(geometry))
+    if len(wrong := numbers[(numbers < _LEAST) | (numbers > _MOST)]):
         raise ValueError(f"a geometry has {wrong[0]}, where a side has 1 to {MAX_SIDE} pixels, and a crop 0 or more")
 
 
-def _heads_of(digests: np.ndarray) -> np.ndarray:
-    """The first eight bytes of each digest, to look it up: uint64 [n]."""
-    return digests[:, :8].copy().view(np.uint64).reshape(-1)
-
-
-def has_key(keys: np.ndarray) -> np.ndarray:
-    """Which captions of a column of keys were encoded: bool [n]."""
-    found: np.ndarray = keys.view("<u8").max(axis=1) > 0
+def _sortable(digests: np.ndarray) -> np.ndarray:
+    """The digests of uint8 [n, 32] as one value each, which numpy can sort: it pads shorter ones with zeros."""
+    found: np.ndarray = np.ascontiguousarray(digests).view(f"S{_DIGEST_BYTES}").reshape(-1)
     return found
+
+
+def _hex(digest: np.ndarray) -> str:
+    """A digest of 32 bytes as hexadecimal digits; empty for zeros."""
+    return digest.tobytes().hex() if digest.any() else ""
 
 
 def hex_of(digests: np.ndarray) -> list[str]:
     """The digests of uint8 [n, 32] as hexadecimal digits."""
     digits = digests.tobytes().hex()
-    return [digits[at : at + 2 * KEY_BYTES] for at in range(0, len(digits), 2 * KEY_BYTES)]
-
-
-def _hex_in_turn(digests: np.ndarray) -> Iterator[str]:
-    """As `hex_of`, for very many: some are made at a time."""
-    return chain.from_iterable(hex_of(digests[first : first + _CHUNK]) for first in range(0, len(digests), _CHUNK))
+    return [digits[at : at + 2 * _DIGEST_BYTES] for at in range(0, len(digits), 2 * _DIGEST_BYTES)]
 
 
 def _bytes_of(what: str, digest: str) -> bytes:

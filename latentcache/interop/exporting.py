@@ -127,17 +127,19 @@ class Export:
         if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
             self.skip(row, "unreadable", "its sample_id leads out of the folder")
             return None
-        if names := ", ".join(dict.fromkeys(name for name, ref in row.named_parts() if ref.role not in self._takes)):
+        if names := ", ".join(dict.fromkeys(ref.role for ref in row.parts if ref.part not in self._takes)):
             self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
             return None
         try:
-            images = {ref.geometry.flip: (ref.geometry, self._cache.get(ref.key)) for ref in row.images_of(0)}
+            images = {
+                ref.geometry.flip: (ref.geometry, self._cache.get(ref.key)) for ref in row.images if ref.crop == 0
+            }
             encoded = [caption for caption in row.captions if caption.key]
             captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in encoded]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(row, error)
             return None
-        if row.num_crops > 1:
+        if any(ref.crop for ref in row.images):
             self.report.note("several crops: only the first was exported")
         geometry, entry = images[False]
         return ExportSample(
@@ -154,7 +156,7 @@ class Export:
 
     def parts(self, sample: ExportSample, role: PartRole) -> list[torch.Tensor] | None:
         """The latents of a sample's control images, or its mask. None, and reported, if one of them cannot be read."""
-        refs = [ref for _, ref in sample.row.named_parts(flip=False, crop=0) if ref.role == role]
+        refs = [ref for ref in sample.row.parts_of() if ref.part == role]
         try:
             entries = [self._cache.get(ref.key) for ref in refs]
             return [entry.tensors["mask"] if role == "mask" else _latents_of(entry) for entry in entries]

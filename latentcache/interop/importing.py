@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from latentcache.config import PROMPTS_PREFIX, DatasetConfig, Name
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import Ref, Row, check_geometry
+from latentcache.dataset.row_table import Ref, Row, RowTable, check_geometry
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
@@ -105,12 +105,12 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            common = _common_of(foreign, rows, run.length)
+            common, table = _common_of(foreign, rows, run.length), RowTable.of(rows)
             if dataset is None:
-                manifest = Manifest(name, "train", 1, common, rows)
+                manifest = Manifest(name, "train", 1, common, table)
             else:
                 role, repeats, weight = dataset.role, dataset.repeats, dataset.loss_weight
-                manifest = Manifest(name, role, repeats, common, rows, loss_weight=weight)
+                manifest = Manifest(name, role, repeats, common, table, loss_weight=weight)
             workspace.manifests.write(manifest)
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"

@@ -131,7 +131,7 @@ class LatentCache(Closing):
     def sample_ids(self) -> list[str]:
         """All samples that may be requested: those that were not refused, in the order of the manifests."""
         tables = [manifest.rows for manifest in self.datasets()]
-        return [sample_id for table in tables for sample_id in table.sample_ids.take(table.usable())]
+        return [table.sample_ids[number] for table in tables for number in table.usable().tolist()]
 
     def row(self, sample_id: str) -> tuple[Manifest, Row]:
         """The sample's manifest and row. SampleError when it is unknown, ambiguous, refused, or may not be read."""
@@ -154,7 +154,7 @@ class LatentCache(Closing):
         """
         found, num_found, names = [], np.zeros(len(sample_ids), np.int64), self.dataset_names()
         for samples in map(self.samples, names):
-            numbers = samples.rows.numbers(sample_ids)
+            numbers = np.array([samples.rows.number(sample_id) for sample_id in sample_ids], np.int64)
             if len(places := np.flatnonzero(numbers >= 0)):
                 found.append((samples, places, numbers[places]))
                 num_found[places] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,6 @@ from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
-from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser, Visits
@@ -44,16 +44,17 @@ class _Samples:
         self.empty_key = ""
         """The key of the entry of the empty text, where captions are dropped to it."""
         self.usable = self.rows.usable()
-        self.buckets = self.rows.first_sizes("extent")
+        self.shapes = self.rows.shapes(self.usable)
+        """What each usable sample shares with others of its batch: see `RowTable.shapes`."""
         self.num_once = len(self.usable) * (1 + flips)
         self.num_items = self.num_once * samples.manifest.repeats
-        samples.image_places(*self.items(np.arange(self.num_once)))  # SampleError for one that cannot be read
+        samples.places(*self.items(np.arange(self.num_once)))  # SampleError for one that cannot be read
         if choices.flips:
-            samples.image_places(self.usable, np.ones(len(self.usable), np.bool_))
+            samples.places(self.usable, np.ones(len(self.usable), np.bool_))
         self.chooser.check(self.num_captions(self.usable))
 
     def items(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of these items' rows, and which of them are mirrored: uint32 [n], bool [n]."""
+        """The numbers of these items' rows, and which of them are mirrored: int64 [n], bool [n]."""
         flips, places = np.divmod(numbers % max(1, self.num_once), max(1, len(self.usable)))
         return self.usable[places], flips > 0
 
@@ -65,7 +66,7 @@ class _Samples:
         """The samples of these items at these visits. SampleError for one without the caption or image."""
         numbers, flips = self.items(items)
         repeats, once = np.divmod(items, max(1, self.num_once))
-        num_crops = self.rows.num_crops(numbers) if self.chooser.choices.crops == "random" else 1
+        num_crops = self.rows.num_crops[numbers] if self.chooser.choices.crops == "random" else 1
         chosen = self.chooser.choose(visits, self.num_captions(numbers), once, repeats, num_crops)
         refs = self.samples.refs(numbers, flips | chosen.flips, chosen.captions, chosen.crops)
         for place in np.flatnonzero(chosen.dropped).tolist():
@@ -77,27 +78,16 @@ class _Samples:
             refs[place] = ref._replace(keys=keys, caption="", dropped=to)
         return refs
 
-    def shapes(self) -> np.ndarray:
-        """What each usable sample shares with others of its batch: the bucket, and the sizes of control images.
-
-        int32 [n, 3 + 2 * parts]; the third number is that of frames.
-        """
-        return np.concatenate([self.buckets[self.usable], self.rows.part_sizes(self.usable)], axis=1)
-
     def identify(self, hasher: blake3) -> None:
         """Hash what the items are, in their order: id, bucket, sizes of parts, how often, and which are mirrored."""
-        shapes, offsets = self.shapes(), self.rows.columns["sample_id/offsets"]
-        is_usable, lengths = np.zeros(len(self.rows), np.bool_), np.diff(offsets)
-        is_usable[self.usable] = True
-        ids = self.rows.columns["sample_id/values"][np.repeat(is_usable, lengths)]
-        hasher.update(canonical_json([*shapes.shape, len(ids), self.num_once, self.num_items]))
-        for column in (lengths[is_usable], ids, shapes):
-            hasher.update(column.tobytes())
+        ids = [self.rows.sample_ids[number] for number in self.usable.tolist()]
+        hasher.update(json.dumps([*self.shapes.shape, ids, self.num_once, self.num_items]).encode())
+        hasher.update(self.shapes.tobytes())
 
     def image_keys(self) -> list[str]:
         """The key of each item's image."""
-        places = self.samples.image_places(*self.items(np.arange(self.num_items)))
-        return hex_of(self.rows.columns["image/keys"][places])
+        places, counts = self.samples.places(*self.items(np.arange(self.num_items)))
+        return hex_of(self.rows.columns["image/keys"][places[counts.cumsum() - counts]])
 
 
 class LatentDataset(Dataset[Batch]):
@@ -185,7 +175,7 @@ class LatentDataset(Dataset[Batch]):
         if caption_dropout and self.facts.texts:
             self._prepare_dropout()
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()
-        several = ((part.rows.num_crops(part.usable) > 1).any() for part in self._parts)
+        several = ((part.rows.num_crops[part.usable] > 1).any() for part in self._parts)
         if crops == "random" and len(self) and not any(several):
             reason = f"crops is 'random', but each image of {', '.join(self.names)} has one crop"
             raise StoreError(f"{reason}: set `variations` of the dataset, then {PRECACHE}")
@@ -232,7 +222,7 @@ class LatentDataset(Dataset[Batch]):
     def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it; of a clip with its number of frames."""
         [(part, _, items)] = self._items([index])
-        height, width, num_frames = part.buckets[part.items(items)[0][0]].tolist()
+        height, width, num_frames = part.shapes[items[0] % len(part.usable), 1:4].tolist()
         return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def groups(self) -> np.ndarray:
@@ -240,14 +230,9 @@ class LatentDataset(Dataset[Batch]):
 
         Items of one group can be in one batch: they share the bucket, and the roles and sizes of companions.
         """
-        shapes = [part.shapes() for part in self._parts]
+        shapes = [part.shapes for part in self._parts]
         width = max(each.shape[1] for each in shapes)
-        padded = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in shapes]
-        alike = np.concatenate(padded)
-        if width > self._parts[0].buckets.shape[1]:
-            # Equal sizes may be of other companions: of a control image here, and of a mask or a mirrored twin there.
-            kinds = np.concatenate([part.rows.part_kinds(part.usable) for part in self._parts])
-            alike = np.column_stack([alike, np.unique(kinds, return_inverse=True)[1].astype(np.int32)])
+        alike = np.concatenate([np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in shapes])
         numbers = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
         once = np.split(numbers, [*accumulate(map(len, shapes))][:-1])
         pairs = zip(once, self._parts, strict=True)

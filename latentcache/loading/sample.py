@@ -128,11 +128,9 @@ def _layout_of(numbers: bytes, family: Family) -> Layout:
 @lru_cache(_MAX_LAYOUTS)
 def _parts_of(numbers: bytes) -> tuple[tuple[str, Size], ...]:
     """The names and sizes of a sample's further parts, of the role, height and width of each."""
-    parts, num_controls = [], 0
+    parts = []
     for number, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
-        role = ROLES[number]
-        num_controls += role == "control"
-        name = f"{CONTROL}{num_controls}" if role == "control" else MASKED if role == "masked image" else role
+        name = MASKED if ROLES[number] == "masked image" else ROLES[number].replace("control ", CONTROL)
         parts.append((name, Size(height, width)))
     return tuple(parts)
 
@@ -163,7 +161,7 @@ class ManifestSamples:
     def __init__(self, manifest: Manifest, *, unverified: bool):
         self.manifest, self.rows = manifest, manifest.rows
         self._readable = np.ones(len(self.rows), np.bool_)
-        self._readable[self.rows.columns["refusal/rows"]] = False
+        self._readable[[*self.rows.refusals]] = False
         if not unverified:
             self._readable[self.rows.unverified()] = False
 
@@ -194,22 +192,25 @@ class ManifestSamples:
             return
         texts = map(str.casefold, self.rows.caption_texts)
         flags = np.fromiter((any(token in text for token in wanted) for text in texts), np.bool_)
-        if len(held := self.rows.rows_with_captions(flags)):
-            named = first_of(self.rows.sample_ids.take(held[:MAX_NAMED]), len(held))
+        if len(held := self.rows.usable_with("caption", flags)):
+            named = first_of([self.rows.sample_ids[number] for number in held[:MAX_NAMED].tolist()], len(held))
             raise StoreError(
                 f"{self.manifest.name}: the captions of {counted(len(held), 'sample')} have a token that is trained "
                 f"({', '.join(tokens)}): {named}. Its embedding changes, and with it all that follows it in a text: "
                 "precache with encode.text none, and encode texts live in each step"
             )
 
-    def image_places(self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0) -> np.ndarray:
-        """As `RowTable.image_places`. SampleError for a sample that may not be read, or has no such image."""
+    def places(
+        self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `RowTable.places`. SampleError for a sample that may not be read, or has no such image."""
         self.check(numbers)
-        places = self.rows.image_places(numbers, flips, crops)
-        for at in np.flatnonzero(places < 0)[:1].tolist():
+        places, counts = self.rows.places(numbers, flips, crops)
+        roles = np.append(self.rows.columns["image/role"][places], 0)[counts.cumsum() - counts]
+        for at in np.flatnonzero((counts == 0) | (roles != 0))[:1].tolist():
             what, remedy = "flipped" if flips[at] else "image", f"set `flip: true` for the dataset and {PRECACHE}"
             raise SampleError(self.rows.sample_ids[int(numbers[at])], f"has no {what} entry", remedy)
-        return places
+        return places, counts
 
     def refs(
         self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | int = 0
@@ -229,7 +230,8 @@ class ManifestSamples:
             SampleError: One may not be read, or has no such image or caption.
         """
         rows, columns = self.rows, self.rows.columns
-        images, (starts, ends) = self.image_places(numbers, flips, crops), rows.ranges("caption", numbers)
+        (places, counts), (starts, ends) = self.places(numbers, flips, crops), rows.ranges("caption", numbers)
+        images = places[counts.cumsum() - counts]
         texts = starts + captions
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
             lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
@@ -241,17 +243,20 @@ class ManifestSamples:
         keys = zip(*found, strict=True)
         geometries = columns["image/geometry"][images]
         layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
-        each = zip(rows.sample_ids.take(numbers), keys, rows.caption_texts.take(texts), layouts, strict=True)
-        refs = [SampleRef(name, own, self.facts, text, layout) for name, own, text, layout in each]
-        parts, counts = rows.part_places(numbers, flips, crops)
-        return self._with_parts(refs, parts, counts) if len(parts) else refs
+        named = zip(numbers.tolist(), texts.tolist(), keys, layouts, strict=True)
+        refs = [
+            SampleRef(rows.sample_ids[number], own, self.facts, rows.caption_texts[text], layout)
+            for number, text, own, layout in named
+        ]
+        return self._with_parts(refs, places, counts) if len(places) > len(refs) else refs
 
     def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:
-        """These samples with their further parts, which lie at these places; each has this many."""
-        keys, shapes = hex_of(self.rows.columns["part/keys"][places]), self.rows.part_shapes(places)
-        ends = counts.cumsum().tolist()
+        """These samples with their further parts. These are the places of the image and the parts of each."""
+        columns, ends = self.rows.columns, counts.cumsum().tolist()
+        keys, roles = hex_of(columns["image/keys"][places]), columns["image/role"][places].astype(np.int32)
+        shapes = np.column_stack([roles, columns["image/geometry"][places, 6:8]])
         return [
-            ref._replace(keys=(*ref.keys, *keys[start:end]), parts=_parts_of(shapes[start:end].tobytes()))
+            ref._replace(keys=(*ref.keys, *keys[start + 1 : end]), parts=_parts_of(shapes[start + 1 : end].tobytes()))
             for ref, start, end in zip(refs, [0, *ends], ends, strict=False)
         ]
 

@@ -115,7 +115,7 @@ def status_of(
         unused.difference_update(rows.entry_keys())
         cut = None
         if captions is not None and manifest.role != "prompts":
-            cut = rows.rows_with_captions(captions.flags_of(rows.columns["caption/keys"]))
+            cut = rows.usable_with("caption", captions.flags_of(rows.columns["caption/keys"]))
         lacking = rows.rows_with(set(rows.entry_keys(usable=True)) - present)
         counted.append(
             ManifestStatus(
@@ -124,7 +124,7 @@ def status_of(
                 num_samples=len(rows),
                 num_refused=len(rows.refusals),
                 num_lost=len(np.intersect1d(lacking, usable)),
-                num_unverified=len(np.intersect1d(rows.unverified(), usable)),
+                num_unverified=len(rows.unverified()),
                 imported_from=manifest.imported_from,
                 num_cut=None if cut is None else len(cut),
                 cut=() if cut is None else tuple(rows.row(number).sample_id for number in cut[:MAX_NAMED].tolist()),

@@ -82,9 +82,9 @@ def _explained(manifest: Manifest, sample_id: str, reasons: Mapping[str, str], t
     entries = [("image", ref.key, f"{ref.geometry.extent}{_which(row, ref)}", 0) for ref in row.images]
     texts = [(ref, number % manifest.variants) for number, ref in enumerate(row.captions) if ref.key]
     entries += [("text", ref.key, repr(ref.text), variant) for ref, variant in texts]
-    for part, ref in row.named_parts():
+    for ref in row.parts:
         kind = "mask" if ref.role == "mask" else "image"
-        entries.append((kind, ref.key, f"{part}, {ref.geometry.target_size}{_which(row, ref)}", 0))
+        entries.append((kind, ref.key, f"{ref.role}, {ref.geometry.target_size}{_which(row, ref)}", 0))
     found = [
         {"kind": kind, "key": key, "what": what, "variant": variant, "reason": reasons.get(key)}
         for kind, key, what, variant in entries
@@ -101,5 +101,5 @@ def _explained(manifest: Manifest, sample_id: str, reasons: Mapping[str, str], t
 
 def _which(row: Row, ref: Ref) -> str:
     """Which of several entries of one image it is."""
-    crop = " at {},{}".format(*ref.geometry.crop_top_left) if row.num_crops > 1 else ""
+    crop = " at {},{}".format(*ref.geometry.crop_top_left) if any(image.crop for image in row.images) else ""
     return crop + (" flipped" if ref.geometry.flip else "")

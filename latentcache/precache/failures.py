@@ -37,7 +37,7 @@ class Failures:
         detail, path = failure.detail, row.path
         own = (*(ref.key for ref in row.images), *(ref.key for ref in row.captions))
         if key not in own:
-            name = next(name for name, part in row.named_parts() if part.key == key)
+            name = next(part.role for part in row.parts if part.key == key)
             detail, path = f"{name}: {detail}", failure.path or row.path
         elif failure.path not in (None, row.path):
             detail = f"the same image at {failure.path}: {detail}"

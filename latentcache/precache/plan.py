@@ -302,15 +302,18 @@ class _DatasetPlanner:
         has_texts, text_key = self._encodings.has_texts, self._texts.key
         texts = [(text_key(text, controls) if has_texts else "", text) for each in variants for text in each]
         self._rows.start(sample_id, path, image)
-        for made, shape, source in entries:
-            put(shape.role.part or "image", made, shape.column, source)
+        for at, (made, shape, source) in enumerate(entries):
+            put(shape.role.name, made, shape.column, source, crop=self._crop_of(at))
         for made, text in texts:
             put("caption", made, b"", text=text)
         return [(sample, image, entries, texts)]
 
+    def _crop_of(self, at: int) -> int:
+        """The number of the crop of a sample's entry number `at`."""
+        return at % self._num_each // self._preparations.num_twins
+
     def _count_crops(self, entries: Sequence[_Entry]) -> None:
-        twins = self._preparations.num_twins
-        first = {key for at, (key, *_) in enumerate(entries) if at % self._num_each < twins}
+        first = {key for at, (key, *_) in enumerate(entries) if self._crop_of(at) == 0}
         more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}
         self._crops.update(first=len(first), more=len(more), num_bytes=sum(more.values()), whole=not more)
 
@@ -338,7 +341,7 @@ class _DatasetPlanner:
         for at, entry in enumerate(entries):
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
-                crop = at % self._num_each // self._preparations.num_twins
+                crop = self._crop_of(at)
                 facts = image_facts(source, shape.geometry, crop, image if shape.mask else None)
                 reason = self._history.why(sample.sample_id, image, shape.role.name, key, facts)
                 task = self._image_task(sample, image, entry)

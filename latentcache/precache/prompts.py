@@ -11,7 +11,7 @@ from typing import Any
 from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests, update_manifest
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
@@ -146,7 +146,7 @@ def plan_prompts(
             part = "negative_encoding" if is_negative else "text_encoding"
             reason = history.why(sample_id, None, part, task.key, text_facts(task.caption, task.caption))
             entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
-    return Manifest(name, "prompts", 1, common, {task.sample.sample_id: prompt_row(task) for task in tasks})
+    return Manifest(name, "prompts", 1, common, RowTable.of(map(prompt_row, tasks)))
 
 
 def prompts_common(encodings: TextEncodings, salt: str) -> dict[str, Any]:

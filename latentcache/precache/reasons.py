@@ -124,18 +124,16 @@ class History:
 
 def _known(row: Row, name: str, variants: int) -> list[tuple[Ref, Facts]]:
     """The entries of this name that a row has, each with what it was made of."""
-    crops = range(row.num_crops)
     if name == "image":
-        return [(ref, image_facts(row.source, ref.geometry, crop)) for crop in crops for ref in row.images_of(crop)]
+        return [(ref, image_facts(row.source, ref.geometry, ref.crop)) for ref in row.images]
     if name in ("text_encoding", "negative_encoding"):
-        read = row.named_parts(flip=False, crop=0)
-        controls = [(ref.source, ref.geometry) for _, ref in read if ref.role == "control"]
+        controls = [(ref.source, ref.geometry) for ref in row.parts_of() if ref.part == "control"]
         captions = [row.captions[at - at % variants].text for at in range(len(row.captions))]
         texts = zip(row.captions, captions, strict=True)
         return [(ref, text_facts(caption, ref.text, controls)) for ref, caption in texts if ref.key]
     masked = row.source if name == "masked image" else None
-    parts = ((ref, crop) for crop in crops for other, ref in row.named_parts(crop=crop) if other == name)
-    return [(ref, image_facts(ref.source, ref.geometry, crop, masked)) for ref, crop in parts]
+    parts = (ref for ref in row.parts if ref.role == name)
+    return [(ref, image_facts(ref.source, ref.geometry, ref.crop, masked)) for ref in parts]
 
 
 def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -251,7 +251,7 @@ class _Run:
             report.num_mostly_cut += len(mostly_cut)
             report.mostly_cut = [*report.mostly_cut, *names(mostly_cut)][:MAX_NAMED]
             if captions is not None:
-                cut = table.rows_with_captions(captions.flags_of(table.columns["caption/keys"]))
+                cut = table.usable_with("caption", captions.flags_of(table.columns["caption/keys"]))
                 report.add_truncated(*names(cut), count=len(cut))
 
     def _context(self, store: Callable[[Entry], None], fail: Callable[[str, Failure], None]) -> RunContext:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 
-from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
+from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, note_file, noted_in, owner_of
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
 from latentcache.provenance import now
@@ -66,7 +66,7 @@ class RemoteManifests:
         StoreBusyError if another writer replaced it since it was read, until it was read again.
         """
         self._check_writable()
-        name, data = manifest.name, b"".join(manifest_parts(manifest))
+        name, data = manifest.name, manifest_bytes(manifest)
         if name not in self._versions:
             with suppress(DatasetError):  # a damaged one is replaced
                 self._read(name)

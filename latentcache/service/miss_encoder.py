@@ -15,7 +15,7 @@ from typing_extensions import override
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,
@@ -339,8 +339,8 @@ class MissEncoder(Closing):
         if not self._new_rows:
             return
         try:
-            name = prompts_name(self._common)
-            add_prompts(self._workspace, Manifest(name, "prompts", 1, self._common, self._new_rows), always=False)
+            name, rows = prompts_name(self._common), RowTable.of(self._new_rows)
+            add_prompts(self._workspace, Manifest(name, "prompts", 1, self._common, rows), always=False)
         except LatentCacheError as error:
             self._due_at = time.monotonic() + _RETRY_S
             message = "%d prompts that were encoded are not in the manifest of prompts yet: %s"

@@ -154,9 +154,9 @@ def _family_of(views: Mapping[str, LatentCache]) -> Family:
 def _data_digest(view: LatentCache, name: str) -> str:
     """What the measured samples resolve to: it changes with any sample, part, first caption, VAE or text encoder."""
     rows = [row for row in view.manifest(name).rows.values() if row.refusal is None]
-    images = {row.sample_id: [ref.key for ref in row.images_of(0) if not ref.geometry.flip] for row in rows}
+    images = {row.sample_id: [ref.key for ref in row.images if ref.crop == 0 and not ref.geometry.flip] for row in rows}
     captions = {row.sample_id: [ref.key for ref in row.captions[:1]] for row in rows}
-    parts = {row.sample_id: [ref.key for _, ref in row.named_parts(flip=False, crop=0)] for row in rows if row.parts}
+    parts = {row.sample_id: [ref.key for ref in row.parts_of()] for row in rows if row.parts}
     return digest(canonical_json([images, captions, *([parts] if parts else [])]))
 
 

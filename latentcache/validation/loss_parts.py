@@ -9,7 +9,6 @@ import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import PartRole
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import unread_controls
 from latentcache.families.base import Family
@@ -55,7 +54,9 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
         return
     planned = {dataset.name for dataset in config.datasets if dataset.control} if config else set()
     cached = set(cache.manifests.names())
-    found = [each for each in datasets if each in planned or (each in cached and _has("control", cache.manifest(each)))]
+    found = [
+        each for each in datasets if each in planned or (each in cached and _has("control 1", cache.manifest(each)))
+    ]
     if found:
         raise ConfigError(
             f"{', '.join(found)}: has control images, but {reason}. Train one of those families, or remove `control` "
@@ -72,7 +73,7 @@ def check_masked(denoiser: Any, family: Family, cache: LatentCache, datasets: It
         raise ConfigError(family.lacks_masked(f"{', '.join(lacking)} has none"), key="datasets.mask")
 
 
-def _has(role: PartRole, manifest: Manifest) -> bool:
+def _has(role: str, manifest: Manifest) -> bool:
     """Every sample has all parts of its dataset, or is refused."""
     first = next((row for row in manifest.rows.values() if row.refusal is None), None)
     return first is not None and any(part.role == role for part in first.parts)

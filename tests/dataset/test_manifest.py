@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latentcache.dataset.manifest import MARK, Manifest, manifest_parts, read_manifest
-from latentcache.dataset.manifest_folder import LOCK, ManifestFolder, keys_in_use
+from latentcache.dataset.manifest import MARK, Manifest, manifest_bytes, read_manifest
+from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
 from latentcache.dataset.row_table import COLUMNS, Ref, Row
 from latentcache.errors import DatasetError, StorageFullError
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
@@ -45,21 +45,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "photos.safetensors"]
     assert manifest("one").keys() == {"a" * 64, "b" * 64}
     assert manifest("one", "two").keys() == {"a" * 64, "b" * 64, "c" * 64}
-    assert "parts" not in manifest("one").rows["one"].to_json(), "old manifests and new ones are equal without parts"
 
 
-def test_what_a_manifest_says_of_drawing_and_of_the_loss_is_kept_and_absent_by_default(tmp_path: Path) -> None:
-    plain = b"".join(manifest_parts(manifest("one")))
-    assert not any(name in plain for name in (b"variants", b"weights", b"loss_weight")), "files are as they were"
+def test_what_a_manifest_says_of_drawing_and_of_the_loss_is_kept(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path)
     made = replace(manifest("one", "two"), variants=3, weights=(2, 0.5), loss_weight=0.25)
     folder.write(made)
     found = folder.read("photos")
     assert found == made and found != manifest("one", "two")
     assert found.with_rows({"one": found.rows["one"]}) == replace(made, rows={"one": found.rows["one"]})
-    data = b"".join(manifest_parts(made))
     with pytest.raises(DatasetError, match=r"captions of sample 'one' are no multiple of its 3 variants"):
-        read_manifest(data, "photos", "upload", whole_check=True)
+        _checked(made)
 
 
 def test_no_update_undoes_another(tmp_path: Path) -> None:
@@ -91,14 +87,14 @@ def test_no_update_undoes_another(tmp_path: Path) -> None:
     assert found is not None and len(found.rows) == 3 * num_updates + 1
 
 
-WHOLE = b"".join(manifest_parts(manifest("one", "two")))
+WHOLE = manifest_bytes(manifest("one", "two"))
 NO_MANIFESTS = {
     "empty": b"",
     "no-head": b"nonsense",
     "nested": b"\x08" + b"[" * 100_000,
     "no-object": b"\x10\0\0\0\0\0\0\0[]              ",
     "no-text": b"\xff\xfe" * 20,
-    "newer": WHOLE.replace(f'"{MARK}": "4"'.encode(), f'"{MARK}": "5"'.encode()),
+    "newer": WHOLE.replace(f'"{MARK}": "5"'.encode(), f'"{MARK}": "6"'.encode()),
     "head-of-a-terabyte": (1 << 40).to_bytes(8, "little") + WHOLE[8:],
     **{f"cut-at-{end}": WHOLE[:end] for end in (len(WHOLE) - 1, len(WHOLE) // 2, 100, 7)},
 }
@@ -110,26 +106,11 @@ def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, content: bytes) 
     with pytest.raises(DatasetError, match=r"photos\.safetensors: is no manifest") as caught:
         ManifestFolder(tmp_path).read("photos")
     if content is NO_MANIFESTS["newer"]:
-        assert "manifest format '5', but this version reads 4" in str(caught.value)
-
-
-def test_one_of_json_lines_is_refused_until_it_is_replaced(tmp_path: Path) -> None:
-    """It counts as a manifest: `prune` must not remove what it lists as if nothing needed it."""
-    folder = ManifestFolder(tmp_path)
-    (tmp_path / "photos.jsonl").write_bytes(b'{"format": 2, "name": "photos"}\n')
-    assert folder.names() == ["photos"]
-    with pytest.raises(DatasetError, match=r"photos\.jsonl: .*older version.*`latentcache precache CONFIG` .*hits"):
-        folder.read("photos")
-    with pytest.raises(DatasetError, match=r"photos\.jsonl"):
-        keys_in_use(folder)
-    folder.write(manifest("one"))
-    assert folder.names() == ["photos"] and folder.read("photos") == manifest("one")
-    assert not (tmp_path / "photos.jsonl").exists()
+        assert "manifest format '6', but this version reads 5" in str(caught.value)
 
 
 def common(**changes: Any) -> dict[str, Any]:
-    encoding = {"scaling_factor": 0.13025, "shift_factor": None}
-    return {**COMMON, "image_encoding": encoding} | changes
+    return {**COMMON, **changes}
 
 
 HEADERS: dict[str, dict[str, Any]] = {
@@ -138,7 +119,7 @@ HEADERS: dict[str, dict[str, Any]] = {
     "a loss_weight that is no number": {"loss_weight": float("nan")},
     "another role": {"role": "test"},
     "no text_encoding in common": {"common": {"schema": 1, "salt": ""}},
-    "an encoding without a scale": {"common": common(image_encoding={"scaling_factor": 0, "shift_factor": None})},
+    "a rule of scaling that a newer version has": {"common": common(scaling={"rule": "log"})},
 }
 
 
@@ -160,7 +141,7 @@ def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
 
 def _checked(written: Manifest) -> Manifest:
     """What comes from elsewhere, with a digest that fits."""
-    return read_manifest(b"".join(manifest_parts(written)), "photos", "it", whole_check=True)
+    return read_manifest(manifest_bytes(written), "photos", "it", whole_check=True)
 
 
 def test_what_comes_from_elsewhere_lists_no_sample_twice() -> None:
@@ -201,21 +182,18 @@ def _cast(name: str, dtype: str) -> Callable[[dict[str, np.ndarray]], None]:
 ODD_COLUMNS = {
     **{f"{name} without its last": _drop(name) for name in COLUMNS if len(manifest("one", "two").rows.columns[name])},
     **{f"{name} that {what}": _put(f"{name}/offsets", at, value)
-       for name in ("sample_id", "folder", "image", "caption", "caption/text", "part", "refusal/text")
+       for name in ("sample_id", "image", "caption/text")
        for what, at, value in (("starts late", 0, 1), ("ends late", -1, 2**30), ("ends early", -1, 0))},
     "offsets that fall": _put("sample_id/offsets", 1, 8),
     "negative offsets": _put("sample_id/offsets", 1, -5),
     "narrow keys": _drop("image/keys", np.s_[:, :16]),
     "keys of another type": _cast("image/keys", "i4"),
-    "a missing column": lambda columns: columns.pop("part/role"),
-}  # fmt: skip
-ODD_VALUES = {
-    **{f"{name} with {value} at {at}": _put(name, (0, at), value)
-       for name in ("image/geometry", "part/geometry")
-       for at, value in ((0, 0), (3, -1), (4, -1), (7, 0), (8, -1), (9, 2), (1, MAX_SIDE + 1), (5, MAX_SIDE + 1))},
+    "a missing column": lambda columns: columns.pop("image/role"),
+    **{f"a geometry with {value} at {at}": _put("image/geometry", (0, at), value)
+       for at, value in ((0, 0), (4, -1), (7, 0), (8, -1), (9, 2), (1, MAX_SIDE + 1))},
     **{f"{name} with {value}": _put(name, 0, value) for name, value in (
-        ("image/unverified", 2), ("caption/unverified", 9), ("part/unverified", 2), ("part/role", 3),
-        ("folder/of", 99), ("folder/is_whole", 2), ("refusal/rows", 3), ("refusal/text/values", ord("7")))},
+        ("image/unverified", 2), ("caption/unverified", 9), ("image/role", 99), ("image/crop", -1),
+        ("refusal/values", ord("7")))},
     "an id that is no text": _put("sample_id/values", 0, 0xFF),
     "a caption that is no text": _put("caption/text/values", 2, 0xC3),
     "an id that begins within a character": _put("sample_id/values", slice(2, 4), [0xC3, 0xA4]),
@@ -238,10 +216,10 @@ def _changed(change: Callable[[dict[str, np.ndarray]], object]) -> bytes:
     columns = {name: column.copy() for name, column in written.rows.columns.items()}
     change(columns)
     written.rows = _Columns(columns)  # type: ignore[assignment]
-    return b"".join(manifest_parts(written))
+    return manifest_bytes(written)
 
 
-@pytest.mark.parametrize("change", (ODD_COLUMNS | ODD_VALUES).values(), ids=ODD_COLUMNS | ODD_VALUES)
+@pytest.mark.parametrize("change", ODD_COLUMNS.values(), ids=ODD_COLUMNS)
 def test_odd_columns_from_elsewhere_are_refused_though_the_digest_fits(
     change: Callable[[dict[str, np.ndarray]], object],
 ) -> None:
@@ -250,7 +228,7 @@ def test_odd_columns_from_elsewhere_are_refused_though_the_digest_fits(
 
 
 def test_a_flipped_bit_gives_no_other_samples() -> None:
-    whole = b"".join(manifest_parts(manifest("one")))
+    whole = manifest_bytes(manifest("one"))
     for place in range(len(whole)):
         data = whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
         try:

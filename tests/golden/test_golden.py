@@ -66,9 +66,9 @@ def test_it_survives_upkeep(golden: Path) -> None:
 def test_a_newer_manifest_is_refused(golden: Path) -> None:
     path = golden / "manifests" / "golden.safetensors"
     data = path.read_bytes()
-    assert b'"latentcache_manifest": "4"' in data
-    path.write_bytes(data.replace(b'"latentcache_manifest": "4"', b'"latentcache_manifest": "5"', 1))
-    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format '5'.*reads 4"):
+    assert b'"latentcache_manifest": "5"' in data
+    path.write_bytes(data.replace(b'"latentcache_manifest": "5"', b'"latentcache_manifest": "6"', 1))
+    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format '6'.*reads 5"):
         cache.sample_ids()
 
 

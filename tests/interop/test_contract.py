@@ -173,7 +173,7 @@ def test_a_full_disk_ends_the_export_and_leaves_no_half_file(
 
 @ALL
 def test_samples_with_parts_that_the_format_has_no_place_for_are_listed(tmp_path: Path, module: Any) -> None:
-    role = "mask" if module is musubi else "control"
+    role = "mask" if module is musubi else "control 1"
     cache = cache_for(module, "a.png", "b.png")
     manifest = cache.manifest("foreign")
     row = manifest.rows["a.png"]

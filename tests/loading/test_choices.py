@@ -70,7 +70,7 @@ def rows_of(first: int, variants: int, entries: list[Entry]) -> dict[str, Row]:
             )
             images.append(Ref(image.record.key, geometry))
             parts.append(
-                Ref(control.record.key, replace(geometry, target_size=Size(16, 16)), "verified", "control", "c" * 64)
+                Ref(control.record.key, replace(geometry, target_size=Size(16, 16)), "verified", "control 1", "c" * 64)
             )
             parts.append(Ref(mask.record.key, geometry, "verified", "mask", "d" * 64))
             entries += [image, control, mask]

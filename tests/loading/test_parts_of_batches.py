@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def stored(cache: LatentCache, sample_id: str, name: str, *, flip: bool = False) -> torch.Tensor:
-    part = dict(cache.manifest("pairs").rows[sample_id].named_parts(flip=flip))[name]
+    part = next(ref for ref in cache.manifest("pairs").rows[sample_id].parts_of(flip=flip) if ref.role == name)
     [tensor] = cache.get(part.key).tensors.values()
     return tensor
 
@@ -111,7 +111,7 @@ def test_a_lost_part_is_an_error_of_its_sample(config: Config, tmp_path: Path) -
 
     shutil.copytree(config.cache.path, tmp_path / "cache")
     with LatentCache(tmp_path / "cache") as cache:
-        part = dict(cache.manifest("pairs").rows["0.png"].named_parts(flip=False))["mask"]
+        part = next(ref for ref in cache.manifest("pairs").rows["0.png"].parts_of() if ref.role == "mask")
         assert cache.store.remove([part.key]) == 1
         with pytest.raises(SampleError, match=r"0\.png.*has no entry"):
             cache.batch(["0.png"], device="cpu")

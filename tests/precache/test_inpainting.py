@@ -98,11 +98,11 @@ def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, 
     config = cached(folder, mask={**where, "inpaint": inpaint}, variations=2)
     row, vae = row_of(config, "a.png"), tiny_encoders("sdxl")["vae"]
     pixels = decode((folder / "photos/a.png").read_bytes(), "a.png", ImagesConfig(min_side=8))
-    assert [name for name, _ in row.named_parts(flip=False, crop=0)] == ["mask", "masked image"]
+    assert [ref.role for ref in row.parts_of()] == ["mask", "masked image"]
     for crop in range(2):
-        for image_ref in row.images_of(crop):
+        for image_ref in (ref for ref in row.images if ref.crop == crop):
             geometry = image_ref.geometry
-            part = dict(row.named_parts(flip=geometry.flip, crop=crop))["masked image"]
+            part = row.parts_of(crop, flip=geometry.flip)[-1]
             assert part.geometry == geometry
             (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
             mask = Image.fromarray(values).resize(geometry.resized_size[::-1], Image.Resampling.BOX)
@@ -235,9 +235,7 @@ def test_a_batch_has_masked_latents_that_are_scaled_as_its_latents_are(folder: P
     with LatentCache(config.cache) as cache, LatentLoader(sampler, device="cpu", scaled=True) as loader:
         for number, batch in enumerate(loader):
             flip = number == 1
-            keys = [
-                dict(row_of(config, name).named_parts(flip=flip))["masked image"].key for name in batch["sample_id"]
-            ]
+            keys = [row_of(config, name).parts_of(flip=flip)[-1].key for name in batch["sample_id"]]
             stored = torch.stack([cache.get(key).tensors["latents"] for key in keys])
             scaling = cache.scaling(cache.manifest("photos"))
             assert torch.equal(batch["masked_latents"], scaling.apply(stored))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, LoadedModels, ValidationRunner
 from latentcache.config import Config
-from latentcache.dataset.manifest import Manifest, manifest_parts, read_manifest
+from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
 from latentcache.errors import ConfigError, DatasetError, StoreError
 from latentcache.integrations.diffusers import PrecomputedDataset
 from latentcache.interop.formats.kohya import export as export_kohya
@@ -181,7 +181,7 @@ def test_a_file_that_contradicts_itself_is_refused(alone: Config) -> None:
     manifest = read_manifest(file.read_bytes(), "photos", "here")
     wrong = Manifest("photos", "train", 1, {**manifest.common, "text_encoding": {"clip_skip": 0}}, manifest.rows)
     with pytest.raises(DatasetError, match="a caption has no key"):
-        read_manifest(b"".join(map(bytes, manifest_parts(wrong))), "photos", "here", whole_check=True)
+        read_manifest(manifest_bytes(wrong), "photos", "here", whole_check=True)
 
 
 def test_cached_texts_of_a_trained_token_are_refused(

@@ -82,7 +82,7 @@ def row_of(config: Config, sample_id: str) -> Row:
 
 
 def entry_of(config: Config, sample_id: str, name: str, *, flip: bool = False) -> dict[str, torch.Tensor]:
-    key = dict(row_of(config, sample_id).named_parts(flip=flip))[name].key
+    key = next(ref.key for ref in row_of(config, sample_id).parts_of(flip=flip) if ref.role == name)
     with LatentCache(config.cache) as cache:
         return dict(cache.get(key).tensors)
 
@@ -148,7 +148,7 @@ def test_all_parts_are_mirrored_with_their_image(pairs: Path) -> None:
     run(config)
     row = row_of(config, "b.png")
     assert [(ref.role, ref.geometry.flip) for ref in row.parts] == [
-        *(("control", False), ("control", True), ("mask", False), ("mask", True))
+        *(("control 1", False), ("control 1", True), ("mask", False), ("mask", True))
     ]
     mirrored = entry_of(config, "b.png", "control 1", flip=True)
     with LatentCache(config.cache) as cache:  # the image of a, mirrored, is the mirrored control image of b

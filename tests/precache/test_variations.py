@@ -20,7 +20,7 @@ from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.masks import prepare_mask
-from latentcache.dataset.row_table import Row
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import ImageRefused, StoreError
 from latentcache.loading.sampler import Visit
 from latentcache.loading.status import status
@@ -74,6 +74,10 @@ def rows_of(config: Config) -> dict[str, Row]:
         return dict(cache.manifest("photos").rows)
 
 
+def of_crop(row: Row, crop: int) -> list[Ref]:
+    return [ref for ref in row.images if ref.crop == crop]
+
+
 def test_further_crops_are_entries_of_their_own_and_the_first_one_stays(folder: Path) -> None:
     plain = config_of(folder, flip=True, parts=True)
     run(plain)
@@ -85,20 +89,20 @@ def test_further_crops_are_entries_of_their_own_and_the_first_one_stays(folder: 
     assert report.misses_by_reason == added
     assert run(config).num_misses == 0
     for name, row in rows_of(config).items():
-        assert (len(row.images), row.num_crops, len(row.parts)) == (8, 4, 24)
-        assert row.images_of(0) == before[name].images, "the first crop is today's, with today's keys"
-        assert list(row.named_parts(crop=0)) == list(before[name].named_parts())
+        assert (len(row.images), {ref.crop for ref in row.images}, len(row.parts)) == (8, {*range(4)}, 24)
+        assert of_crop(row, 0) == [*before[name].images], "the first crop is today's, with today's keys"
+        assert tuple(ref for ref in row.parts if ref.crop == 0) == before[name].parts
         assert [ref.geometry.flip for ref in row.images] == [False, True] * 4
         assert {ref.geometry.target_size for ref in row.images} == {Size(64, 64)}, "all lie in one bucket"
         keys = {ref.key for ref in row.images}
         assert len(keys) == (2 if name == "square.png" else 8), "without a margin there is one crop"
         for crop in range(4):
-            plain_ref, mirrored = row.images_of(crop)
+            plain_ref, mirrored = of_crop(row, crop)
             for flip, ref in ((False, plain_ref), (True, mirrored)):
-                parts = dict(row.named_parts(flip=flip, crop=crop))
+                parts = {ref.role: ref for ref in row.parts_of(crop, flip=flip)}
                 assert list(parts) == ["control 1", "control 2", "mask"]
                 assert parts["control 1"].geometry == parts["mask"].geometry == ref.geometry, "they lie on the image"
-        assert len({ref.key for name, ref in row.named_parts() if name == "control 2"}) == 2, "it moves with no crop"
+        assert len({ref.key for ref in row.parts if ref.role == "control 2"}) == 2, "it moves with no crop"
     found = status(config.cache).store["num_entries"]
     assert found["mask"] == 2 * 8 + 2 and found["image"] == 2 * found["mask"] + 3 * 2
 
@@ -124,17 +128,17 @@ def test_what_is_encoded_is_the_crop_and_its_mirror_image(folder: Path, buckets:
     values = np.asarray(Image.open(folder / "masks/wide.png"))
     with LatentCache(config.cache) as cache:
         for crop in (1, 2):
-            upright, mirrored = (ref.geometry for ref in row.images_of(crop))
+            upright, mirrored = (ref.geometry for ref in of_crop(row, crop))
             spare = upright.resized_size.width - 64
             assert 0 <= upright.crop_top_left.left <= spare and spare > 20
             assert mirrored.seen_crop == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
-            for flip, ref in enumerate(row.images_of(crop)):
+            for flip, ref in enumerate(of_crop(row, crop)):
                 entry = cache.get(ref.key)
                 seen = prepare(pixels, upright, entry.record.identity["preparation"]["resample"])
                 seen = seen[:, ::-1] if flip else seen
                 moments = encode_images(vae, np.ascontiguousarray(seen)[None])[0]
                 torch.testing.assert_close(entry.tensors["moments"], moments, rtol=0, atol=1e-5)
-                [(_, part)] = row.named_parts(flip=bool(flip), crop=crop)
+                [part] = row.parts_of(crop, flip=bool(flip))
                 mask = cache.get(part.key).tensors["mask"].numpy()
                 expected = prepare_mask(values, upright, 8)
                 assert np.array_equal(mask, expected[..., ::-1] if flip else expected)
@@ -304,12 +308,12 @@ def test_each_visit_draws_a_crop_with_its_mask_and_time_ids(cached: Config) -> N
             for visit, item in zip(visits, dataset.__getitems__(visits), strict=True):
                 rest, flip = divmod(visit.draw, 2)
                 row = rows[item["sample_id"]]
-                image = row.images_of(rest % 3)[flip]
+                image = of_crop(row, rest % 3)[flip]
                 seen.add((item["sample_id"], rest % 3, flip))
                 assert tuple(item["crop_top_left"].tolist()) == image.geometry.seen_crop
                 assert item["add_time_ids"][2:4].tolist() == [*image.geometry.seen_crop]
                 assert torch.equal(item["moments"], dataset.cache.get(image.key).tensors["moments"])
-                [(_, part)] = row.named_parts(flip=bool(flip), crop=rest % 3)
+                [part] = row.parts_of(rest % 3, flip=bool(flip))
                 assert torch.equal(item["mask"], dataset.cache.get(part.key).tensors["mask"])
     assert len(seen) > 24, "of 30: each crop of each image, on either side"
     first = plain.__getitems__([*range(5)])

@@ -57,7 +57,7 @@ def test_the_page_shows_each_sample_with_all_its_parts(server: RunningServer, ca
         sample = html.unescape(page(server, url("/sample", dataset="walk", id=name)))
         assert "complete" in sample and 'class="badge miss"' not in sample
         pictures = re.findall(r'(?:src|href)="(/v1/thumbnails/[^"]+|/photo[^"]+)"', sample)
-        shown = [*row.images, *(part for part in row.parts if part.role == "control")]
+        shown = [*row.images, *(part for part in row.parts if part.part == "control")]
         keys = [picture.split("/")[3][:64] for picture in pictures if "thumbnails" in picture]
         assert keys == [ref.key for ref in shown]
         for picture in pictures:

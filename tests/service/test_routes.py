@@ -10,7 +10,7 @@ from helpers.pack_damage import damage
 from helpers.serving import serving_here
 from service_samples import fill
 
-from latentcache.dataset.manifest import manifest_parts, read_head
+from latentcache.dataset.manifest import manifest_bytes, read_head
 from latentcache.loading.status import status
 from latentcache.service.state import Limits
 from latentcache.store import DiskStore
@@ -63,7 +63,7 @@ def test_packs_are_files(served):
 
 
 def test_manifests_are_files(served):
-    data = b"".join(manifest_parts(served.manifest))
+    data = manifest_bytes(served.manifest)
     [listed] = served.server.get("/v1/manifests").json()["manifests"]
     answer = served.server.get("/v1/manifests/photos")
     assert answer.body == data and answer.headers["content-type"] == "application/octet-stream"

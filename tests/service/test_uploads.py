@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_samples import entry, fill, manifest
 
-from latentcache.dataset.manifest import manifest_parts
+from latentcache.dataset.manifest import manifest_bytes
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import canonical_json
 from latentcache.service.state import Limits
@@ -156,7 +156,7 @@ def test_a_full_disk_is_a_507(tmp_path, monkeypatch):
     with serving_here(cache.path, Limits()) as server:
         for path, body in (
             (f"/v1/packs/{name}", data),
-            ("/v1/manifests/new", b"".join(manifest_parts(cache.manifest))),
+            ("/v1/manifests/new", manifest_bytes(cache.manifest)),
         ):
             answer = server.put(path, body)
             assert answer.status == 507 and answer.json()["kind"] == "StorageFullError", path
@@ -181,7 +181,7 @@ def test_a_reading_token_may_not_write(cache, server):
 
 def test_manifests_are_replaced_whole_and_guarded(cache, server):
     def lines(num):
-        return b"".join(manifest_parts(manifest("uploaded", cache.entries[:num])))
+        return manifest_bytes(manifest("uploaded", cache.entries[:num]))
 
     path = "/v1/manifests/uploaded"
     first = server.put(path, lines(2), headers={"If-None-Match": "*"})
@@ -195,13 +195,13 @@ def test_manifests_are_replaced_whole_and_guarded(cache, server):
     assert stale.status == 412 and stale.json()["met"] == second.headers["etag"]
     row = next(iter(cache.manifest.rows.values()))
     twice = replace(cache.manifest, name="uploaded", rows={"one": row, "two": row})
-    doubled = b"".join(manifest_parts(twice))  # its digest fits, and a sample is there twice
+    doubled = manifest_bytes(twice)  # its digest fits, and a sample is there twice
     for wrong in (doubled, b"", b"{}", lines(3)[:-1], lines(3).replace(b"number 1", b"number 7"), lines(2) + lines(2)):
         answer = server.put(path, wrong)
         assert answer.status == 422 and "uploaded" in answer.json()["detail"], wrong[:50]
     first = next(iter(cache.manifest.rows.values()))
     bare = replace(cache.manifest, name="uploaded", rows={"bare": replace(first, sample_id="bare", images=())})
-    answer = server.put(path, b"".join(manifest_parts(bare)))
+    answer = server.put(path, manifest_bytes(bare))
     assert answer.status == 422 and "sample 'bare' has no image, and no refusal" in answer.json()["detail"]
     assert server.put("/v1/manifests/other-name", lines(3)).status == 422
     assert server.get(path).body == lines(3)
@@ -213,7 +213,7 @@ def test_unfinished_runs_are_noted(cache, server):
     for _ in range(2):
         assert server.put(path, b"").status == 204
     assert list(server.get("/v1/manifests").json()["unfinished"]) == ["running"]
-    done = server.put("/v1/manifests/running", b"".join(manifest_parts(manifest("running", cache.entries[:1]))))
+    done = server.put("/v1/manifests/running", manifest_bytes(manifest("running", cache.entries[:1])))
     assert done.status == 201 and server.get("/v1/manifests").json()["unfinished"] == {}
 
 

@@ -147,7 +147,7 @@ def _arrays(sample: ExportSample, run: Export, scaled: bool, dtype: torch.dtype 
 
 def _facts(sample: ExportSample, run: Export, scaled: bool, output: str) -> dict[str, Any]:
     """The json of a sample."""
-    images = {f"latents{'_flipped' * ref.geometry.flip}": ref for ref in sample.row.images_of(0)}
+    images = {f"latents{'_flipped' * ref.geometry.flip}": ref for ref in sample.row.images if ref.crop == 0}
     keys, flipped = {name: ref.key for name, ref in images.items()}, images.get("latents_flipped")
     # Captions that were not encoded are texts all the same.
     texts = [caption.text for caption in sample.captions] or [ref.text for ref in sample.row.captions]

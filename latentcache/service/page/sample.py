@@ -87,7 +87,7 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     num_variants = gallery.manifests.get(dataset).variants
     images = [_details(gallery.store, "image", ref) for ref in row.images]
     texts = [_details(gallery.store, "caption", ref) for ref in row.captions]
-    parts = [_details(gallery.store, name, ref) for name, ref in row.named_parts()]
+    parts = [_details(gallery.store, ref.role, ref) for ref in row.parts]
     # Of variants only those that are lost.
     listed = [text for number, text in enumerate(texts) if text.problem or (text.record and not number % num_variants)]
     return {

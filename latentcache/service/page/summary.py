@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import RowTable
 from latentcache.errors import LatentCacheError
 from latentcache.service.page.views import Gallery
 from latentcache.store.base import StoreStats
@@ -52,15 +51,9 @@ def overview(gallery: Gallery) -> Overview:
         tuple(datasets),
         num_samples=sum(map(len, tables)),
         num_refused=sum(len(table.refusals) for table in tables),
-        num_uncaptioned=sum(map(_num_uncaptioned, tables)),
-        num_cut=sum(len(table.rows_with_captions(cut(table.columns["caption/keys"]))) for table in tables),
+        num_uncaptioned=sum(len(table.without_caption()) for table in tables),
+        num_cut=sum(len(table.usable_with("caption", cut(table.columns["caption/keys"]))) for table in tables),
     )
-
-
-def _num_uncaptioned(table: RowTable) -> int:
-    """How many usable rows have no caption, or empty ones."""
-    ends = table.columns["caption/text/offsets"][table.columns["caption/offsets"]]
-    return int((ends[1:] == ends[:-1])[table.usable()].sum())
 
 
 class ReadableManifests(ManifestFolder):

@@ -141,9 +141,11 @@ class Gallery:
         size = 1 if filters.is_empty else _CHUNK  # no row is parsed that is not shown
         for manifest in manifests:
             for begin in range(max(0, start - first), len(manifest.rows), size):
-                numbered = enumerate(manifest.rows.rows(begin, begin + size), first + begin)
+                rows = map(manifest.rows.row, range(begin, min(begin + size, len(manifest.rows))))
                 chunk = [
-                    (number, manifest.name, row) for number, row in numbered if _matches(row, filters.state, words)
+                    (number, manifest.name, row)
+                    for number, row in enumerate(rows, first + begin)
+                    if _matches(row, filters.state, words)
                 ]
                 if filters.state in ("damaged", "missing"):
                     lacking = self._lacking([row for _, _, row in chunk])
@@ -179,7 +181,7 @@ class Gallery:
         """One sample, and those before and after it. RequestRefused for an unknown dataset, SampleError."""
         rows = self.manifests.get(dataset).rows
         number = rows.number(sample_id)
-        if number is None:
+        if number < 0:
             raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
         before = rows.row(number - 1) if number else None
         return rows.row(number), before, rows.row(number + 1) if number + 1 < len(rows) else None

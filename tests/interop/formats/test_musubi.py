@@ -91,7 +91,7 @@ def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
     manifest = cache.manifest("foreign")
     cat, dog = (manifest.rows[name] for name in ("cat.png", "dog.png"))
     (other,) = dog.images
-    control = Ref(other.key, other.geometry, "unverified", "control", "0" * 64)
+    control = Ref(other.key, other.geometry, "unverified", "control 1", "0" * 64)
     missing = replace(control, key="f" * 64)
     rows = {"cat.png": replace(cat, parts=(control,)), "dog.png": replace(dog, parts=(missing,))}
     cache.manifests.write(replace(manifest, rows=rows))
