@@ -391,7 +391,7 @@ class Family(ABC):
 
         Without parts it is that of the family's usual tokenizers.
         """
-        return int(recipe.get("max_length", self.max_length))
+        return int(recipe.get("max_length", self.max_length)) + int(recipe.get("num_dropped", 0))
 
     @abstractmethod
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:

@@ -69,14 +69,6 @@ class ErnieImage(Family):
         return {"text_bth": batch["prompt_embeds"], "text_lens": batch[f"prompt_embeds{MASK}"].sum(1)}
 
     @override
-    def predict(
-        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
-    ) -> torch.Tensor:
-        conditions = self.conditions(denoiser, noisy, batch)
-        found: torch.Tensor = denoiser(noisy, timestep=timesteps, return_dict=False, **conditions)[0]
-        return found
-
-    @override
     def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt_embeds": unpadded(embeds)}
 

@@ -14,18 +14,6 @@ import torch
 from latentcache.errors import ModelError
 
 
-class _States(dict[int, torch.Tensor]):
-    """Index -> hidden state, as a pipeline looks one up."""
-
-    def __missing__(self, index: int) -> torch.Tensor:
-        known = ", ".join(map(str, self))
-        raise ModelError(
-            f"text_encoder: this diffusers reads hidden state {index}, but the family's texts are made of {known}: "
-            "latentcache does not know this version. Install another one.",
-            part="text_encoder",
-        )
-
-
 class _AllRead(Exception):
     """What follows in the encoder is not read."""
 
@@ -54,7 +42,7 @@ class HiddenStates:
 
     def __call__(self, **options: Any) -> Any:
         """Run the encoder with the arguments of its `forward`, and return its output: `hidden_states` alone."""
-        states = _States()
+        states: dict[int, torch.Tensor] = {}
 
         def keep(index: int) -> Any:
             def hook(module: Any, given: Any, output: Any) -> None:

@@ -79,10 +79,6 @@ class QwenImage(PackedFamily):
         return template(self).format(text)
 
     @override
-    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
-        return int(recipe["max_length"]) + NUM_DROPPED
-
-    @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         check_prefix(parts["tokenizer"], template(self).partition("{}")[0])

@@ -5,11 +5,11 @@ Legend: B images, C latent channels, H and W pixels, h and w latent rows and col
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -232,9 +232,8 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, fami
     Of latents with frames, [B, C, F, h, w], the frames: [B, frames, H, W, 3]. The bits are those of the pipelines for
     the same latents, where these have no watermark. The latents go to the VAE's device and dtype; the VAE runs where it
     is, without gradients and without a surrounding autocast. A float16 VAE with `force_upcast` computes in float32, as
-    in the pipelines. Unlike there, its own float16 weights are restored after an error too. `tiled` turns the VAE's
-    tiling on meanwhile: other pixels, less memory. `family` None is DEFAULT. A number that is not finite becomes black,
-    with a logged warning.
+    in the pipelines; unlike there it is a copy that does. `tiled` turns the VAE's tiling on meanwhile: other pixels,
+    less memory. `family` None is DEFAULT. A number that is not finite becomes black, with a logged warning.
     """
     from diffusers.image_processor import VaeImageProcessor
 
@@ -243,7 +242,7 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, fami
     with ExitStack() as stack:
         stack.enter_context(inference(device))
         if facts.force_upcast and next(vae.parameters()).dtype == torch.float16:
-            stack.enter_context(_in_float32(vae))
+            vae = copy.deepcopy(vae).float()
         if tiled:
             stack.enter_context(_tiling(vae))
         unscaled = facts.scaling.undo(latents.to(device, next(vae.parameters()).dtype))
@@ -283,26 +282,6 @@ def decode_fitting(vae: Any, latents: torch.Tensor, family: Family | None = None
         part="vae",
         problem="out-of-memory",
     )
-
-
-@contextmanager
-def _in_float32(vae: Any) -> Iterator[None]:
-    """Half-precision weights as float32 while inside, in the same Parameter objects; then the same memory again.
-
-    The originals are kept meanwhile: restoring them must not need memory, since it may have run out.
-    """
-    originals = [
-        (tensor, tensor.data)
-        for tensor in chain(vae.parameters(), vae.buffers())
-        if tensor.is_floating_point() and tensor.dtype != torch.float32
-    ]
-    try:
-        for tensor, data in originals:
-            tensor.data = data.float()
-        yield
-    finally:
-        for tensor, data in originals:
-            tensor.data = data
 
 
 @contextmanager

@@ -114,47 +114,20 @@ def test_statistics_of_latents_as_in_the_pipeline(vae: torch.nn.Module, latents:
     assert np.array_equal(images, pipeline_images(vae, latents)) and not np.array_equal(images, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tiled", [False, True])
 def test_a_decode_that_raises_leaves_the_vae_as_it_was(
-    vae: torch.nn.Module,
-    latents: torch.Tensor,
-    untouched: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    tiled: bool,
+    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vae.to(dtype)
     untouched()
     seen = []
 
     def broken(*_: Any, **__: Any) -> None:
-        seen.append((vae.dtype, vae.use_tiling))
+        seen.append(vae.use_tiling)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(vae, "decode", broken)
     with pytest.raises(KeyboardInterrupt):
-        decode_latents(vae, latents, tiled=tiled)
-    assert seen == [(torch.float32 if dtype == torch.float16 else dtype, tiled)]
-
-
-def test_memory_that_runs_out_while_upcasting(
-    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vae.half()
-    untouched()
-    cast, calls = torch.Tensor.float, []
-
-    def float_(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append(tensor)
-        if len(calls) == 5:
-            raise torch.OutOfMemoryError("simulated")
-        return cast(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "float", float_)
-    with pytest.raises(torch.OutOfMemoryError):
-        decode_latents(vae, latents)
-    assert len(calls) == 5
+        decode_latents(vae, latents, tiled=True)
+    assert seen == [True]
 
 
 def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
@@ -176,7 +149,6 @@ def test_tiles_after_running_out_of_memory(
     caplog: pytest.LogCaptureFixture,
     error: type[RuntimeError],
 ) -> None:
-    vae.half()
     untouched()
     expected = decode_latents(vae, latents, tiled=True)
     decode = vae.decode
