@@ -5,13 +5,8 @@ Each runs in the host of these tests, and in mgds where it can be imported (pipe
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import shutil
-import subprocess
-import sys
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,14 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.pack_damage import damage as flip_bit
 from helpers.photo_files import write_photo
 from helpers.pipeline_sdxl import Setup, concept, write_photos
 
-from latentcache.integrations.onetrainer.values import PLAIN_FIELD
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache.memo import Memo
-from latentcache.store.disk import DiskStore
 
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
@@ -69,14 +60,6 @@ def edit(path: Path, seed: int, *, keep_stamps: bool = False) -> None:
 
 def pack_files(setup: Setup, kind: str) -> list[Path]:
     return sorted((setup.cache_dir / kind).rglob("*.safetensors"))
-
-
-def damage(setup: Setup, kind: str, key: str, field: str) -> None:
-    """Flip one bit in the bytes of an entry's field."""
-    root = setup.cache_dir / kind / "latentcache"
-    with DiskStore(root) as store:
-        needle = store.get(key).tensors[field].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    flip_bit(root, needle)
 
 
 # What DiskCache does too
@@ -198,18 +181,6 @@ def test_image_edit(setup: Callable[..., Setup], folder: Path, keep_stamps: bool
     assert not torch.equal(item["latent_image"], before["p04.png"]["latent_image"])
 
 
-def test_images_added(setup: Callable[..., Setup], folder: Path) -> None:
-    before = setup().start().by_photo()
-    for name, seed in (("a.png", 70), ("p02b.png", 71), ("z.png", 72)):
-        write_photo(folder / name, seed, (96, 64)).with_suffix(".txt").write_text(name, encoding="utf-8")
-    run = setup().start()
-    assert run.encoded == Counter(vae=3, text_encoder=3, text_encoder_2=3)
-    after, expected = run.by_photo(), live(setup())
-    assert after.keys() == expected.keys()
-    for name, item in before.items():
-        assert_same(item, after[name])
-
-
 def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[..., Setup], folder: Path) -> None:
     """With DiskCache every caption went to the wrong image: the two caches had two orders."""
     setup().start()
@@ -244,34 +215,6 @@ def test_a_swap_of_a_model(setup: Callable[..., Setup], part: str, name: str, en
     assert setup().start().encoded == Counter(), "the entries of the first models are still there"
 
 
-def test_resume_after_a_crash(setup: Callable[..., Setup], folder: Path, tmp_path: Path) -> None:
-    """Killed in the middle of caching: what was sealed is there, the next start encodes the rest."""
-    code = f"""
-        import os, signal, sys
-        sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT)!r}]
-        from pathlib import Path
-        from helpers.pipeline_host import host
-        from helpers.pipeline_sdxl import Setup, concept
-        from latentcache.store import disk, writer
-        writer.PACK_ENTRIES = 4
-        write_pack, written = disk.write_pack, []
-        def write_and_die(*arguments):
-            if len(written) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            written.append(1)
-            return write_pack(*arguments)
-        disk.write_pack = write_and_die
-        Setup(host({setup().host.name!r}), Path({str(tmp_path / "cache")!r}), [concept(Path({str(folder)!r}))]).start()
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=200)
-    assert done.returncode == -9, done.stderr.decode()
-    run = setup().start()
-    assert run.encoded == Counter(vae=NUM - 4, text_encoder=NUM, text_encoder_2=NUM)
-    expected = live(setup())
-    for name, item in run.by_photo().items():
-        assert_same(item, {key: expected[name][key] for key in item})
-
-
 def test_truncated_file_recovers(setup: Callable[..., Setup]) -> None:
     before = setup().start().by_photo()
     for kind in ("image", "text"):
@@ -282,60 +225,6 @@ def test_truncated_file_recovers(setup: Callable[..., Setup]) -> None:
     assert run.encoded == EVERYTHING
     for name, item in run.by_photo().items():
         assert_same(item, before[name])
-
-
-def test_truncated_aggregate_recovers(setup: Callable[..., Setup]) -> None:
-    """The values that are needed of all items before the first batch: a damaged one is a miss of its item."""
-    first = setup().start()
-    before, place = first.by_photo(), first.caches["image"]._outputs[4]
-    damage(setup(), "image", first.caches["image"]._items[place][0], PLAIN_FIELD)
-    memo = setup().cache_dir / "image" / "latentcache" / "memo"
-    memo.unlink()  # it holds copies
-    run = setup().start()
-    assert run.encoded == Counter(vae=1)
-    for name, item in run.by_photo().items():
-        assert_same(item, before[name])
-    # A copy that is not what was stored is not used either.
-    with contextlib.closing(Memo(memo)) as copies:
-        for key, _ in run.caches["image"]._items.values():
-            name = f"onetrainer-values/1 {key}"
-            copies[name] = copies[name].replace("96", "69")
-    run = setup().start()
-    assert run.encoded == Counter()
-    for name, item in run.by_photo().items():
-        assert_same(item, before[name])
-
-
-def test_pickle_is_not_executed(setup: Callable[..., Setup], tmp_path: Path) -> None:
-    """Files of DiskCache lie in the cache's folder, with a program in each: they are not opened."""
-    marker = tmp_path / "executed"
-    payload = b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
-    old = tmp_path / "cache" / "image" / "0123abcd" / "variation-0"
-    old.mkdir(parents=True)
-    for name in ("0.pt", "aggregate.pt"):
-        (old / name).write_bytes(payload)
-    setup().start()
-    store = tmp_path / "cache" / "image" / "latentcache"
-    for folder in (store, store / "index", *(path.parent for path in pack_files(setup(), "image"))):
-        (folder / "0.pt").write_bytes(payload)
-    run = setup().start()
-    assert run.encoded == Counter() and len(run.items) == NUM
-    assert not marker.exists()
-
-
-def test_duplicate_content_shared(setup: Callable[..., Setup], folder: Path) -> None:
-    setup().start()
-    for suffix in (".png", ".txt"):
-        shutil.copy(folder / f"p01{suffix}", folder / f"copy{suffix}")
-    (folder / "p03.txt").write_text("photo number 1", encoding="utf-8")
-    run = setup().start()
-    assert run.encoded == Counter()
-    items = run.by_photo()
-    assert_same({**items["copy.png"], "image_path": ""}, {**items["p01.png"], "image_path": ""})
-    assert_same(
-        {name: items["p03.png"][name] for name in ("tokens_1", "text_encoder_2_pooled_state")},
-        {name: items["p01.png"][name] for name in ("tokens_1", "text_encoder_2_pooled_state")},
-    )
 
 
 def test_layer_skip(setup: Callable[..., Setup]) -> None:

@@ -32,10 +32,10 @@ from latentcache.integrations.onetrainer.values import (
     PLAIN_FIELD,
     Failure,
     ItemEncoding,
-    PlainValues,
     fields_of,
     on_current_device,
     own_random_streams,
+    plain_values,
     values_of,
 )
 from latentcache.precache.memo import Memo
@@ -46,6 +46,7 @@ from latentcache.utils.signals import uninterrupted
 
 logger = logging.getLogger("latentcache")
 
+_MEMO_NAME = "onetrainer-values/2 "
 FOLDER = "latentcache"
 """The store's folder in `cache_dir`, where DiskCache may have files of its own."""
 
@@ -134,7 +135,7 @@ class CacheModule:
         return self.split_names + self.aggregate_names
 
     def start(self, out_variation: int) -> None:
-        """Plan this epoch, encode its missing items, and load the plain values of all its items.
+        """Plan this epoch, and encode its missing items.
 
         `before_cache_fun` is called once if an item is missing, and `after_cache_fun` after it, also after an error.
         Raises ItemsError, when all other items are stored, for items that cannot be cached; PipelineStopped; and
@@ -173,20 +174,22 @@ class CacheModule:
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
 
-        Plain values are in memory; for a tensor the whole entry is read. Raises StoreError for an entry that was lost
-        or damaged since `start`: the next one encodes it again. In the middle of an epoch the trainer uses the model.
+        For one of `aggregate_names` the plain values are enough, else the whole entry is read. Raises StoreError for an
+        entry that was lost or damaged since `start`: the next one encodes it again. In the middle of an epoch the
+        trainer uses the model.
         """
         place = self._outputs[index]
         key, passed = self._items[place]
-        plain = self._plain.get(key)
-        values = {**passed, **(plain or {})}
-        if requested_name is None or requested_name not in values:
-            try:
-                values |= self._read(key, tensors_only=plain is not None)
-            except (EntryDamagedError, EntryMissingError) as error:
-                name = next(iter(passed.values()), f"item {place[1]}")
-                add_note(error, f"{name}: start the training again, from its last backup: it encodes this item again")
-                raise
+        values = dict(passed)
+        try:
+            if requested_name in self.aggregate_names and requested_name not in values:
+                values |= self._plain_values(key)
+            if requested_name is None or requested_name not in values:
+                values |= self._read(key)
+        except (EntryDamagedError, EntryMissingError) as error:
+            name = next(iter(passed.values()), f"item {place[1]}")
+            add_note(error, f"{name}: start the training again, from its last backup: it encodes this item again")
+            raise
         return values
 
     # Inside
@@ -204,10 +207,6 @@ class CacheModule:
     @cached_property
     def _memo(self) -> Memo:
         return Memo(self._store.path / "memo", read_only=self._store.read_only)
-
-    @cached_property
-    def _plain(self) -> PlainValues:
-        return PlainValues(self._store, self._memo)
 
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
@@ -242,11 +241,9 @@ class CacheModule:
         return items, failures
 
     def _missing(self, items: Collection[Item]) -> list[Item]:
-        """Items without an entry, one for each key. The plain values of the others are loaded, if they are needed."""
+        """Items without an entry, one for each key."""
         by_key = {item.key: item for item in items}
         stored = self._store.find(by_key)
-        if self.aggregate_names:
-            stored -= self._plain.load(stored)
         return [item for key, item in by_key.items() if key not in stored]
 
     def _encode_missing(self, reader: ItemReader, missing: Sequence[Item]) -> ItemEncoding:
@@ -271,12 +268,26 @@ class CacheModule:
         if changed:
             raise PipelineError(f"{changed[0]} changed while it was encoded; the next start reads it again")
         record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
-        return Entry(record, fields_of(values))
+        fields = fields_of(values)
+        if PLAIN_FIELD in fields:
+            self._note(item.key, fields[PLAIN_FIELD].numpy().tobytes())
+        return Entry(record, fields)
 
-    def _read(self, key: str, *, tensors_only: bool) -> dict[str, Any]:
+    def _plain_values(self, key: str) -> dict[str, Any]:
+        """The values of an entry that are no tensors. The memo keeps them: of all items some are needed at once."""
+        text = self._memo.get(_MEMO_NAME + key)
+        if text is None:
+            [row] = self._store.rows([key])
+            data = dict(zip(row.description, row.arrays, strict=True)).get(PLAIN_FIELD)
+            text = self._note(key, b"{}" if data is None else data.tobytes())
+        return plain_values(text)
+
+    def _note(self, key: str, data: bytes) -> str:
+        self._memo[_MEMO_NAME + key] = text = data.decode().rstrip()
+        return text
+
+    def _read(self, key: str) -> dict[str, Any]:
         tensors = {name: rows[0] for name, rows in read_batch(self._store, [key]).items()}
-        if tensors_only:
-            tensors.pop(PLAIN_FIELD, None)
         device = torch.device(self.pipeline.device)
         if device.type != "cpu":
             plain = {PLAIN_FIELD: tensors.pop(PLAIN_FIELD)} if PLAIN_FIELD in tensors else {}

@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError, PipelineStopped
+from latentcache.errors import PipelineError, PipelineStopped
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.items import Item
 from latentcache.phases.state import RandomStreams
@@ -30,7 +30,6 @@ from latentcache.utils.signals import uninterrupted
 
 PLAIN_FIELD = "plain_values"
 """The field with the values that are no tensors: UTF-8 JSON, padded with spaces."""
-_MEMO_NAME = "onetrainer-values/1 "
 PADDING = 256
 """Bytes to which the JSON is padded: entries of few different lengths are read together."""
 WINDOW = 32
@@ -212,51 +211,11 @@ def values_of(fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The inverse of `fields_of`: tensors on the CPU, other values with the types that they had."""
     values: dict[str, Any] = dict(fields)
     data = values.pop(PLAIN_FIELD, None)
-    return values if data is None else values | _plain_values(data.numpy().tobytes())
+    return values if data is None else values | plain_values(data.numpy().tobytes())
 
 
-class PlainValues:
-    """The plain values of entries, by key. They are kept in memory: all are needed before the first batch.
-
-    `memo` keeps copies, each with its digest, so that a new process need not read every entry.
-    """
-
-    def __init__(self, store: Store, memo: MutableMapping[str, str]):
-        self._store, self._memo = store, memo
-        self._values: dict[str, dict[str, Any]] = {}
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The plain values of an entry; None if they were not loaded."""
-        return self._values.get(key)
-
-    def load(self, keys: Collection[str]) -> set[str]:
-        """Load the values of these entries, and drop all others. Returns the keys of missing and damaged entries."""
-        self._values = {key: self._values[key] for key in keys if key in self._values}
-        missing = set()
-        for key in keys:
-            if key not in self._values:
-                try:
-                    self._values[key] = self._copy(key) or self._read(key)
-                except (EntryDamagedError, EntryMissingError):
-                    missing.add(key)  # the caller encodes them again
-        return missing
-
-    def _copy(self, key: str) -> dict[str, Any] | None:
-        """The values from the memo; None if it has none, or a damaged copy."""
-        found, _, text = self._memo.get(_MEMO_NAME + key, "").partition(" ")
-        data = text.encode()
-        return _plain_values(data) if data and digest(data) == found else None
-
-    def _read(self, key: str) -> dict[str, Any]:
-        if PLAIN_FIELD not in self._store.describe(key):
-            return {}
-        [row] = self._store.rows([key])
-        data = dict(zip(row.description, row.arrays, strict=True))[PLAIN_FIELD].tobytes().rstrip()
-        self._memo[_MEMO_NAME + key] = f"{digest(data)} {data.decode()}"
-        return _plain_values(data)
-
-
-def _plain_values(data: bytes) -> dict[str, Any]:
+def plain_values(data: str | bytes) -> dict[str, Any]:
+    """The values in the JSON of an entry's PLAIN_FIELD, with the types that they had."""
     return {name: _decoded(value) for name, value in json.loads(data).items()}
 
 
