@@ -173,7 +173,6 @@ class _Import:
         self._family, self._scale_check, self._report = family_named(foreign.family), scale_check, report
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._last_digest: tuple[Path, str] | None = None
         self.length: Mapping[str, int] = {}
         """The `max_length` of all texts: they are of one form."""
 
@@ -242,13 +241,11 @@ class _Import:
     def _digest_of(self, path: Path | None) -> str | None:
         if path is None:
             return None
-        if self._last_digest is None or self._last_digest[0] != path:  # a flipped latent comes after its twin
-            try:
-                self._last_digest = path, digest(path.read_bytes())
-            except OSError as error:
-                self._report.note(f"image could not be read: {error.strerror}")
-                return None
-        return self._last_digest[1]
+        try:
+            return digest(path.read_bytes())
+        except OSError as error:
+            self._report.note(f"image could not be read: {error.strerror}")
+            return None
 
     # Texts
 

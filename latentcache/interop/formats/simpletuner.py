@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
 from latentcache.families.base import Family
@@ -46,7 +45,6 @@ from latentcache.types import Crop, Geometry, Refusal, Size
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded crop fits as (left, top) and as (top, left): the first was assumed"
 
-_LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
 _TEXT_NAME = re.compile(r"[0-9a-f]{32}-(?P<arch>[a-z0-9_]+)\.pt")
 _METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
 _MAX_METADATA_BYTES = 1 << 30
@@ -103,23 +101,18 @@ class SimpleTunerCache:
         self._architecture = self._layout.architecture
 
     def items(self) -> Iterator[ForeignItem]:
-        """Images in the order of their samples, then texts, then files that belong to no sample, as refusals."""
+        """Images in the order of their samples, then texts. Files that belong to no sample are left alone."""
         yield from self._images.refusals
-        used: set[str] = set()
-        yield from self._latents(used)
-        yield from self._texts(used)
-        for folder in self._folders:
-            for found in walk(folder):
-                yield from [found] if isinstance(found, Refusal) else self._unknown(used, folder, *found)
+        yield from self._latents()
+        yield from self._texts()
 
-    def _latents(self, used: set[str]) -> Iterator[ForeignItem]:
+    def _latents(self) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}
         for sample_id in self._images:
             samples_of.setdefault(os.path.join(self._folders[0], latent_name(sample_id)), []).append(sample_id)
         for path, sample_ids in samples_of.items():
             if not os.path.lexists(path):
                 continue
-            used.add(path)
             if len(sample_ids) == 1:
                 yield from refusing(sample_ids[0], self._latent(sample_ids[0], path))
             else:
@@ -134,12 +127,11 @@ class SimpleTunerCache:
         output: Literal["mean", "sample"] = "mean" if self._family.has_clips else "sample"
         yield ForeignImage(sample_id, path, image, latents, True, output, geometry, note)
 
-    def _texts(self, used: set[str]) -> Iterator[ForeignItem]:
+    def _texts(self) -> Iterator[ForeignItem]:
         for caption, sample_ids in self._images.captions():
             paths = [os.path.join(folder, text_name(caption, self._architecture)) for folder in self._folders]
-            path = next((path for path in paths if path not in used and os.path.lexists(path)), None)
+            path = next(filter(os.path.lexists, paths), None)
             if path is not None:
-                used.add(path)
                 yield from refusing(sample_ids[0] if sample_ids else "", self._text(sample_ids, path, caption))
 
     def _text(self, sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
@@ -159,21 +151,6 @@ class SimpleTunerCache:
                 raise corrupt(path, f"its pooled_prompt_embeds are {list(pooled.shape)}; one prompt has [P]")
             pooled = pooled.flatten()
         yield ForeignText(sample_ids, path, caption, _caption_rows(self._family, embeds, mask, path), pooled)
-
-    def _unknown(self, used: set[str], root: str, folder: str, names: list[str]) -> Iterator[Refusal]:
-        """The files of a folder that belong to no sample."""
-        for name in names:
-            path, text = os.path.join(root, folder, name), _TEXT_NAME.fullmatch(name)
-            if path in used or (text is None and not _LATENT_NAME.fullmatch(name)):
-                continue
-            used.add(path)
-            if text is not None and text["arch"] != self._architecture:
-                detail = f"it is a text of {text['arch']}, not of {self._architecture} ({self.family})"
-                yield Refusal("", path, "unsupported-format", detail)
-            elif text is not None:
-                yield Refusal("", path, "missing", "no caption has this hash: edited since, or a validation prompt")
-            else:
-                yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
 
 
 def _image_latents(family: Family, value: object, path: str) -> torch.Tensor:
