@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from typing_extensions import override
 
 from latentcache.errors import ConfigError
 from latentcache.service.app import create_app
@@ -101,38 +100,26 @@ def access_for(address: Address, reading_token: str | None, writing_token: str |
     return Access(reading_token=reading_token, writing_token=writing_token, is_open=False)
 
 
-class CacheServer(uvicorn.Server):
-    """Says when it answers."""
-
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
-        super().__init__(config)
-        self._announce = announce
-
-    @override
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._announce()
-
-
 def serve(settings: ServiceSettings, address: Address, announce: Callable[[str], None]) -> int:
-    """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number. As `make_server`."""
-    server, listener = make_server(settings, address, announce)
+    """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number. As `make_server`.
+
+    `announce` is called with the URL once it listens: whoever connects from then on is answered.
+    """
+    server, listener = make_server(settings, address)
     # uvicorn finishes the requests under way first; then it raises the signals again, which would end the process.
     caught: list[int] = []
     with handlers_kept(*STOPPING), listener:
         for number in STOPPING:
             signal.signal(number, lambda caught_now, frame: caught.append(caught_now))
+        announce(address.url(listener.getsockname()[1]))
         asyncio.run(server.serve(sockets=[listener]))
     return caught[-1] if caught else signal.SIGTERM
 
 
-def make_server(
-    settings: ServiceSettings, address: Address, announce: Callable[[str], None]
-) -> tuple[CacheServer, socket.socket]:
-    """A server of a cache, and the socket on which it is to listen.
+def make_server(settings: ServiceSettings, address: Address) -> tuple[uvicorn.Server, socket.socket]:
+    """A server of a cache, and the socket on which it listens.
 
-    `announce` is called with the URL once it answers. ConfigError if the address or the certificate cannot be used;
-    errors of `create_app`.
+    ConfigError if the address or the certificate cannot be used; errors of `create_app`.
     """
     listener = address.listen()  # before the models are identified, which takes minutes
     try:
@@ -157,5 +144,4 @@ def make_server(
         ssl_certfile=address.certfile,
         ssl_keyfile=address.keyfile,
     )
-    url = address.url(listener.getsockname()[1])
-    return CacheServer(config, lambda: announce(url)), listener
+    return uvicorn.Server(config), listener

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import os
-import queue
 import secrets
 import signal
 import subprocess
@@ -175,13 +174,13 @@ def serving_here(
         config=encode,
         show_photos=encode is not None,
     )
-    urls: queue.Queue[str] = queue.Queue()
-    server, listener = make_server(settings, address, urls.put)
+    server, listener = make_server(settings, address)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     with listener:
         thread.start()
         try:
-            yield RunningServer(None, urls.get(timeout=START_S), token, write_token)  # type: ignore[arg-type]
+            url = address.url(listener.getsockname()[1])
+            yield RunningServer(None, url, token, write_token)  # type: ignore[arg-type]
         finally:
             server.should_exit = True
             thread.join(60)

@@ -18,7 +18,7 @@ from latentcache.service.page.sample import CutCaption, Explainer, photo_webp, s
 from latentcache.service.page.summary import ReadableManifests, overview
 from latentcache.service.page.text import environment, query_of, rendered, url
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
-from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage, Manifests
+from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage
 from latentcache.service.state import ServiceState
 
 PAGES = (("/", "Overview"), ("/gallery", "Gallery"), ("/health", "Health"))
@@ -133,8 +133,7 @@ class Pages:
     def __init__(self, state: ServiceState):
         environment()
         self._store, settings = state.store, state.settings
-        self._manifests = Manifests(state.manifests)
-        self._gallery = Gallery(self._store, self._manifests)
+        self._gallery = Gallery(self._store, state.manifests)
         self._has_sessions, self._show_photos = not state.access.is_open, settings.show_photos
         self._explainer, decoder = None, None
         if settings.config is not None:
@@ -183,15 +182,15 @@ class Pages:
         """What the cache holds, and the first samples of its datasets."""
         found = overview(self._gallery)
         strip: tuple[Any, ...] = ()
-        for dataset in found.datasets:
-            if dataset.manifest is not None and len(strip) < STRIP:
-                strip += self._gallery.page(Filters(dataset=dataset.name)).tiles[: STRIP - len(strip)]
+        for dataset in found["datasets"]:
+            if dataset["manifest"] is not None and len(strip) < STRIP:
+                strip += self._gallery.page(Filters(dataset=dataset["name"])).tiles[: STRIP - len(strip)]
         return self._page(
             "overview.html",
             "/",
             cache_name=self._store.path.name,
             overview=found,
-            unfinished=self._manifests.folder.unfinished(),
+            unfinished=self._gallery.folder.unfinished(),
             gallery=GalleryPage(strip, None, None),
             filters=Filters(),
         )
@@ -208,7 +207,7 @@ class Pages:
             gallery=self._gallery.page(filters, int(start)),
             filters=filters,
             choices=FILTERS,
-            datasets=self._manifests.dataset_names(),
+            datasets=self._gallery.dataset_names(),
         )
         answer.headers["HX-Replace-Url"] = url("/gallery", **filters.to_query())  # without the fields that are empty
         return answer
@@ -239,7 +238,7 @@ class Pages:
 
     def health(self, query: Fields) -> Response:
         """What is wrong, with the command that fixes it."""
-        manifests = ReadableManifests(self._manifests.folder.path)
+        manifests = ReadableManifests(self._gallery.folder.path)
         found = status_of(self._store, manifests, self._store.path)
         return self._page(
             "health.html", "/health", health=found, problems=manifests.problems, unfinished=manifests.unfinished()

@@ -84,7 +84,7 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     if show_photo:
         has_photo, photo = _examined(row)
     [state] = gallery.states([row])
-    num_variants = gallery.manifests.get(dataset).variants
+    num_variants = gallery.manifest(dataset).variants
     images = [_details(gallery.store, "image", ref) for ref in row.images]
     texts = [_details(gallery.store, "caption", ref) for ref in row.captions]
     parts = [_details(gallery.store, ref.role, ref) for ref in row.parts]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -11,49 +11,30 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import LatentCacheError
 from latentcache.service.page.views import Gallery
-from latentcache.store.base import StoreStats
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetSummary:
-    """One dataset: its manifest, or the `problem` for which it cannot be read."""
+def overview(gallery: Gallery) -> dict[str, Any]:
+    """Count what the index, the manifests and the records say, by the names of the template.
 
-    name: str
-    manifest: Manifest | None
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """The figures of the first view. `num_cut` counts samples with a caption that the text encoders cut off."""
-
-    stats: StoreStats
-    datasets: tuple[DatasetSummary, ...]
-    num_samples: int
-    num_refused: int
-    num_uncaptioned: int
-    num_cut: int
-
-
-def overview(gallery: Gallery) -> Overview:
-    """Count what the index, the manifests and the records say. A damaged manifest does not hide the others."""
-    store, manifests = gallery.store, gallery.manifests
-    datasets = []
-    for name in manifests.dataset_names():
+    A damaged manifest does not hide the others: of each dataset there is the `manifest`, or the `problem` with it.
+    `num_cut` counts samples with a caption that the text encoders cut off.
+    """
+    datasets = list[dict[str, Any]]()
+    for name in gallery.dataset_names():
         try:
-            datasets.append(DatasetSummary(name, manifests.get(name)))
+            datasets.append({"name": name, "manifest": gallery.manifest(name)})
         except LatentCacheError as error:
-            datasets.append(DatasetSummary(name, None, str(error)))
-    tables = [found.manifest.rows for found in datasets if found.manifest is not None]
+            datasets.append({"name": name, "manifest": None, "problem": str(error)})
+    tables = [found["manifest"].rows for found in datasets if found["manifest"] is not None]
     cut = gallery.cut_captions.flags_of
-    return Overview(
-        store.stats(),
-        tuple(datasets),
-        num_samples=sum(map(len, tables)),
-        num_refused=sum(len(table.refusals) for table in tables),
-        num_uncaptioned=sum(len(table.without_caption()) for table in tables),
-        num_cut=sum(len(table.usable_with("caption", cut(table.columns["caption/keys"]))) for table in tables),
-    )
+    return {
+        "stats": gallery.store.stats(),
+        "datasets": datasets,
+        "num_samples": sum(map(len, tables)),
+        "num_refused": sum(len(table.refusals) for table in tables),
+        "num_uncaptioned": sum(len(table.without_caption()) for table in tables),
+        "num_cut": sum(len(table.usable_with("caption", cut(table.columns["caption/keys"]))) for table in tables),
+    }
 
 
 class ReadableManifests(ManifestFolder):

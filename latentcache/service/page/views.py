@@ -39,32 +39,6 @@ FILTERS: Mapping[str, str] = {
 """What samples can be filtered by."""
 
 
-class Manifests:
-    """The manifests of a folder. They are mapped files: what nobody looks at needs no memory."""
-
-    def __init__(self, folder: ManifestFolder):
-        self.folder = folder
-
-    def dataset_names(self) -> list[str]:
-        """Names of the manifests that hold samples, not prompts."""
-        return [name for name in served_names(self.folder) if not name.startswith(PROMPTS_PREFIX)]
-
-    def get(self, name: str) -> Manifest:
-        """The whole manifest: a fraction of a second for a million samples.
-
-        RequestRefused if there is none of this name; DatasetError, StoreError.
-        """
-        # The name comes from a request: only what cannot lead out of the folder may become a path.
-        manifest = self.folder.read(name) if re.fullmatch(NAME_PATTERN, name) else None
-        if manifest is None:
-            raise self._unknown(name)
-        return manifest
-
-    def _unknown(self, name: str) -> RequestRefused:
-        there = ", ".join(self.dataset_names()) or "none yet: run latentcache precache"
-        return RequestRefused(f"no dataset {name!r:.100}; there are: {there}", status=404)
-
-
 @dataclass(frozen=True, slots=True)
 class Filters:
     """Which samples are shown; an empty text lets all pass.
@@ -115,14 +89,30 @@ class GalleryPage:
 class Gallery:
     """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown."""
 
-    def __init__(self, store: DiskStore, manifests: Manifests):
-        self.store, self.manifests = store, manifests
+    def __init__(self, store: DiskStore, folder: ManifestFolder):
+        self.store, self.folder = store, folder
         self.cut_captions = CutCaptions(store)
+
+    def dataset_names(self) -> list[str]:
+        """Names of the manifests that hold samples, not prompts."""
+        return [name for name in served_names(self.folder) if not name.startswith(PROMPTS_PREFIX)]
+
+    def manifest(self, name: str) -> Manifest:
+        """The whole manifest: a fraction of a second for a million samples.
+
+        RequestRefused if there is none of this name; DatasetError, StoreError.
+        """
+        # The name comes from a request: only what cannot lead out of the folder may become a path.
+        manifest = self.folder.read(name) if re.fullmatch(NAME_PATTERN, name) else None
+        if manifest is None:
+            there = ", ".join(self.dataset_names()) or "none yet: run latentcache precache"
+            raise RequestRefused(f"no dataset {name!r:.100}; there are: {there}", status=404)
+        return manifest
 
     def page(self, filters: Filters, start: int = 0) -> GalleryPage:
         """PAGE_SIZE samples that match, from number `start` on. ConfigError, DatasetError, StoreError."""
-        names = [filters.dataset] if filters.dataset else self.manifests.dataset_names()
-        manifests = [self.manifests.get(name) for name in names]
+        names = [filters.dataset] if filters.dataset else self.dataset_names()
+        manifests = [self.manifest(name) for name in names]
         found = self._found(manifests, filters, start)
         shown = list(islice(found, PAGE_SIZE + 1))
         num_found = None
@@ -179,7 +169,7 @@ class Gallery:
 
     def sample(self, dataset: str, sample_id: str) -> tuple[Row, Row | None, Row | None]:
         """One sample, and those before and after it. RequestRefused for an unknown dataset, SampleError."""
-        rows = self.manifests.get(dataset).rows
+        rows = self.manifest(dataset).rows
         number = rows.number(sample_id)
         if number < 0:
             raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
