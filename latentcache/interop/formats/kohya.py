@@ -55,7 +55,7 @@ from latentcache.interop.readers import (
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Bucket, Refusal, Size
+from latentcache.types import Bucket, Geometry, Refusal, Size
 
 Tensors = Mapping[str, torch.Tensor]
 NOTE_MASK_UNKNOWN = "t5_attn_mask is not known and was written as all ones: kohya reads it with apply_t5_attn_mask only"
@@ -63,18 +63,23 @@ _FLAG, _MASK = "apply_t5_attn_mask", "t5_attn_mask"
 _OTHER_TEXT = "_sd3_te.npz"
 NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
 NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
+NOTE_MASK = "alpha_mask was imported as the sample's mask"
 NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
+NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
+NOTE_NO_UPSCALE = "with bucket_no_upscale the image was cropped, not resized: a resize is assumed"
 NOTE_ENCODED_AGAIN = "another bucket than kohya makes: it encodes the image again; precache with `buckets.rule: kohya`"
 REMEDY = (
     "kohya would take the file as it is, and end at a batch of several sizes; precache with `buckets.rule: kohya`, or "
     "give the numbers of the training with --buckets"
 )
+NOTE_OTHERS = "the file holds other resolutions too, which were not imported"
 NOTE_FIRST_LINE = "kohya encodes the first line of a caption file, unless it has wildcards"
 
 _LATENT_NAME = re.compile(
     r"(?P<base>.+)_(?P<width>\d{4,6})x(?P<height>\d{4,6})_(?P<arch>[a-z][a-z0-9_]*)\.npz", re.DOTALL
 )
 _RESOLUTION = re.compile(r"latents_(?P<h>\d{1,5})x(?P<w>\d{1,5})")
+_LARGEST_STEP = 64  # of kohya's buckets, in pixels
 _PIXELS = SDXL.latent.downscale
 _ROWS = (SDXL.max_length, *LONG_BY_ROWS)
 """Rows of a text of SDXL: with `max_token_length` 75, 150 and 225."""
@@ -161,14 +166,15 @@ class KohyaCache:
         """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
         arrays = read_npz(path)
         stored = _stored(arrays, path)
-        notes = [] if named else [NOTE_LEGACY]
+        notes = [NOTE_OTHERS] if stored.has_others else []
+        notes += [] if named else [NOTE_LEGACY]
         size = _original_size(arrays, path, stored, named)
         sample_id, image = self._image_of(base, size, path, notes)
-        # The image is resized to cover the bucket, and cropped in the middle, whatever `crop_ltrb` says.
-        geometry = fit(size, Bucket(stored.height * _PIXELS, stored.width * _PIXELS))
+        geometry = _geometry(arrays, path, size, stored, notes)
         mask = None
         if (mask_name := f"alpha_mask{stored.suffix}") in arrays:
             mask = _latent_mask(tensor_in(arrays[mask_name], mask_name, path, ndim=2), stored, path)
+            notes.append(NOTE_MASK)
         for flip in (False, True):
             name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
             if name in arrays:
@@ -223,6 +229,7 @@ class _Stored(NamedTuple):
     suffix: str
     height: int
     width: int
+    has_others: bool = False
 
 
 def _stored(arrays: Tensors, path: Path) -> _Stored:
@@ -244,7 +251,7 @@ def _stored(arrays: Tensors, path: Path) -> _Stored:
     if not found:
         detail = "it holds no latents: it is no file of kohya's latent cache"
         raise ForeignFileRefused(path, "unsupported-format", detail)
-    return found[max(found, key=math.prod)]
+    return found[max(found, key=math.prod)]._replace(has_others=len(found) > 1)
 
 
 def _original_size(arrays: Tensors, path: Path, stored: _Stored, named: Size | None) -> Size:
@@ -256,6 +263,20 @@ def _original_size(arrays: Tensors, path: Path, stored: _Stored, named: Size | N
     if named is not None and named != size:
         raise corrupt(path, f"its name says an image of {named}, its content one of {size}")
     return size
+
+
+def _geometry(arrays: Tensors, path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
+    """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
+    bucket = Bucket(stored.height * _PIXELS, stored.width * _PIXELS)
+    geometry = fit(size, bucket)
+    crop, usual = _array_of(arrays, f"crop_ltrb{stored.suffix}", path), contain_rule(size, bucket)
+    # Within a pixel: releases may round otherwise.
+    if crop.shape != (4,) or not torch.allclose(crop.double(), torch.tensor(usual).double(), rtol=0, atol=1.0):
+        notes.append(NOTE_CROP)
+    spare = (size.height - bucket.height, size.width - bucket.width)
+    if size != geometry.resized_size and all(0 <= side < _LARGEST_STEP for side in spare):
+        notes.append(NOTE_NO_UPSCALE)
+    return geometry
 
 
 def _latent_mask(pixels: torch.Tensor, stored: _Stored, path: Path) -> torch.Tensor:

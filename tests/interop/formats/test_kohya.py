@@ -71,7 +71,7 @@ def test_dialect_b_gives_one_of_its_resolutions(tmp_path: Path) -> None:
     write_npz(tmp_path / latents_name("cat", 320, 160), dialect_b(small) | dialect_b(large))
     largest = only(tmp_path)
     assert torch.equal(largest.latents, torch.from_numpy(large["latents"]))
-    assert largest.geometry.target_size == Size(64, 128)
+    assert largest.geometry.target_size == Size(64, 128) and largest.note == kohya.NOTE_OTHERS
 
 
 def test_images_in_another_folder(tmp_path: Path) -> None:
@@ -116,6 +116,7 @@ NAME = latents_name("cat", 320, 160)
     [
         (NAME, without("latents"), "unsupported-format", "holds no latents"),
         (NAME, without("original_size"), "corrupt", "has no original_size"),
+        (NAME, without("crop_ltrb"), "corrupt", "has no crop_ltrb"),
         (NAME, GOOD | {"latents": GOOD["latents"].astype(np.float64)}, "corrupt", "latents is torch.float64"),
         (NAME, GOOD | {"latents": GOOD["latents"][0]}, "corrupt", r"must be \[4, h, w\]"),
         (NAME, GOOD | {"original_size": np.array([320.0, 160.0])}, "corrupt", "original_size is"),
@@ -312,6 +313,7 @@ def test_an_alpha_mask_is_the_mask_of_its_sample(tmp_path: Path, dialect: Any) -
     cache, report = imported(KohyaCache(tmp_path), "kohya")
     # Latents, their mirrored twins, texts, and the masks of one sample.
     assert report.refused == [] and report.num_images == 4
+    assert report.notes == {kohya.NOTE_MASK: 2}
     for flip in (False, True):
         batch = cache.batch(["cat.png"], device="cpu", flip=flip)
         assert torch.equal(batch["mask"][0], BYTES.flip(-1) if flip else BYTES)
