@@ -27,7 +27,7 @@ from latentcache.integrations.onetrainer.items import (
     make_groups,
     signature_of,
 )
-from latentcache.integrations.onetrainer.upstream import Upstream
+from latentcache.integrations.onetrainer.upstream import PATHS, TEXTS, Upstream
 from latentcache.integrations.onetrainer.values import (
     PLAIN_FIELD,
     Failure,
@@ -60,8 +60,7 @@ class CacheModule:
 
     The parameters up to `before_cache_fun` are those of DiskCache. `after_cache_fun` is called after encoding, also
     after an error. `provenance` states what upstream modules are that cannot be described (JSON; see
-    `description.describe`). `source_path_in_name` names paths of files that count by their bytes, and are never stored.
-    The values of `source_value_in_names` count as they are. `should_stop` is called between items.
+    `description.describe`). `should_stop` is called between items.
     """
 
     # From mgds: `pipeline`, `current_variation`, `_state`, `_get_previous_item`, `_get_previous_length`.
@@ -85,8 +84,6 @@ class CacheModule:
         *,
         after_cache_fun: Callable[[], None] | None = None,
         provenance: Mapping[str, Any] | None = None,
-        source_path_in_name: str | None = "image_path",
-        source_value_in_names: Sequence[str] = (),
         should_stop: Callable[[], bool] | None = None,
     ):
         super().__init__()
@@ -105,8 +102,6 @@ class CacheModule:
         self.after_cache_fun = after_cache_fun or _nothing
         self.should_stop = should_stop or (lambda: False)
         self.provenance = dict(provenance or {})
-        self.source_path_in_name = source_path_in_name
-        self.source_value_in_names = tuple(source_value_in_names)
         if not self.split_names + self.aggregate_names:
             raise PipelineError("split_names and aggregate_names are both empty: there is nothing to cache")
         try:
@@ -127,8 +122,7 @@ class CacheModule:
 
     def get_inputs(self) -> list[str]:
         """The names that this module requests."""
-        names = [*self.split_names, *self.aggregate_names, *self._group_names.names(), *self.source_value_in_names]
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys([*self.get_outputs(), *self._group_names.names()]))
 
     def get_outputs(self) -> list[str]:
         """The names whose values this module gives."""
@@ -210,13 +204,11 @@ class CacheModule:
 
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
-        source_values = self.source_value_in_names
-        upstream = Upstream(self, names, source_path=self.source_path_in_name, source_values=source_values)
+        upstream = Upstream(self, names)
         if not upstream.files and not upstream.texts:
             raise PipelineError(
-                f"what {', '.join(names)} are made from is not known: no module before the cache requests a file or "
-                "a text. Name the text in source_value_in_names, or the path in source_path_in_name "
-                f"(now {self.source_path_in_name!r})"
+                f"what {', '.join(names)} are made from is not known: no module of mgds before the cache gives a path "
+                f"or a text ({', '.join(sorted(PATHS.keys() | TEXTS))})"
             )
         return ItemReader(upstream, names, self.provenance, self._memo)
 

@@ -12,7 +12,7 @@ module's values must follow from these and from its inputs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -145,14 +145,9 @@ class Upstream:
 
     `modules` are in the pipeline's order; at the inputs `files`, `texts` and `settings` the walk ended. `passed` are
     values that are passed through and not stored: paths, which are not part of an item's identity.
-
-    `source_path` is a name whose values are paths of files that count by their bytes, `source_values` are names whose
-    values count as they are. Where the walk meets neither, files of `source_path` count for all items.
     """
 
-    def __init__(
-        self, cache: Any, names: Sequence[str], *, source_path: str | None = None, source_values: Iterable[str] = ()
-    ):
+    def __init__(self, cache: Any, names: Sequence[str]):
         self.modules: list[Any] = []
         self.files: list[ModuleInput] = []
         self.texts: list[ModuleInput] = []
@@ -160,7 +155,6 @@ class Upstream:
         self.passed: list[ModuleInput] = []
         self._cache, self._pipeline = cache, cache.pipeline.modules
         self._end = end = next(position for position, module in enumerate(self._pipeline) if module is cache)
-        self._source_path, self._source_values = source_path, frozenset(source_values)
         self._outputs = [frozenset(filter(None, module.get_outputs())) for module in self._pipeline]
         self._needed: set[int] = set()
         for name in names:
@@ -174,10 +168,6 @@ class Upstream:
                 self.modules.insert(0, module)
                 for setting, name in input_names(module):
                     self._visit(module, position, setting, name)
-        known = {text.name for text in self.texts}
-        self.texts += [ModuleInput(cache, name) for name in sorted(self._source_values - known)]
-        if not self.files and not self.texts and source_path and self._producers(end, source_path):
-            self.files.append(ModuleInput(cache, source_path))
 
     def _visit(self, module: Any, position: int, setting: str, name: str) -> None:
         """Note a name that `module` requests in `setting`."""
@@ -185,7 +175,7 @@ class Upstream:
         if not producers:
             return  # a string that is no name, or a name that no module gives
         producer = class_name(self._pipeline[producers[-1]])
-        if name in self._source_values or producer in TEXTS or (class_name(module), setting) in TEXT_VALUES:
+        if producer in TEXTS or (class_name(module), setting) in TEXT_VALUES:
             inputs = self.texts
         elif self._is_path(position, name) or setting == "path_in_name":
             inputs = self.files
@@ -201,8 +191,6 @@ class Upstream:
             inputs.append(found)
 
     def _is_path(self, position: int, name: str) -> bool:
-        if name == self._source_path:
-            return True
         producers = self._producers(position, name)
         if not producers:
             return False
