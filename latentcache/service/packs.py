@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import anyio
 from fastapi import APIRouter, Depends, Path, Request
@@ -44,18 +44,6 @@ class PackFacts(BaseModel):
     num_entries: int
 
 
-class PackList(BaseModel):
-    """All packs."""
-
-    packs: list[PackFacts]
-
-
-class Taken(BaseModel):
-    """Entries of an uploaded pack that were not there before."""
-
-    num_added: int
-
-
 class KeyList(BaseModel):
     """Keys of entries; they may repeat."""
 
@@ -64,27 +52,15 @@ class KeyList(BaseModel):
     keys: list[Key]
 
 
-class FoundKeys(BaseModel):
-    """The requested keys that have entries, each once."""
-
-    found: list[Key]
-
-
-class Damage(BaseModel):
-    """Why entries are damaged, by key."""
-
-    damaged: dict[str, str]
-
-
 def pack_router(state: ServiceState) -> APIRouter:
     """The routes below `/v1/packs`, and those about entries by their keys: their values come in packs."""
     router = APIRouter(prefix="/v1", tags=["packs"])
     may_write = [Depends(state.may_write)]
 
     @router.get("/packs")
-    async def packs() -> PackList:
+    async def packs() -> dict[Literal["packs"], list[PackFacts]]:
         """The packs that there are."""
-        return await state.read(_packs, state)
+        return {"packs": await state.read(_packs, state)}
 
     @router.head("/packs/{pack}", include_in_schema=False)
     @router.get("/packs/{pack}", response_class=Response, responses=FILE)
@@ -101,45 +77,47 @@ def pack_router(state: ServiceState) -> APIRouter:
         dependencies=may_write,
         status_code=201,
         openapi_extra=UPLOAD,
-        responses={200: {"model": Taken, "description": "The pack is there already."}},
+        responses={200: {"model": dict[Literal["num_added"], int], "description": "The pack is there already."}},
     )
-    async def put(pack: PackId, request: Request, response: Response) -> Taken:
-        """Add a pack. It is checked whole before it is sealed: format, digests, keys that follow from identities."""
+    async def put(pack: PackId, request: Request, response: Response) -> dict[Literal["num_added"], int]:
+        """Add a pack. It is checked whole before it is sealed: format, digests, keys that follow from identities.
+
+        The answer is how many of its entries were not there before.
+        """
         num_added, is_new = await state.change(_take, state, pack, request)
         if not is_new:
             response.status_code = 200
         state.telemetry.added.inc(num_added)
-        return Taken(num_added=num_added)
+        return {"num_added": num_added}
 
     @router.post("/entries:find")
-    async def find(request: KeyList) -> FoundKeys:
-        """Which of these entries are there."""
+    async def find(request: KeyList) -> dict[Literal["found"], list[Key]]:
+        """Which of these entries are there, each once."""
         _check_number(state, request.keys)
         found = await state.read(state.store.find, request.keys)
         state.telemetry.hits.inc(len(found))
         state.telemetry.misses.inc(len(set(request.keys)) - len(found))
-        return FoundKeys.model_construct(found=[key for key in dict.fromkeys(request.keys) if key in found])
+        return {"found": [key for key in dict.fromkeys(request.keys) if key in found]}
 
     @router.post("/verify", dependencies=may_write)
-    async def verify(request: KeyList) -> Damage:
+    async def verify(request: KeyList) -> dict[Literal["damaged"], dict[str, str]]:
         """Read these entries on the server's disk, and mark those that are damaged: they are misses then.
 
-        Entries that are not there are not damaged. The answer also has those that were marked before.
+        The answer says why entries are damaged, by key, also of those that were marked before. Entries that are not
+        there are not damaged.
         """
         _check_number(state, request.keys)
         if not request.keys:  # who asks whether it may write
-            return Damage(damaged={})
-        return Damage(damaged=await state.change(verify_entries, state.store, list(dict.fromkeys(request.keys))))
+            return {"damaged": {}}
+        return {"damaged": await state.change(verify_entries, state.store, list(dict.fromkeys(request.keys)))}
 
     return router
 
 
-def _packs(state: ServiceState) -> PackList:
+def _packs(state: ServiceState) -> list[PackFacts]:
     with state.store.current() as table:
         packs = sorted(table.packs.items())
-    return PackList(
-        packs=[PackFacts(id=name, num_bytes=each.file_bytes, num_entries=each.num_entries) for name, each in packs]
-    )
+    return [PackFacts(id=name, num_bytes=each.file_bytes, num_entries=each.num_entries) for name, each in packs]
 
 
 def _status_of(path: FilePath, pack: str) -> os.stat_result:
