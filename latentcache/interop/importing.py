@@ -116,7 +116,7 @@ def import_cache(
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
             raise StoreError(f"nothing was imported: {detail}")
     report.cache = None if workspace.path is None else str(workspace.path)
-    report.seconds = time.monotonic() - started
+    report.seconds = round(time.monotonic() - started, 3)
     return report
 
 

@@ -116,7 +116,7 @@ def test_what_is_installed_caches_as_configured(
 
 def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> None:
     model = Model()
-    kept = onetrainer.restoring(model)
+    kept = onetrainer.PlacementGuard(model)
 
     def fail() -> None:
         raise RuntimeError("the trainer's own function")
@@ -133,7 +133,7 @@ def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> Non
 def test_a_part_that_was_on_meta_keeps_what_it_has_loaded() -> None:
     model = Model()
     model.vae = torch.nn.Linear(2, 2, device="meta").eval()
-    kept = onetrainer.restoring(model)
+    kept = onetrainer.PlacementGuard(model)
     kept.before()
     model.vae.weight = torch.nn.Parameter(torch.ones(2, 2))
     model.vae.train()
@@ -143,7 +143,7 @@ def test_a_part_that_was_on_meta_keeps_what_it_has_loaded() -> None:
 
 def test_a_part_that_lost_its_values_is_an_error_and_the_others_come_back() -> None:
     model = Model()
-    kept = onetrainer.restoring(model)
+    kept = onetrainer.PlacementGuard(model)
     kept.before()
     model.unet.to("meta").eval()
     model.vae.train()

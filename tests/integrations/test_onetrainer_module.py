@@ -26,7 +26,6 @@ from latentcache.errors import (
     EntryDamagedError,
     EntryMissingError,
     PipelineError,
-    ReadOnlyError,
 )
 from latentcache.models.tiny import tiny_parts
 from latentcache.store.disk import DiskStore
@@ -293,29 +292,6 @@ def test_a_layer_that_is_hooked_in_counts(setup: Callable[..., Setup]) -> None:
         assert setup(parts=parts).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
         assert setup(parts=parts).start().encoded == Counter()
         del lora
-
-
-def test_a_cache_that_cannot_be_written_serves_what_it_has(
-    setup: Callable[..., Setup], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = setup().start().by_photo()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode, **how: not mode & os.W_OK and access(path, mode, **how))
-    made, calls = calls_of(setup)
-    run = made.start()
-    assert run.encoded == Counter() and calls == []
-    assert all(
-        torch.equal(expected[name]["latent_image"], item["latent_image"]) for name, item in run.by_photo().items()
-    )
-    write_photo(folder / "new.png", 50, (64, 96))
-    with pytest.raises(ReadOnlyError, match=r"lacks 1 of 5 items, the first: .*new\.png"):
-        made.start()
-    assert calls == []
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
-
-
-# Groups
 
 
 # An entry that is lost or damaged in the middle of an epoch

@@ -11,7 +11,7 @@ from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import Run, Setup, concept, write_photos
 
 from latentcache.errors import ItemsError
-from latentcache.integrations.onetrainer import restoring
+from latentcache.integrations.onetrainer import PlacementGuard
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_without_restoring_the_bug_is_there(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> None:
-    kept = restoring(model)
+    kept = PlacementGuard(model)
     before = model.placement()
     run = Run(setup_of(model, tmp_path))
     for cache in run.caches.values():
@@ -150,7 +150,7 @@ def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> 
 
 
 def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) -> None:
-    kept = restoring(lambda: model)
+    kept = PlacementGuard(lambda: model)
     before = model.placement()
     run = Run(setup_of(model, tmp_path))
     (tmp_path / "photos" / "p00.png").write_bytes(b"no image")
@@ -187,7 +187,7 @@ def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.dev
             self.unet_offload_conductor.to(device)
 
     model = Offloaded()
-    kept = restoring(model)
+    kept = PlacementGuard(model)
     kept.before()
     model.unet_offload_conductor.to(CPU)
     model.unet.eval()

@@ -12,15 +12,15 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from latentcache.errors import PipelineError
 from latentcache.integrations.onetrainer.module import CacheModule
-from latentcache.integrations.onetrainer.module_placement import PlacementGuard, restoring
+from latentcache.integrations.onetrainer.module_placement import PlacementGuard
 
-__all__ = ["LatentCacheModule", "PlacementGuard", "install", "module_class", "restoring"]
+__all__ = ["LatentCacheModule", "PlacementGuard", "install", "module_class"]
 
 LOADERS = (
     "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
@@ -28,8 +28,6 @@ LOADERS = (
 )
 """OneTrainer's modules that make a DiskCache."""
 NAME = "DiskCache"
-_REPLACED = "replaced_in"
-"""The attribute in which an installed class keeps the classes that it replaced."""
 _BASES = (
     ("mgds.PipelineModule", "PipelineModule"),
     ("mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule", "SingleVariationRandomAccessPipelineModule"),
@@ -54,15 +52,14 @@ def install(
     cache_dir: str | os.PathLike[str] | None = None,
     provenance: Mapping[str, Any] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    loaders: Sequence[str] = LOADERS,
 ) -> Callable[[], None]:
     """Make OneTrainer cache with `LatentCacheModule` from now on, and return a function that undoes it.
 
     Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model` is the model or a
-    function that gives it: after each refresh its parts are moved back and get their train modes back (`restoring`).
+    function that gives it: after each refresh its parts are moved back and get their train modes back.
     `cache_dir` replaces the folders that OneTrainer names, which it empties by default before training; all entries may
-    share it. `provenance` and `should_stop` are those of `LatentCacheModule`. A second call replaces the first. Raises
-    PipelineError if a loader cannot be imported or has no DiskCache; then nothing was replaced.
+    share it. `provenance` and `should_stop` are those of `LatentCacheModule`. Raises PipelineError if a loader cannot
+    be imported or has no DiskCache; then nothing was replaced.
     """
     base, shared_dir = _mgds_module_class(), cache_dir
     settings = {"provenance": provenance, "should_stop": should_stop}
@@ -70,15 +67,12 @@ def install(
     def __init__(self: CacheModule, cache_dir: str, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, cache_dir if shared_dir is None else os.fspath(shared_dir), *args, **settings | kwargs)
         if model is not None:
-            restoring(model).around(self)
+            PlacementGuard(model).around(self)
 
     members = {"__init__": __init__, "__module__": base.__module__, "__doc__": base.__doc__}
     installed = type(base.__name__, (base,), members)
-    modules = [_import(name, "OneTrainer") for name in loaders]
-    present = {loader: _attribute(loader, NAME) for loader in modules}
-    originals = {loader: getattr(cache, _REPLACED, {}).get(loader, cache) for loader, cache in present.items()}
-    setattr(installed, _REPLACED, originals)
-    for loader in modules:
+    originals = {loader: _attribute(loader, NAME) for loader in [_import(name, "OneTrainer") for name in LOADERS]}
+    for loader in originals:
         setattr(loader, NAME, installed)
 
     def undo() -> None:
@@ -112,7 +106,3 @@ def __getattr__(name: str) -> Any:
     if name == "LatentCacheModule":
         return _mgds_module_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -15,7 +15,6 @@ from latentcache.errors import (
     EntryMissingError,
     ItemsError,
     PipelineError,
-    ReadOnlyError,
     add_note,
 )
 from latentcache.identity import canonical_json
@@ -133,19 +132,13 @@ class CacheModule:
 
         `before_cache_fun` is called once if an item is missing, and `after_cache_fun` after it, also after an error.
         Raises ItemsError, when all other items are stored, for items that cannot be cached; PipelineStopped; and
-        ReadOnlyError if an item is missing in a cache that cannot be written.
+        ReadOnlyError for a cache that cannot be written.
         """
         reader = self._item_reader()
         outputs = self._grouped().inputs(out_variation)
         items, failures = self._plan(reader, outputs)
         self._memo.flush()
         missing = self._missing(items.values())
-        if missing and self._store.read_only:
-            raise ReadOnlyError(
-                self._store.path,
-                f"it cannot be written and lacks {len(missing)} of {len(items)} items, the first: {missing[0].name}. "
-                "Make it writable, or name another cache_dir",
-            )
         is_hopeless = False
         if missing:
             encoding = self._encode_missing(reader, missing)
@@ -190,17 +183,11 @@ class CacheModule:
 
     @cached_property
     def _store(self) -> DiskStore:
-        path = Path(self.cache_dir).expanduser() / FOLDER
-        try:
-            return DiskStore(path)
-        except ReadOnlyError:
-            store = DiskStore(path, create=False, read_only=True)  # enough if nothing is missing
-            logger.info("%s cannot be written: its entries are used, and none is added", path)
-            return store
+        return DiskStore(Path(self.cache_dir).expanduser() / FOLDER)
 
     @cached_property
     def _memo(self) -> Memo:
-        return Memo(self._store.path / "memo", read_only=self._store.read_only)
+        return Memo(self._store.path / "memo")
 
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()

@@ -26,6 +26,8 @@ class _Refreshing(Protocol):
 class PlacementGuard:
     """Records the devices and train modes of a model's parts (`before`), and restores them (`after`).
 
+    `around(cache)` does so at each refresh of a cache module.
+
     `model` is the model, or a function that gives it when it is needed. Its parts are its attributes that are modules.
     The model's own functions move them, so that what belongs to a part (LoRA weights, offloaded layers) is moved too:
     `<part>_to(device)`, or `materialize(part)` and `evict(part)`. What these do not move back is moved directly, but
@@ -95,10 +97,6 @@ class PlacementGuard:
         if model is None:
             raise PipelineError("the function that gives the model gives None: it is not loaded yet")
         return model
-
-
-restoring = PlacementGuard
-"""`restoring(model).around(cache)`; for other code that moves parts call `before` and `after` yourself."""
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
