@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from typing_extensions import override
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import Rule
@@ -193,6 +192,12 @@ def padded(texts: Sequence[torch.Tensor], field: str = "prompt_embeds") -> Encod
     return {field: embeds, field + MASK: mask.to(embeds.device)}
 
 
+def user_turn(tokenizer: Any, content: Any, **options: Any) -> str:
+    """A turn of the user in the tokenizer's chat template, and what asks for an answer."""
+    message = [{"role": "user", "content": content}]
+    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **options))
+
+
 def unpadded(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """The texts of a batch, each [n, D]: what `padded` was given."""
     pairs = zip(batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True)
@@ -276,7 +281,9 @@ class Family(ABC):
     text_dtype: ClassVar[str] = "bfloat16"
     """In which the text encoders compute on an accelerator, and in which texts are stored."""
     max_length: ClassVar[int]
-    """Tokens of a text, at most, as its pipeline has it by default."""
+    """Tokens of a text, at most, as its pipeline has it by default; of `uncut_texts` rows of a long one."""
+    uncut_texts: ClassVar[bool] = False
+    """Whether its pipeline cuts no text: its recipes have no `max_length`."""
     longest: ClassVar[int | None] = None
     """What `encode.max_length` may be, at most: the pipeline cuts texts there. None where nothing is known."""
     recipe: ClassVar[Mapping[str, Any]] = {}
@@ -358,7 +365,11 @@ class Family(ABC):
         if length and self.longest and length > self.longest:
             message = f"max_length is {length}, but the pipeline of {self.name} takes {self.longest} tokens at most"
             raise ConfigError(message, key="encode.max_length")
-        return {"family": self.name, "max_length": length or self.max_length, "keeps_padding": keeps, **self.recipe}
+        if length and self.uncut_texts:
+            message = f"max_length is {length}, but the pipeline of {self.name} cuts no text; set null"
+            raise ConfigError(message, key="encode.max_length")
+        cut = {} if self.uncut_texts else {"max_length": length or self.max_length}
+        return {"family": self.name, **cut, "keeps_padding": keeps, **self.recipe}
 
     def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """What a recipe has besides `text_recipe` because of these text encoders and tokenizers: mostly nothing."""
@@ -391,6 +402,8 @@ class Family(ABC):
 
         Without parts it is that of the family's usual tokenizers.
         """
+        if self.uncut_texts:
+            return 1 << 30
         return int(recipe.get("max_length", self.max_length)) + int(recipe.get("num_dropped", 0))
 
     @abstractmethod
@@ -489,23 +502,22 @@ class Family(ABC):
         return prediction
 
     def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The denoiser's channels: noised latents, and what else it takes in further ones."""
-        return self.with_masked(noisy, batch) if self.inpaints(denoiser) else noisy
+        """The denoiser's channels: noised latents, and what else it takes in further ones.
+
+        Of one that inpaints mask and masked latents, scaled as these are: [B, 2C + 1, h, w], as diffusers' pipelines
+        have it. ModelError for a batch without these.
+        """
+        if not self.inpaints(denoiser):
+            return noisy
+        if "masked_latents" not in batch:
+            raise ModelError(f"{self.denoiser}: {self.lacks_masked('the batch has none')}", part=self.denoiser)
+        mask, masked = batch["mask"].to(noisy.dtype) / 255, batch["masked_latents"].to(noisy.dtype)
+        return torch.cat([noisy, mask, masked], dim=1)
 
     def inpaints(self, denoiser: Any) -> bool:
         """Whether this denoiser also takes a mask and the latents of the masked image, by its number of channels."""
         channels = getattr(getattr(denoiser, "config", None), "in_channels", None)
         return self.takes_masked and channels == 2 * self.latent.channels + 1
-
-    def with_masked(self, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Noised latents, mask and masked latents, scaled as these are: [B, 2C + 1, h, w], as diffusers' pipelines.
-
-        ModelError for a batch without these.
-        """
-        if "masked_latents" not in batch:
-            raise ModelError(f"{self.denoiser}: {self.lacks_masked('the batch has none')}", part=self.denoiser)
-        mask, masked = batch["mask"].to(noisy.dtype) / 255, batch["masked_latents"].to(noisy.dtype)
-        return torch.cat([noisy, mask, masked], dim=1)
 
     def lacks_masked(self, what: str) -> str:
         """The message that a denoiser which inpaints is not given what it takes: `what` says where that is not."""
@@ -557,24 +569,3 @@ class Family(ABC):
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Scaled latents [B, C, (F,) h, w] of what the pipeline returns for `output_type="latent"`."""
         return latents
-
-
-class UncutTexts(Family):
-    """A family whose pipeline cuts no text: its recipes have no `max_length`."""
-
-    max_length = 512
-    """Rows of a long text, for estimates."""
-
-    @override
-    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
-        """As `Family.text_recipe`, without `max_length`: ConfigError where the settings have one."""
-        if settings.get("max_length"):
-            message = f"max_length is {settings['max_length']}, but the pipeline of {self.name} cuts no text; set null"
-            raise ConfigError(message, key="encode.max_length")
-        made = super().text_recipe(negative=negative, **settings)
-        del made["max_length"]
-        return made
-
-    @override
-    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
-        return 1 << 30

@@ -19,6 +19,7 @@ from latentcache.families.base import (
     LatentSpace,
     Part,
     TextField,
+    user_turn,
 )
 from latentcache.families.packed import control_latents
 from latentcache.families.scaling import patchified
@@ -83,8 +84,7 @@ class Flux2(Family):
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
         """As `_get_qwen3_prompt_embeds` of the pipeline renders it: without an instruction, and without thinking."""
-        messages, options = [{"role": "user", "content": text}], {"tokenize": False, "enable_thinking": False}
-        return str(parts["tokenizer"].apply_chat_template(messages, add_generation_prompt=True, **options))
+        return user_turn(parts["tokenizer"], text, enable_thinking=False)
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from typing_extensions import override
 
 from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, LatentSpace, Part, TextField
 from latentcache.families.packed import PackedFamily
-from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
+from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix, template
 from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 
@@ -19,6 +18,8 @@ _LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
 """Of the encoder's hidden states, 0 being its embeddings: `text_encoder_select_layers` of the pipeline."""
 _NUM_SUFFIX = 5
 """Tokens of the template after the text: the encoder reads them after the padding."""
+_PREFIX, _SUFFIX = "prompt_template_encode_prefix", "prompt_template_encode_suffix"
+"""Attributes of the pipeline: what it puts before a text and after it."""
 _READ = tuple(f"language_model.layers.{layer}." for layer in range(max(_LAYERS)))
 
 
@@ -64,13 +65,12 @@ class Krea2(PackedFamily):
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        prefix, suffix = _template()
-        return f"{prefix}{text}{suffix}"
+        return f"{template(self, _PREFIX)}{text}{template(self, _SUFFIX)}"
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
-        check_prefix(parts["tokenizer"], _template()[0])
+        check_prefix(parts["tokenizer"], template(self, _PREFIX))
         # The pipeline states the positions, which skip the padding: without them the rows of the suffix would differ.
         embeds, mask = self.pipeline_texts(
             parts, texts, recipe, {layer: f"language_model.layers.{layer - 1}" for layer in _LAYERS}
@@ -96,13 +96,6 @@ class Krea2(PackedFamily):
     @override
     def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
         return {name: embeds[name] for name in ("prompt_embeds", f"prompt_embeds{MASK}")}
-
-
-@cache
-def _template() -> tuple[str, str]:
-    """What the pipeline puts before a text and after it."""
-    pipeline = FAMILY.pipeline()
-    return pipeline.prompt_template_encode_prefix, pipeline.prompt_template_encode_suffix
 
 
 FAMILY = Krea2()

@@ -103,7 +103,7 @@ class QwenImage(PackedFamily):
 
 @cache
 def template(family: Family, name: str = "prompt_template_encode") -> str:
-    """The chat template of the family's pipeline, in which `{}` stands for the text."""
+    """A part of a chat template of the family's pipeline; in the whole one `{}` stands for the text."""
     return str(getattr(family.pipeline(), name))
 
 

@@ -14,10 +14,10 @@ from latentcache.families.base import (
     MASK,
     VAE_WEIGHTS,
     Encoded,
+    Family,
     LatentSpace,
     Part,
     TextField,
-    UncutTexts,
 )
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
@@ -38,7 +38,7 @@ class _NoProcessor:
     apply_chat_template = staticmethod(lambda *_, **__: [[0]])
 
 
-class QwenImage21(UncutTexts):
+class QwenImage21(Family):
     """The last layer of Qwen3-VL before its norm, without the system turn's rows; latents with one frame.
 
     The VAE has 16 pixels a row, and a fourth channel of images, which is opaque. The denoiser places the image after
@@ -62,6 +62,7 @@ class QwenImage21(UncutTexts):
     latent, patch = LatentSpace(64, downscale=16, is_video=True, draws=False), 2
     fields = {"prompt_embeds": TextField("context_in_dim", Padding(), (4096,))}
     recipe = {"layers": "the last, before the norm"}
+    max_length, uncut_texts = 512, True
     can_keep_padding = False
     guidance_name = "true_cfg_scale"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "gate_layer", "proj", "out")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Part, UncutTexts, padded
+from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Family, Part, padded
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image import PLACEHOLDER, STATES, QwenImage, check_prefix
@@ -40,10 +40,10 @@ class EditCaption(Caption):
     pictures: Sequence[Any]
 
 
-class EditTexts(UncutTexts):
+class EditTexts(Family):
     """A family whose text encoder reads a caption together with control images, which its denoiser is given too."""
 
-    reads_controls, text_reads_control = True, True
+    reads_controls, text_reads_control, uncut_texts = True, True, True
 
     def picture(self, pixels: Any) -> Any:
         """A control image, uint8 [H, W, 3], as the pipeline gives it to the processor."""

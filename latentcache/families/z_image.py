@@ -19,6 +19,7 @@ from latentcache.families.base import (
     TextField,
     padded,
     unpadded,
+    user_turn,
 )
 from latentcache.families.trainers import FLUX_VAE, TrainerFiles
 from latentcache.types import Padding
@@ -56,12 +57,7 @@ class ZImage(Family):
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
         """As `ZImagePipeline._encode_prompt` has it: the user's turn, and thinking on."""
-        message = [{"role": "user", "content": text}]
-        tokenizer = parts["tokenizer"]
-        found: str = tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        return found
+        return user_turn(parts["tokenizer"], text, enable_thinking=True)
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:

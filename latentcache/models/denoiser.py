@@ -362,14 +362,8 @@ def _scheduler_marks(name: str) -> dict[str, Any]:
 def _scheduler_from(name: str, folder: Path) -> Any:
     # One class reads the settings of all: they share the file's name.
     settings = read_config("scheduler", folder, diffusers.EulerDiscreteScheduler, name)
-    class_name = settings.get("_class_name")
-    found: Any = getattr(diffusers, str(class_name), None)
-    if not (isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)):
-        raise refused(
-            "scheduler",
-            f"{folder} names the class {class_name!r}, which is no scheduler of diffusers {diffusers.__version__}. "
-            "Correct _class_name in its scheduler_config.json.",
-        )
-    scheduler_class: Any = found
     with loading("scheduler", name):
+        scheduler_class: Any = getattr(diffusers, str(settings.get("_class_name")))
+        if not issubclass(scheduler_class, diffusers.SchedulerMixin):
+            raise TypeError(f"{scheduler_class.__name__} is no scheduler of diffusers")
         return scheduler_class.from_config(settings)

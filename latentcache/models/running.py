@@ -293,9 +293,6 @@ def _free_bytes(encoder: torch.nn.Module, device: torch.device) -> int | None:
     """The free memory of a device that is too small for this encoder on the CPU; None if it fits, or is not there."""
     if device.type == "cpu" or device_of(encoder).type != "cpu":
         return None
-    free_bytes = free_memory(device)
-    if free_bytes is None or weight_bytes(encoder) <= free_bytes * WEIGHTS_SHARE:
-        return None
     free_cached_memory(device)
     free_bytes = free_memory(device)
     return None if free_bytes is None or weight_bytes(encoder) <= free_bytes * WEIGHTS_SHARE else free_bytes
