@@ -73,8 +73,10 @@ class Workspace(AbstractContextManager["Workspace"]):
 
     def close(self) -> None:
         """Close the memo and the store."""
-        self.memo.close()
-        self.store.close()
+        try:
+            self.memo.close()
+        finally:
+            self.store.close()
 
 
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
