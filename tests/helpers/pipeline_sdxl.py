@@ -1,31 +1,32 @@
-"""SDXL's pipeline of OneTrainer over tiny encoders, with a cache module in it and counters of what is encoded."""
+"""The pipeline of OneTrainer's own SDXL loader, over tiny encoders, with a cache module and counters in it.
+
+`onetrainer_sdxl.json` has every module that OneTrainer's loader made for its default settings, with the arguments that
+it gave, at the commits that it names, and a concept of OneTrainer's defaults. {"object": name} stands for what the
+trainer loads, {"set": ...} and {"tuple": ...} for what JSON lacks. Modules that the host has are used as they are; of
+the others here are stand-ins that request and give what mgds' do.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from helpers.photo_files import write_photo
+from helpers.pipeline_modules import random_access, settings
 
 from latentcache.models.tiny import tiny_parts
 
-SPLIT_IMAGE = ["latent_image", "original_resolution", "crop_offset"]
-AGGREGATE_IMAGE = ["crop_resolution", "image_path"]
-SPLIT_TEXT = [
-    "tokens_1",
-    "text_encoder_1_hidden_state",
-    "tokens_2",
-    "text_encoder_2_hidden_state",
-    "text_encoder_2_pooled_state",
-]
-GROUP = ["concept.path", "concept.seed", "concept.include_subdirectories"]
+RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("onetrainer_sdxl.json").read_text(encoding="utf-8"))
 
 
 def write_photos(folder: Path, num: int = 6) -> Path:
@@ -36,31 +37,15 @@ def write_photos(folder: Path, num: int = 6) -> Path:
     return folder
 
 
-def concept(path: Path, seed: int = 1, **settings: Any) -> dict[str, Any]:
-    """A concept as OneTrainer passes it. Settings by dotted name: concept(p, **{"image.enable_random_flip": 1})."""
-    value: dict[str, Any] = {
-        "path": str(path),
-        "seed": seed,
-        "enabled": True,
-        "include_subdirectories": False,
-        "balancing": 1.0,
-        "balancing_strategy": "REPEATS",
-        "image_variations": 1,
-        "text_variations": 1,
-        "image": {
-            "enable_crop_jitter": False,
-            "enable_random_flip": False,
-            "enable_fixed_flip": False,
-            "enable_resolution_override": False,
-            "resolution_override": "64",
-        },
-        "text": {"prompt_source": "sample"},
-    }
-    for name, setting in settings.items():
+def concept(path: Path, **changes: Any) -> dict[str, Any]:
+    """A concept with OneTrainer's defaults but for crop jitter, and for settings by dotted name."""
+    value = copy.deepcopy(RECORDED["concept"]) | {"path": str(path)}
+    for name, setting in ({"image.enable_crop_jitter": False} | changes).items():
         target = value
         *sections, last = name.split(".")
         for section in sections:
             target = target[section]
+        assert last in target, f"OneTrainer has no setting {name}"
         target[last] = setting
     return value
 
@@ -80,7 +65,6 @@ class Setup:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     before: Callable[[str], None] = lambda kind: None
     changes: Mapping[str, Any] = field(default_factory=dict)
-    text_changes: Mapping[str, Any] = field(default_factory=dict)
 
     def start(self, num_epochs: int = 1) -> Run:
         """A new pipeline, as a new run of the trainer makes it, started `num_epochs` times."""
@@ -93,7 +77,6 @@ class Setup:
 class Run:
     """One run: `items` are those of the last epoch in the cache's order, `encoded` counts what was encoded so far."""
 
-    split_text = SPLIT_TEXT
     encoders: Mapping[str, str | None] = {"vae": "encoder", "text_encoder": None, "text_encoder_2": None}
     """Those that are counted, and the child that is called."""
 
@@ -102,9 +85,8 @@ class Run:
         self.encoded: Counter[str] = Counter()
         self.begun: list[str] = []
         self.caches: dict[str, Any] = {}
-        host = setup.host
-        self.state = host.PipelineState(2)
-        self.pipeline = host.LoadingPipeline(
+        self.state = setup.host.PipelineState(2)
+        self.pipeline = setup.host.LoadingPipeline(
             device=setup.device, modules=list(self._modules()), batch_size=1, seed=42, state=self.state
         )
 
@@ -144,124 +126,176 @@ class Run:
     def by_photo(self) -> dict[str, dict[str, Any]]:
         return {Path(item["image_path"]).name: item for item in self.items}
 
-    def _modules(self) -> list[Any]:
-        host, setup = self.setup.host, self.setup
-        modules = [
-            host.ConceptPipelineModule(copy.deepcopy(setup.concepts)),
-            host.SettingsPipelineModule({"target_resolution": setup.resolution, "target_frames": "1"}),
-            host.CollectPaths(
-                concept_in_name="concept",
-                path_in_name="path",
-                include_subdirectories_in_name="concept.include_subdirectories",
-                enabled_in_name="enabled",
-                path_out_name="image_path",
-                concept_out_name="concept",
-                extensions=[".png"],
-                include_postfix=None,
-                exclude_postfix=["-masklabel"],
-            ),
-            host.ModifyPath(in_name="image_path", out_name="mask_path", postfix="-masklabel", extension=".png"),
-            host.ModifyPath(in_name="image_path", out_name="text_path", postfix="", extension=".txt"),
-            *self._images(),
-            *self._texts(),
-        ]
-        if setup.cached:
-            modules += self._caches()
-        return modules + self._after()
+    def _begin(self, kind: str) -> None:
+        self.begun.append(kind)
+        self.setup.before(kind)
 
-    def _images(self) -> list[Any]:
+    def _modules(self) -> Iterator[Any]:
         host, setup = self.setup.host, self.setup
-        names = ["image", "mask"] if setup.masks else ["image"]
-        modules = [host.LoadImage("image_path", "image")]
+        made, objects = stand_ins(host), self._objects()
+        changes: dict[str, dict[str, Any]] = {
+            "AspectBucketing": {"quantization": 32},
+            "EncodeClipText": {"hidden_state_output_index": setup.clip_layer},
+        }
         if setup.masks:
-            modules.append(host.GenerateImageLike("image", "mask", 255, 0, 1))
-            modules.append(host.LoadImage("mask_path", "mask", channels=1))
-        modules += [
-            host.CalcAspect("image", "original_resolution"),
-            host.AspectBucketing(
-                quantization=32,
-                resolution_in_name="original_resolution",
-                target_resolution_in_name="settings.target_resolution",
-                enable_target_resolutions_override_in_name="concept.image.enable_resolution_override",
-                target_resolutions_override_in_name="concept.image.resolution_override",
-                target_frames_in_name="settings.target_frames",
-                frame_dim_enabled=False,
-                scale_resolution_out_name="scale_resolution",
-                crop_resolution_out_name="crop_resolution",
-                possible_resolutions_out_name="possible_resolutions",
-            ),
-            host.ScaleCropImage(
-                names, "scale_resolution", "crop_resolution", "concept.image.enable_crop_jitter", "crop_offset"
-            ),
-            host.RandomFlip(names, "concept.image.enable_random_flip", "concept.image.enable_fixed_flip"),
-            host.EncodeVAE("image", "latent_distribution", setup.parts["vae"], dtype=torch.float32),
-            host.SampleVAEDistribution("latent_distribution", "latent_image", mode="mean"),
-        ]
-        return [*modules, host.ScaleImage("mask", "latent_mask", 0.125)] if setup.masks else modules
+            changes |= {key: {"names": ["image", "mask"]} for key in ("ScaleCropImage", "RandomFlip")}
+        yield host.ConceptPipelineModule(copy.deepcopy(setup.concepts))
+        yield host.SettingsPipelineModule(RECORDED["settings"] | {"target_resolution": setup.resolution})
+        for name, recorded in RECORDED["modules"]:
+            given = {key: _value(value, objects) for key, value in recorded.items()} | changes.get(name, {})
+            if name == "CalcAspect" and setup.masks:
+                yield host.ModifyPath("image_path", "mask_path", "-masklabel", ".png")
+                yield host.GenerateImageLike("image", "mask", 255, 0, 1)
+                yield host.LoadImage("mask_path", "mask", 0, 1, channels=1)
+            if name != "DiskCache":
+                kind = getattr(host, name, None) or made.get(name) or passing(host, name, given)
+                yield kind(**given)
+            elif setup.cached:
+                yield self._cache(given)
+            if name == "SampleVAEDistribution" and setup.masks:
+                yield host.ScaleImage("mask", "latent_mask", 0.125)
 
-    def _texts(self) -> list[Any]:
-        host, parts, layer = self.setup.host, self.setup.parts, self.setup.clip_layer
-        return [
-            host.LoadMultipleTexts("text_path", "texts"),
-            host.SelectRandomText("texts", "prompt"),
-            host.Tokenize("prompt", "tokens_1", "tokens_mask_1", parts["tokenizer"], 77),
-            host.Tokenize("prompt", "tokens_2", "tokens_mask_2", parts["tokenizer_2"], 77),
-            host.EncodeClipText(
-                in_name="tokens_1",
-                tokens_attention_mask_in_name=None,
-                hidden_state_out_name="text_encoder_1_hidden_state",
-                pooled_out_name=None,
-                text_encoder=parts["text_encoder"],
-                add_layer_norm=False,
-                hidden_state_output_index=layer,
-            ),
-            host.EncodeClipText(
-                in_name="tokens_2",
-                tokens_attention_mask_in_name=None,
-                hidden_state_out_name="text_encoder_2_hidden_state",
-                pooled_out_name="text_encoder_2_pooled_state",
-                text_encoder=parts["text_encoder_2"],
-                add_layer_norm=False,
-                hidden_state_output_index=layer,
-            ),
-        ]
+    def _cache(self, given: dict[str, Any]) -> Any:
+        kind, setup = given["cache_dir"], self.setup
+        masks = ["latent_mask"] if setup.masks and kind == "image" else []
+        own = {"cache_dir": str(setup.cache_dir / kind), "split_names": [*given["split_names"], *masks]}
+        self.caches[kind] = setup.host.LatentCacheModule(**given | own | dict(setup.changes))
+        return self.caches[kind]
 
-    def _caches(self) -> list[Any]:
-        setup = self.setup
-        split = SPLIT_IMAGE + (["latent_mask"] if setup.masks else [])
-        for kind, names, aggregate in (("image", split, AGGREGATE_IMAGE), ("text", self.split_text, [])):
+    def _objects(self) -> dict[str, Any]:
+        parts = self.setup.parts
+        return {
+            "train_dtype": torch.float32,
+            "vae_train_dtype": torch.float32,
+            "autocast_context": nullcontext(),
+            "vae_autocast_context": nullcontext(),
+            "vae": parts["vae"],
+            "tokenizer_1": parts["tokenizer"],
+            "tokenizer_2": parts["tokenizer_2"],
+            "text_encoder_1": parts["text_encoder"],
+            "text_encoder_2": parts["text_encoder_2"],
+            "add_text_encoder_1_embeddings_to_prompt": lambda prompt: prompt,  # no embeddings are trained
+            "add_text_encoder_2_embeddings_to_prompt": lambda prompt: prompt,
+            "prepare_vae": partial(self._begin, "image"),
+            "before_cache_text_fun": partial(self._begin, "text"),
+        }
 
-            def begin(kind: str = kind) -> None:
-                self.begun.append(kind)
-                setup.before(kind)
 
-            self.caches[kind] = setup.host.LatentCacheModule(
-                **{
-                    "cache_dir": str(setup.cache_dir / kind),
-                    "split_names": names,
-                    "aggregate_names": aggregate,
-                    "variations_in_name": f"concept.{kind}_variations",
-                    "balancing_in_name": "concept.balancing",
-                    "balancing_strategy_in_name": "concept.balancing_strategy",
-                    "variations_group_in_name": [*GROUP, f"concept.{kind}"],
-                    "group_enabled_in_name": "concept.enabled",
-                    "before_cache_fun": begin,
-                    **setup.changes,
-                    **(setup.text_changes if kind == "text" else {}),
-                }
-            )
-        return list(self.caches.values())
+def _value(recorded: Any, objects: dict[str, Any]) -> Any:
+    if isinstance(recorded, list):
+        return [_value(each, objects) for each in recorded]
+    if isinstance(recorded, dict) and len(recorded) == 1:
+        ((kind, content),) = recorded.items()
+        if kind in ("object", "set", "tuple"):
+            return objects[content] if kind == "object" else {"set": set, "tuple": tuple}[kind](content)
+    return recorded
 
-    def _after(self) -> list[Any]:
-        host = self.setup.host
-        names = [*SPLIT_IMAGE, *AGGREGATE_IMAGE, *self.split_text, "prompt", "concept"]
-        names += ["latent_mask"] if self.setup.masks else []
-        sorting = host.VariationSorting(
-            names=["prompt", "concept"],
-            balancing_in_name="concept.balancing",
-            balancing_strategy_in_name="concept.balancing_strategy",
-            variations_group_in_name=[*GROUP, "concept.image"],
-            group_enabled_in_name="concept.enabled",
-        )
-        batches = host.AspectBatchSorting("crop_resolution", names, 1)
-        return [sorting, batches, host.OutputPipelineModule(names)]
+
+def passing(base: SimpleNamespace, name: str, taken: dict[str, Any]) -> type:
+    """A module of this name that takes these settings, and passes its values on: all that is random in it is off."""
+    names = taken.get("names") or [taken["text_out_name"]]
+
+    class Passing(random_access(base)):
+        first = names[0]
+
+        def __init__(self, **given: Any):
+            super().__init__()
+            vars(self).update(given)
+
+        def get_outputs(self) -> list[str]:
+            return names
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            assert self.ask(variation, self.enabled_in_name, index) is False, "here is no such augmentation"
+            return {each: self.ask(variation, each, index) for each in names}
+
+    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in taken]
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    Passing.__init__.__signature__ = inspect.Signature([self_parameter, *parameters])  # the cache reads it
+    Passing.__name__ = name
+    return Passing
+
+
+def stand_ins(base: SimpleNamespace) -> dict[str, type]:
+    """Modules of the list that the pipeline of the other tests lacks."""
+    Module = random_access(base)
+
+    @settings
+    class DownloadHuggingfaceDatasets(Module):
+        concept_in_name: str
+        path_in_name: str
+        enabled_in_name: str
+        concept_out_name: str
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            return {self.concept_out_name: self.ask(variation, self.concept_in_name, index)}
+
+    @settings
+    class LoadVideo(Module):
+        """None, since no file here is a video; a random stream is made for each, as in mgds."""
+
+        path_in_name: str
+        target_frame_count_in_name: str
+        video_out_name: str
+        range_min: float
+        range_max: float
+        target_frame_rate: float
+        supported_extensions: set[str]
+        dtype: torch.dtype | None = None
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            self._get_rand(variation, index)
+            self.ask(variation, self.path_in_name, index)
+            return {self.video_out_name: None}
+
+    @settings
+    class GetFilename(Module):
+        path_in_name: str
+        filename_out_name: str
+        include_extension: bool
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            return {self.filename_out_name: Path(self.ask(variation, self.path_in_name, index)).stem}
+
+    @settings
+    class SelectInput(Module):
+        setting_name: str
+        out_name: str
+        setting_to_in_name_map: dict[str, str]
+        default_in_name: str
+
+        def get_inputs(self) -> list[str]:
+            return list(self.setting_to_in_name_map.values())
+
+        def length(self) -> int:
+            return self._get_previous_length(self.get_inputs()[0])
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            chosen = self.setting_to_in_name_map[self.ask(variation, self.setting_name, index)]
+            return {self.out_name: self.ask(variation, chosen, index)}
+
+    @settings
+    class RescaleImageChannels(Module):
+        image_in_name: str
+        image_out_name: str
+        in_range_min: float
+        in_range_max: float
+        out_range_min: float
+        out_range_max: float
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            image = self.ask(variation, self.image_in_name, index)
+            factor = (self.out_range_max - self.out_range_min) / (self.in_range_max - self.in_range_min)
+            return {self.image_out_name: (image - self.in_range_min) * factor + self.out_range_min}
+
+    @settings
+    class MapData(Module):
+        in_name: str
+        out_name: str
+        map_fn: Callable[[Any], Any]
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            return {self.out_name: self.map_fn(self.ask(variation, self.in_name, index))}
+
+    own = (DownloadHuggingfaceDatasets, LoadVideo, GetFilename, SelectInput, RescaleImageChannels, MapData)
+    return {cls.__name__: cls for cls in own}

@@ -1,4 +1,4 @@
-"""The 22 behaviours that a cache in a trainer's pipeline must have; mgds' own DiskCache has five of them.
+"""What a cache in a trainer's pipeline must do: values that are right, and encoded once, whatever is edited.
 
 Each runs in the host of these tests, and in mgds where it can be imported (pipeline_host.py).
 """
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_sdxl import Setup, concept, write_photos
+from helpers.pipeline_sdxl import RECORDED, Setup, concept, write_photos
 
 from latentcache.models.tiny import tiny_parts
 
@@ -84,6 +84,42 @@ def test_warm_reuse(setup: Callable[..., Setup]) -> None:
             assert_same(item, first[name])
 
 
+def test_a_renamed_file_costs_nothing_and_of_added_ones_only_these_are_encoded(
+    setup: Callable[..., Setup], folder: Path
+) -> None:
+    before = setup().start().by_photo()
+    for suffix in (".png", ".txt"):  # all others stand at another place now
+        (folder / f"p00{suffix}").rename(folder / f"zz{suffix}")
+    run = setup().start()
+    assert run.encoded == Counter()
+    assert torch.equal(run.by_photo()["zz.png"]["latent_image"], before["p00.png"]["latent_image"])
+    add(folder, "a", 70)
+    add(folder, "p01b", 71)
+    assert setup().start().encoded == Counter(vae=2, text_encoder=2, text_encoder_2=2)
+    variations = setup(concepts=[concept(folder, image_variations=2)]).start(num_epochs=2)
+    assert variations.encoded == Counter(), "without augmentation they are one entry"
+
+
+def test_crop_jitter_is_on_by_default_and_makes_the_images_behind_a_new_one_new(
+    setup: Callable[..., Setup], folder: Path
+) -> None:
+    assert RECORDED["concept"]["image"]["enable_crop_jitter"] is True
+
+    def start() -> Counter[str]:
+        return setup(concepts=[concept(folder, **{"image.enable_crop_jitter": True})]).start().encoded
+
+    assert start() == EVERYTHING
+    assert start() == Counter()
+    add(folder, "zz", 70)  # it comes last
+    assert start()["vae"] == 1
+    add(folder, "p03b", 71)  # three come after it
+    assert start() == Counter(vae=4, text_encoder=1, text_encoder_2=1)
+
+
+def add(folder: Path, name: str, seed: int) -> None:
+    write_photo(folder / f"{name}.png", seed, (96, 64)).with_suffix(".txt").write_text(name, encoding="utf-8")
+
+
 def test_variations(setup: Callable[..., Setup], folder: Path) -> None:
     """Each variation has what mgds would give for it, and an epoch encodes only what it has not met yet."""
     for path in folder.glob("*.txt"):
@@ -125,7 +161,7 @@ def test_repeats_and_samples(
         sorting = run.pipeline.modules[-3]
         for index, item in enumerate(run.items):
             caption = Path(item["image_path"]).with_suffix(".txt").read_text(encoding="utf-8")
-            assert sorting.get_item(run.caches["image"].current_variation, index, "prompt") == {"prompt": caption}
+            assert sorting.get_item(run.caches["image"].current_variation, index, "prompt_1") == {"prompt_1": caption}
         seen += [Path(item["image_path"]).name for item in run.items[:num_out]]
         run.next_epoch()
     assert seen == [f"p{number % NUM:02}.png" for number in range(3 * num_out)]
@@ -186,7 +222,7 @@ def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[.
     setup().start()
     (folder / "p05.png").unlink()
     write_photo(folder / "a.png", 70, (96, 64)).with_suffix(".txt").write_text("inserted", encoding="utf-8")
-    run = setup(concepts=[concept(folder, **{"text.prompt_source": "filename"})]).start()
+    run = setup(concepts=[concept(folder, **{"text.keep_tags_count": 2})]).start()
     assert run.encoded == Counter(vae=1, text_encoder=1, text_encoder_2=1)
     expected = live(setup())
     for name, item in run.by_photo().items():

@@ -249,10 +249,13 @@ def test_autocast_and_dtype_count(setup: Callable[..., Setup]) -> None:
         run.next_epoch()
         return run
 
-    assert run_with(autocast_contexts=[torch.autocast("cpu", torch.bfloat16)]).encoded["vae"] == NUM
-    assert run_with(autocast_contexts=[torch.autocast("cpu", torch.bfloat16)]).encoded["vae"] == 0
-    assert run_with(autocast_contexts=[nullcontext()]).encoded["vae"] == NUM
-    assert run_with(autocast_contexts=[torch.autocast("cpu", torch.bfloat16, enabled=False)]).encoded["vae"] == 0
+    assert run_with(autocast_contexts=[nullcontext(), torch.autocast("cpu", torch.bfloat16)]).encoded["vae"] == NUM
+    assert run_with(autocast_contexts=[nullcontext(), torch.autocast("cpu", torch.bfloat16)]).encoded["vae"] == 0
+    assert run_with(autocast_contexts=[nullcontext(), nullcontext()]).encoded["vae"] == NUM
+    assert (
+        run_with(autocast_contexts=[nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=False)]).encoded["vae"]
+        == 0
+    )
     assert setup().start().encoded["vae"] == 0
 
 
