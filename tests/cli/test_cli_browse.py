@@ -59,24 +59,6 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("command", ["browse", "serve"])
-def test_without_the_packages_of_a_server_the_extra_is_named(
-    run: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("latentcache.service")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    code, _, err = run(command, tmp_path)  # type: ignore[operator]  # a fixture's function
-    assert code == 2
-    assert "pip install 'latentcache[service]'" in err and "Traceback" not in err
-
-
-def test_browse_needs_a_cache(run: object, tmp_path: Path) -> None:
-    code, _, err = run("browse", tmp_path / "none", "--no-open")  # type: ignore[operator]  # a fixture's function
-    assert code == 2
-    assert "no such cache directory and no such config" in err
-
-
 def test_the_port_is_tried_before_the_models_are_looked_at(run: object, tmp_path: Path) -> None:
     photo_cache(tmp_path, 2)
     config = tmp_path / "config.json"

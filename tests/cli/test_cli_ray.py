@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,14 +48,6 @@ def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
     assert code == 2 and "refused" in error["error"]
 
 
-def test_without_ray_the_error_says_what_to_install(
-    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    code, error = run_json("precache", config_file, "--ray", "auto")
-    assert code == 2 and "pip install 'latentcache[ray]'" in error["error"]
-
-
 def test_what_cannot_run_on_a_cluster_is_refused(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,21 +92,3 @@ def test_the_examples_of_clusters_are_valid() -> None:
     assert job["kind"] == "RayJob" and job["spec"]["entrypoint"].startswith("latentcache precache ")
     workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     assert workers["resources"]["limits"]["nvidia.com/gpu"] == "1" and workers["image"]
-
-
-def test_the_job_of_slurm_starts_ray_once_on_each_node(tmp_path: Path) -> None:
-    log = tmp_path / "steps.txt"
-    for name, line in (("srun", f'echo "$@" >> {log}'), ("scontrol", "printf 'n1\\nn2\\nn3\\nn4\\n'"), ("sleep", "")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_NNODES": "4", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
-    job |= {"SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_PER_NODE": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = f"source {CLUSTER / 'slurm.sh'} config.yaml && wait"
-    subprocess.run(["bash", "-c", script], env=os.environ | job, check=True)
-    steps = log.read_text().splitlines()
-    assert sum(" ray start " in step for step in steps) == 2
-    for step in steps:
-        found = dict(word[2:].split("=") for word in step.split() if word.startswith(("--nodes=", "--ntasks=")))
-        assert found["nodes"] == found.get("ntasks", job["SLURM_NTASKS"])
-    [run] = [step for step in steps if " precache " in step]
-    assert run.endswith("--ray n1:20007 --ray.max_encoders auto")

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers.report_samples import report
 from helpers.runner_runs import precache_training_set, validation_config
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import Config
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
-from latentcache.utils.json_document import to_bytes
 
 RunJson = Callable[..., tuple[int, Any]]
 
@@ -68,36 +66,6 @@ def test_losses_of_other_settings_are_not_compared(
     assert code == 2 and "seed is 3 in one and 0 in the other" in error
     code, _, error = run("validate", config_file, "--against", tmp_path / "nothing.json")
     assert code == 2 and "nothing.json" in error
-
-
-def test_without_a_loss_there_is_nothing_to_compare(
-    make_config: Callable[..., Config], photos: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    config = validation_config(make_config, photos)
-    config = config.model_copy(update={"datasets": config.datasets[:1]})
-    run_precache(config)
-    metrics = tmp_path / "metrics.json"
-    metrics.write_bytes(to_bytes(report().to_json()))
-    code, _, error = run("validate", written(config, tmp_path), "--against", metrics)
-    assert code == 2 and "no loss to compare" in error and not config.validation.path.exists()
-
-
-def test_a_foreign_file_is_not_compared(
-    config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    metrics = tmp_path / "metrics.json"
-    for changes, message in (
-        ({"measurement_settings": []}, "measurement_settings: Input should be"),
-        ({"measurement_settings": None}, "of a validation that measured no loss; name one that did"),
-    ):
-        metrics.write_bytes(to_bytes(report().to_json() | changes))
-        code, _, error = run("validate", config_file, "--against", metrics)
-        assert code == 2 and str(metrics) in error and message in error and "validation.path/<step>/" in error
-
-
-def test_the_text_names_the_results(config_file: Path, run: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, _ = run("validate", config_file, "--step", "12")
-    assert code == 0 and "000012" in out.splitlines()[-1] and out.startswith("step      12")
 
 
 def test_what_is_not_cached_names_the_command(
