@@ -78,24 +78,6 @@ def _streams_of(device: torch.device, module: Any) -> tuple[Any, Any]:
     return _streams[key]
 
 
-class HostMemory:
-    """Fresh CPU memory, pinned on request. After the first failure to pin, nothing is pinned any more."""
-
-    def __init__(self, *, pin: bool):
-        self.pin = pin
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous CPU tensor."""
-        if self.pin:
-            try:
-                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                # Locked memory may be limited. Copies from other memory are slower, and right.
-                logger.warning("host memory cannot be pinned, so copies will be slower: %s", error)
-                self.pin = False
-        return torch.empty(shape, dtype=dtype, device="cpu")
-
-
 class Transfer:
     """Copies that have ended when the call returns. `reason` says why the device is served in this way."""
 
@@ -104,11 +86,18 @@ class Transfer:
 
     def __init__(self, device: torch.device, reason: str):
         self.device, self.reason = device, reason
-        self._host = HostMemory(pin=self.overlaps)
+        self._pins = self.overlaps
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Fresh CPU memory for an upload, pinned where that helps."""
-        return self._host.empty(shape, dtype)
+        """Fresh CPU memory for an upload, pinned where that helps. After one failure to pin, nothing is pinned."""
+        if self._pins:
+            try:
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                # Locked memory may be limited. Copies from other memory are slower, and right.
+                logger.warning("host memory cannot be pinned, so copies will be slower: %s", error)
+                self._pins = False
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """The CPU tensor on the device, for use on the current stream. The host does not wait.
@@ -154,7 +143,7 @@ class StreamTransfer(Transfer):
 
     @override
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._host.pin and not tensor.is_pinned():
+        if self._pins and not tensor.is_pinned():
             tensor = self.host_memory(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         with self._module.stream(self._uploads):
             moved = tensor.to(self.device, non_blocking=True)
