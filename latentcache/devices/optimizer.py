@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from latentcache.devices.tensor_location import CPU, device_of_values, immovable_reason
 from latentcache.errors import CheckpointError, DeviceError
-from latentcache.utils.nested import named_leaves
+from latentcache.utils.nested import named_tensors
 
 FLAGS = ("fused", "foreach", "capturable", "maximize", "differentiable")
 """Settings of a group that say how a step is computed. The code that builds the optimizer decides them, not a file."""
@@ -57,25 +57,13 @@ class StateTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MovedState:
-    """One tensor of optimizer state, and the devices it moved between. `name` is `parameter: state`."""
-
-    name: str
-    found: torch.device
-    moved_to: torch.device
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.found} -> {self.moved_to}"
-
-
-@dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What `repair_optimizer` moved; nothing when all state was where the optimizer expects it."""
+    """What `repair_optimizer` moved, a line for each tensor (`weight: exp_avg: cpu -> cuda:0`); perhaps nothing."""
 
-    moved: tuple[MovedState, ...]
+    moved: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.moved)) or "nothing to move"
+        return "\n".join(self.moved) or "nothing to move"
 
 
 def named_params(optimizer: Any) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, str]]:
@@ -87,17 +75,11 @@ def named_params(optimizer: Any) -> Iterator[tuple[Mapping[str, Any], torch.Tens
 
 
 def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
-    """Every tensor of the optimizer's state, nested ones and attributes of objects too. Wrappers are looked into."""
+    """Every tensor of the optimizer's state, nested ones too. Wrappers are looked into."""
     for group, param, param_name in named_params(optimizer):
         for key, value in dict(optimizer.state.get(param, {})).items():
-            for name, leaf in named_leaves(value, str(key)):
-                if isinstance(leaf, torch.Tensor):
-                    yield StateTensor(optimizer, group, param, param_name, str(key), name, leaf)
-                elif not isinstance(leaf, type) and not immovable_reason(leaf):
-                    for attribute, held in getattr(leaf, "__dict__", {}).items():
-                        if isinstance(held, torch.Tensor):
-                            inner = f"{name}.{attribute}"
-                            yield StateTensor(optimizer, group, param, param_name, str(key), inner, held)
+            for name, tensor in named_tensors(value, str(key)):
+                yield StateTensor(optimizer, group, param, param_name, str(key), name, tensor)
 
 
 def state_rule(state: StateTensor) -> StateRule:
@@ -148,13 +130,15 @@ def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
     """
     optimizer = _movable(optimizer)
     before = {(state.param_name, state.name): state.value.device for state in state_tensors(optimizer)}
-    by_itself = _loads_by_itself(optimizer)
-    if by_itself:
+    if _loads_by_itself(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())
-    _place_all(optimizer, plain=not by_itself)
+    else:
+        for group, param, _ in named_params(optimizer):
+            values = optimizer.state.get(param, {})
+            values.update(_placed(optimizer, group, param, values))
     return RepairReport(
         tuple(
-            MovedState(f"{state.param_name}: {state.name}", found, state.value.device)
+            f"{state.param_name}: {state.name}: {found} -> {state.value.device}"
             for state in state_tensors(optimizer)
             if (found := before[state.param_name, state.name]) != state.value.device
         )
@@ -193,7 +177,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
     if by_itself:
         numbered = [{**group, "params": saved["params"]} for group, saved in zip(groups, saved_groups, strict=True)]
         optimizer.load_state_dict({**state_dict, "param_groups": numbered})
-        _place_all(optimizer, plain=False)
         return
     state: dict[Any, Any] = defaultdict(dict)
     owners: dict[Any, tuple[Mapping[str, Any], torch.Tensor]] = {}
@@ -224,12 +207,6 @@ def _loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
 
-def _place_all(optimizer: torch.optim.Optimizer, *, plain: bool) -> None:
-    for group, param, _ in named_params(optimizer):
-        values = optimizer.state.get(param, {})
-        values.update(_placed(optimizer, group, param, values, plain=plain))
-
-
 def _group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The saved group with the live one's parameters, flags, and choice between tensors and numbers."""
     kept = (*FLAGS, "params", "param_names")
@@ -253,29 +230,17 @@ def _placed(
     values: Mapping[str, Any],
     *,
     copy: bool = False,
-    plain: bool = True,
 ) -> dict[str, Any]:
-    """The state of a parameter by the table above, in memory of its own if `copy`.
-
-    Not `plain`: only what objects have inside, which no `load_state_dict` moves.
-    """
+    """The state of a parameter by the table above, in memory of its own if `copy`."""
     is_fused = bool(group.get("fused") or group.get("capturable"))
 
-    def move(key: str, value: torch.Tensor) -> torch.Tensor:
-        home = state_rule(StateTensor(optimizer, group, param, "", key, key, value)).device
-        device = value.device if home in (None, device_of_values(value)) else home
-        # Fused kernels take no other dtype.
-        return value.to(device, torch.float32 if key == "step" and is_fused else value.dtype, copy=copy)
-
     def place(key: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return move(key, leaf) if plain else leaf
-        leaf = deepcopy(leaf) if copy else leaf
-        if not isinstance(leaf, type) and not immovable_reason(leaf):
-            for attribute, held in getattr(leaf, "__dict__", {}).items():
-                if isinstance(held, torch.Tensor):
-                    setattr(leaf, attribute, move(key, held))
-        return leaf
+        if not isinstance(leaf, torch.Tensor):
+            return deepcopy(leaf) if copy else leaf
+        home = state_rule(StateTensor(optimizer, group, param, "", key, key, leaf)).device
+        device = leaf.device if home in (None, device_of_values(leaf)) else home
+        # Fused kernels take no other dtype.
+        return leaf.to(device, torch.float32 if key == "step" and is_fused else leaf.dtype, copy=copy)
 
     with torch.no_grad():
         return {key: tree_map(partial(place, str(key)), value) for key, value in values.items()}
