@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -23,7 +23,6 @@ from latentcache.devices.tensor_location import (
     is_optimizer,
     is_partitioned,
     is_scaler,
-    named_submodules,
     part_tensors,
     skip_reason,
     with_index,
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One offender. `name` is dotted and starts below `part`; `found` and `expected` are devices, dtypes or modes."""
+    """One offender. `name` is dotted and starts below `part`; `found` and `expected` are devices or modes."""
 
     part: str
     name: str
@@ -51,10 +50,6 @@ class AuditFinding:
         """Part and name, dotted."""
         return f"{self.part}.{self.name}" if self.name else self.part
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields, the shape as a list."""
-        return asdict(self) | {"shape": None if self.shape is None else list(self.shape)}
-
     def to_text(self) -> str:
         """One line: the path, the shape, the kind, what it is, what it should be, and why."""
         shape = "" if self.shape is None else f" {list(self.shape)}"
@@ -64,14 +59,10 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """All findings of one audit, the number of tensors that it looked at, and notes on what it left alone and why.
-
-    `devices` holds the device that each part is meant to be on, as given or inferred.
-    """
+    """All findings of one audit, the number of tensors that it looked at, and notes on what it left alone and why."""
 
     findings: tuple[AuditFinding, ...]
     notes: tuple[str, ...] = ()
-    devices: tuple[tuple[str, str], ...] = ()
     num_tensors: int = 0
 
     @property
@@ -83,16 +74,6 @@ class AuditReport:
     def ok(self) -> bool:
         """Whether there is no error; there may be warnings."""
         return not self.errors
-
-    def to_json(self) -> dict[str, Any]:
-        """`{"ok", "num_tensors", "devices", "findings": [...], "notes": [...]}` of plain JSON values."""
-        return {
-            "ok": self.ok,
-            "num_tensors": self.num_tensors,
-            "devices": dict(self.devices),
-            "findings": [finding.to_json() for finding in self.findings],
-            "notes": list(self.notes),
-        }
 
     def to_text(self) -> str:
         """A line per finding and note, errors first, and a last line with the counts."""
@@ -122,15 +103,14 @@ def audit(
     *,
     device: DeviceLike | Mapping[str, DeviceLike] | None = None,
     training: Mapping[str, bool] | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
     managed: Iterable[str] = (),
 ) -> AuditReport:
     """Look at every tensor of the named parts, and name each that is not on the device it is meant to be on.
 
     A part is a module, an optimizer, a GradScaler, an EMA, or a nested batch. `device` is that of all parts, or of
     each by name; a parked part is given its own. Where it is not given it is inferred: the execution device of the
-    first module under an offload hook, else the device of most parameters and buffers. `training` and `dtypes` are
-    checked where they are declared. In all three a key is a part or a dotted path below one, and the longest wins.
+    first module under an offload hook, else the device of most parameters and buffers. `training` is checked where it
+    is declared. In both a key is a part or a dotted path below one, and the longest wins.
 
     Weights may wait on the CPU where something moves them in time: offload hooks, block swap and layer offload are
     recognised. `managed` names the parts, or paths below, of which the same is true and cannot be seen.
@@ -142,15 +122,13 @@ def audit(
     states = [(part, state) for part, value in parts.items() if is_optimizer(value) for state in state_tensors(value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
     devices = _PrefixMap("device", {key: with_index(device_of(like)) for key, like in given.items()}, parts)
-    flags, kinds = _PrefixMap("training", training, parts), _PrefixMap("dtypes", dtypes, parts)
+    flags = _PrefixMap("training", training, parts)
     inferred = _inferred([tensor for tensor in tensors if devices.get(tensor.path) is None])
 
     findings: list[AuditFinding] = []
     left_alone: dict[tuple[str, str], list[str]] = {}
     for item in tensors:
         reason = skip_reason(item.tensor)
-        if reason is None:
-            findings += _recast(item, kinds.get(item.path))
         if item.mover is not None and device_of_values(item.tensor) == CPU:
             reason = reason or f"moved by {item.mover.name}"
         if reason:
@@ -165,16 +143,14 @@ def audit(
             findings += _wrong_scale(part, value, devices.get(part) or inferred)
     findings += _misplaced_states(states, tensors, devices if isinstance(device, Mapping) else None)
     findings += _orphans(parts, tensors)
-    for declared in (devices, flags, kinds, named):
+    for declared in (devices, flags, named):
         declared.check_met()
-    expected = ((part, devices.get(part) or inferred) for part in parts)
     return AuditReport(
         findings=tuple(findings),
         notes=tuple(
             f"{part}: {len(names)} left where they are, {reason} (the first is {names[0]})"
             for (part, reason), names in left_alone.items()
         ),
-        devices=tuple((part, str(device)) for part, device in expected if device is not None),
         num_tensors=len(tensors) + len(states),
     )
 
@@ -228,12 +204,6 @@ def _misplaced(
         yield _finding(item, str(found), str(expected), "error")
 
 
-def _recast(item: PartTensor, expected: torch.dtype | None) -> Iterator[AuditFinding]:
-    dtype = item.tensor.dtype
-    if expected is not None and item.tensor.is_floating_point() and dtype != expected and item.kind != "gradient":
-        yield _finding(item._replace(kind="dtype"), str(dtype), str(expected), "error")
-
-
 def _finding(
     item: PartTensor, found: str, expected: str, level: Literal["error", "warning"], reason: str = ""
 ) -> AuditFinding:
@@ -253,7 +223,7 @@ def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | Non
 
 def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) -> Iterator[AuditFinding]:
     modes = {True: "train", False: "eval"}
-    for path, submodule in named_submodules(module):
+    for path, submodule in module.named_modules():
         expected = flags.get(f"{part}.{path}" if path else part)
         if expected is not None and submodule.training != expected:
             yield AuditFinding(part, path, "mode", None, modes[submodule.training], modes[expected], "error")

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 AuditKind: TypeAlias = Literal[
     "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
-    "ema", "batch", "scale", "hook", "meta", "dtype", "mode",
+    "ema", "batch", "scale", "hook", "meta", "mode",
 ]  # fmt: skip
 """What an audit looks at, and what it finds. `attribute` is a tensor that is no buffer, which `.to()` does not move.
 `orphan` is a parameter of an optimizer that no model has any more, or one of a model that its optimizer lacks.
@@ -33,26 +33,7 @@ PLAIN = (str, bytes, int, float, complex, Path, np.ndarray, np.generic, torch.dt
 """What a batch may contain next to tensors: none of it is ever on a device."""
 
 
-# One tensor, one module
-
-
-def named_submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """What `module.named_modules()` gives, in its order: each module once, under its first dotted path.
-
-    torch's own passes every module up through all modules above it, which takes several times as long.
-    """
-    seen: set[torch.nn.Module] = set()
-    waiting = [("", module)]
-    while waiting:
-        path, found = waiting.pop()
-        if found in seen:
-            continue
-        seen.add(found)
-        yield path, found
-        start = f"{path}." if path else ""
-        for name, child in reversed(found._modules.items()):
-            if child is not None:
-                waiting.append((start + name, child))
+# One tensor
 
 
 def device_of_values(tensor: torch.Tensor) -> torch.device:
@@ -125,7 +106,7 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
 
 def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
     """The hook that governs each submodule, by dotted path: its own, else that of the nearest parent with one."""
-    own = {path: hook for path, part in named_submodules(module) if (hook := offload_hook_of(part)) is not None}
+    own = {path: hook for path, part in module.named_modules() if (hook := offload_hook_of(part)) is not None}
     return _inherited(module, own)
 
 
@@ -134,7 +115,7 @@ def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
     found: dict[str, T] = {}
     if not own:
         return found
-    for path, _ in named_submodules(module):
+    for path, _ in module.named_modules():
         above = path.rpartition(".")[0]
         if path in own:
             found[path] = own[path]
@@ -170,7 +151,7 @@ def movers(module: torch.nn.Module) -> dict[str, Mover]:
     SimpleTuner (`stream_in`), which happens before a block's forward.
     """
     found: dict[str, Mover] = {}
-    for path, part in named_submodules(module):
+    for path, part in module.named_modules():
         inside = mover_inside(part)
         if inside is not None:
             found[path] = inside
@@ -286,7 +267,7 @@ def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
     """Tied tensors come once, under their first name."""
     hooks, moved = hooks_by_path(module), _inherited(module, movers(module))
     seen: set[int] = set()
-    for path, owner in named_submodules(module):
+    for path, owner in module.named_modules():
         prefix, hook = (f"{path}." if path else ""), hooks.get(path)
         found: list[tuple[str, AuditKind, torch.Tensor]] = [
             *((name, "parameter", value) for name, value in owner._parameters.items() if value is not None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ def try_training(device: torch.device) -> Diagnosis:
         finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "fix what the message names")
         return Diagnosis((finding,), {"training": {"device": str(device), "error": str(error)}})
     parts = {"unet": unet, "optimizer": optimizer, "batch": batch}
-    report = audit(parts, device=device, training={"unet": True}, dtypes={"unet": torch.float32})
+    report = audit(parts, device=device, training={"unet": True})
     findings = [
         Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see docs/howto/devices-disagree.md")
         for found in report.findings
@@ -55,7 +56,7 @@ def try_training(device: torch.device) -> Diagnosis:
         text = f"one step on {device}: loss {loss_value:.4f}; {report.num_tensors} tensors audited, all in place"
         findings.append(Finding("ok", SUBJECT, text))
     facts = {"device": str(device), "loss": loss_value if math.isfinite(loss_value) else None}
-    return Diagnosis(tuple(findings), {"training": {**facts, "audit": report.to_json()}})
+    return Diagnosis(tuple(findings), {"training": {**facts, "audit": asdict(report)}})
 
 
 def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:

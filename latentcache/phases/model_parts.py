@@ -22,7 +22,6 @@ from latentcache.devices.tensor_location import (
     is_optimizer,
     is_partitioned,
     movers,
-    named_submodules,
     offload_hook_of,
     replaces_parameters,
 )
@@ -134,7 +133,7 @@ class ModelParts:
             "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:": [
                 name
                 for part, whole in self.modules.items()
-                if any(replaces_parameters(module) for _, module in named_submodules(whole))
+                if any(replaces_parameters(module) for _, module in whole.named_modules())
                 for name, module in submodules({part: whole})
                 if replaces_parameters(module) and is_trained(module)
             ],
@@ -147,7 +146,7 @@ class ModelParts:
             "or shard with fully_shard. These are sharded by it:": [
                 part
                 for part, module in self.modules.items()
-                if any(_sharding(kind) == "FSDP1" for kind in {type(each) for _, each in named_submodules(module)})
+                if any(_sharding(kind) == "FSDP1" for kind in {type(each) for _, each in module.named_modules()})
                 and (averaged or any(parameter.grad is not None for parameter in module.parameters()))
             ],
         }
@@ -202,14 +201,14 @@ class GatheredShards(Snapshot):
 
 def managed_by(module: torch.nn.Module) -> str | None:
     """Why other software may change a part's tensors and hooks in a forward, or None."""
-    if any(offload_hook_of(submodule) is not None for _, submodule in named_submodules(module)):
+    if any(offload_hook_of(submodule) is not None for _, submodule in module.named_modules()):
         return "under offload hooks, which move it"
     return sharded_by(module)
 
 
 def sharded_by(module: torch.nn.Module) -> str | None:
     """Why a forward of the module needs every process: the software that shards it. None if none does."""
-    for kind in dict.fromkeys(type(each) for _, each in named_submodules(module)):
+    for kind in dict.fromkeys(type(each) for _, each in module.named_modules()):
         sharding = _sharding(kind)
         if sharding is not None:
             return f"{kind.__name__} is sharded by {sharding}"

@@ -9,7 +9,6 @@ import torch
 from typing_extensions import override
 
 from latentcache.devices.rng import rng_state, set_rng_state
-from latentcache.devices.tensor_location import named_submodules
 
 Modules = Mapping[str, torch.nn.Module]
 """Modules by the name of the part."""
@@ -18,7 +17,7 @@ Modules = Mapping[str, torch.nn.Module]
 def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     """Every submodule with its dotted name, the part first."""
     for part, module in modules.items():
-        for path, submodule in named_submodules(module):
+        for path, submodule in module.named_modules():
             yield f"{part}.{path}" if path else part, submodule
 
 
@@ -92,7 +91,7 @@ class BlockSwap(Snapshot):
     def __init__(self, module: torch.nn.Module):
         names = ("switch_block_swap_for_inference", "switch_block_swap_for_training")
         self._switches: list[Any] = [getattr(module, name, None) for name in names]
-        values = (value for _, part in named_submodules(module) for value in vars(part).values())
+        values = (value for _, part in module.named_modules() for value in vars(part).values())
         self._can_switch = all(map(callable, self._switches)) and not any(
             getattr(value, "forward_only", False) is True for value in values
         )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from latentcache.devices.optimizer import unwrapped
-from latentcache.devices.tensor_location import is_swapped_in, named_submodules
+from latentcache.devices.tensor_location import is_swapped_in
 from latentcache.errors import PhaseError, add_note
 from latentcache.phases.state import Modules, Snapshot, parameters
 
@@ -89,7 +89,7 @@ class Weights(Snapshot):
             (module._buffers, dict(module._buffers))
             for owner in parts.values()
             if isinstance(owner, torch.nn.Module)
-            for _, module in named_submodules(owner)
+            for _, module in owner.named_modules()
             if module._buffers
         ]
 
@@ -293,7 +293,7 @@ def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer of a module by dotted name, each object once; of an EMA its averaged weights."""
     if isinstance(part, torch.nn.Module):
         seen: set[int] = set()
-        for path, module in named_submodules(part):
+        for path, module in part.named_modules():
             for name, tensor in chain(module._parameters.items(), module._buffers.items()):
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -51,9 +52,9 @@ def main() -> None:
     report(
         {
             "losses": {"plain": loss, "offloaded": offloaded_loss, "orphaned": orphaned_loss},
-            "plain": plain.to_json(),
-            "offloaded": offloaded.to_json(),
-            "orphaned": orphaned.to_json(),
+            "plain": asdict(plain),
+            "offloaded": asdict(offloaded),
+            "orphaned": asdict(orphaned),
         }
     )
 

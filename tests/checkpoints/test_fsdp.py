@@ -30,6 +30,5 @@ def test_an_optimizer_built_before_sharding_trains_orphans(ranks: list[dict[str,
     """`fully_shard` makes new parameters. Nothing fails, and the loss of the second step is that of the first."""
     for rank in ranks:
         findings = rank["orphaned"]["findings"]
-        assert not rank["orphaned"]["ok"]
         assert [f["part"] for f in findings if f["kind"] == "orphan" and f["level"] == "error"] == ["optimizer"] * 6
         assert rank["losses"]["orphaned"] > rank["losses"]["plain"]

@@ -85,4 +85,4 @@ def test_with_torch_alone_nothing_is_wrong(tmp_path: Path) -> None:
 
 def test_all_is_checked_where_all_is_there(tmp_path: Path) -> None:
     code, found = doctor(tmp_path, "", "--training", "--device", "cpu")
-    assert code == 0 and found["device"] == "cpu" and found["training"]["audit"]["ok"]
+    assert code == 0 and found["device"] == "cpu" and found["training"]["audit"]["findings"] == []

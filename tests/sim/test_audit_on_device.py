@@ -71,7 +71,7 @@ def test_a_training_step_of_the_tiny_denoiser_is_clean(device: torch.device) -> 
     scaler.step(optimizer)
     scaler.update()
     parts = {"unet": unet, "optimizer": optimizer, "scaler": scaler, "batch": batch, "ema": EMAModel(unet.parameters())}
-    report = audit(parts, device=device, training={"unet": True}, dtypes={"unet": torch.float32})
+    report = audit(parts, device=device, training={"unet": True})
     assert not report.findings, report.to_text()
     batch["added_cond_kwargs"]["text_embeds"] = torch.zeros(1, 40)
     parts["ema"].to("cpu")
@@ -79,7 +79,6 @@ def test_a_training_step_of_the_tiny_denoiser_is_clean(device: torch.device) -> 
     report = audit(parts)
     assert {path.partition(".")[0] for path in paths(report)} == {"ema", "batch", "scaler"}
     assert "batch.added_cond_kwargs.text_embeds" in paths(report)
-    assert dict(report.devices)["batch"] == str(device)
 
 
 def test_parked_parts_have_a_device_of_their_own(device: torch.device) -> None:
@@ -115,7 +114,6 @@ def test_offloaded_modules_are_at_home_where_their_hooks_put_them(device: torch.
         for _ in range(2):
             report = audit({"net": net, "batch": torch.zeros(1, 3, device=device)})
             assert not report.findings, report.to_text()
-            assert dict(report.devices) == {"net": str(device), "batch": str(device)}
             assert paths(audit({"net": net, "batch": torch.zeros(1, 3)})) == ["batch"]
             net(torch.zeros(1, 3, device=device))
     parked = audit({"net": cpu_offloaded}, device={"net": "cpu"})

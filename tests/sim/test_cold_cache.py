@@ -32,7 +32,6 @@ def audited(training: Training) -> AuditReport:
         training.modules() | {"optimizer": training.optimizer},
         device={name: training.device if name in trained else CPU for name in training.modules()},
         training={name: name in trained for name in training.modules()},
-        dtypes=dict.fromkeys(training.modules(), torch.float32),
     )
 
 

@@ -50,7 +50,6 @@ def test_a_model_that_works_has_no_errors_and_passes_the_guard(name: str, device
     for _ in range(2):
         for report in (audit(parts), audit(parts, device=device)):
             assert not report.findings, report.to_text()
-            assert dict(report.devices)["unet"] == str(device)
             assert any("moved by" in note for note in report.notes) == ("diffusers" not in name)
         with guard(model):
             found = model(inputs(device))

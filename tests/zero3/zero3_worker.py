@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def trained(config: dict[str, Any], port: str) -> dict[str, Any]:
         losses.append(loss.item())
     report = audit({"module": engine.module, "optimizer": optimizer, "inputs": inputs}, device="cpu")
     num_partitioned = sum(hasattr(parameter, "ds_id") for parameter in engine.module.parameters())
-    return {"losses": losses, "num_partitioned": num_partitioned, "report": report.to_json()}
+    return {"losses": losses, "num_partitioned": num_partitioned, "report": asdict(report)}
 
 
 def accepted(configs: dict[str, dict[str, Any]]) -> dict[str, str]:
