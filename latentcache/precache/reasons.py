@@ -113,7 +113,9 @@ class History:
         if any(ref.key == key for ref, _ in known):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         before = {**_common_facts(self._last.common, name), **(same or near or known)[0][1]}
-        now = {**_common_facts(self._common, name), **facts}
+        # What entries have no longer, such as a condition, is a cause too.
+        now = {**dict.fromkeys(self._last.common.get("image_encoding") or ()), **_common_facts(self._common, name)}
+        now |= facts
         if "controls" in facts:  # how they are prepared is in the key of the text too
             for values, common in ((before, self._last.common), (now, self._common)):
                 values["controls"] = values["controls"], _control_policies(common)

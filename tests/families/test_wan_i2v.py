@@ -353,6 +353,18 @@ def test_the_parts_that_make_rows_of_a_picture_are_in_the_key(with_clip: FamilyR
         keys(loaded_models(FAMILY, {**without, "image_encoder": with_clip.parts["image_encoder"]}))
 
 
+def test_a_miss_says_what_an_entry_has_no_longer(tmp_path: Path) -> None:
+    parts, config = wan_2_1_i2v(), family_config(tmp_path, with_clips=True)
+    run_precache(config, models=loaded_models(FAMILY, parts))
+    plain = {name: part for name, part in parts.items() if not name.startswith("image_")}
+    for family, gone in ((FAMILY, "image encoder"), (family_named("wan"), "condition")):
+        models = loaded_models(family, {name: plain[name] for name in plain.keys() & family.parts.keys()})
+        reasons = run_precache(config, models=models, dry_run=True).misses_by_reason
+        assert "entry lost" not in reasons
+        [reason] = [each for each in reasons if f"{gone} changed (" in each]
+        assert reasons[reason] == len(TEXTS) and "-> None)" in reason
+
+
 def test_musubi_tuner_s_files_have_the_rows_of_a_picture(with_clip: FamilyRun, tmp_path: Path) -> None:
     report = musubi.export(with_clip.cache, "photos", tmp_path, dtype=torch.float16)
     assert report.num_images == len(TEXTS) and not report.skipped
