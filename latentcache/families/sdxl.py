@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,18 +85,6 @@ class SDXL(ClipFamily):
         """As `Family.conditions`. Sizes stay in float32: bfloat16 cannot hold every integer above 256."""
         added = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
         return {"encoder_hidden_states": batch["prompt_embeds"], "added_cond_kwargs": added}
-
-    @override
-    def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        config = denoiser.config
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        widths = tuple(shapes[name][-1] for name in self.fields)
-        if (config.cross_attention_dim, pooled) == widths:
-            return None
-        return (
-            f"takes prompt_embeds of width {config.cross_attention_dim} and pooled ones of width {pooled}, but the "
-            f"cache has {widths[0]} and {widths[1]}"
-        )
 
     @override
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:

@@ -142,7 +142,6 @@ def weights_digest(
                 part=part,
             )
     rows: list[tuple[str, str, list[int], str]] = []
-    known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
     prefixes = tuple(weights)
     # transformers before 5.6 has all of a model of CLIP in one module: one model has one key under every release.
     wrapper = {"CLIPTextModel": "text_model.", "CLIPVisionModel": "vision_model."}.get(type(module).__name__, "")
@@ -156,10 +155,8 @@ def weights_digest(
                 part=part,
             )
         digested = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if storage not in known:
-            known[storage] = _tensor_digest(tensor.detach().to("cpu", digested))
-        rows.append((name, str(digested), list(tensor.shape), known[storage]))
+        values = _tensor_digest(tensor.detach().to("cpu", digested))
+        rows.append((name, str(digested), list(tensor.shape), values))
     return digest(canonical_json(rows))
 
 

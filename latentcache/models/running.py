@@ -67,26 +67,23 @@ class _Batches(Generic[Item]):
 
     def __init__(self, groups: Iterable[Iterable[Item]]):
         self._groups = iter(groups)
-        self._group: Iterator[Item] = iter(())
-        self._again: deque[list[Item]] = deque()
+        self._next: deque[Iterator[Item]] = deque()
+        """The batches that were put back, and the rest of a group."""
 
     def take(self, size: int) -> list[Item]:
         """The next items of one group, at most `size`; none at the end."""
-        if self._again:
-            batch = self._again.popleft()
-            if batch[size:]:
-                self._again.appendleft(batch[size:])
-            return batch[:size]
-        while not (batch := list(islice(self._group, size))):
-            group = next(self._groups, None)
-            if group is None:
-                break
-            self._group = iter(group)
+        while not (self._next and (batch := list(islice(self._next[0], size)))):
+            if self._next:
+                self._next.popleft()
+            elif (group := next(self._groups, None)) is not None:
+                self._next.append(iter(group))
+            else:
+                return []
         return batch
 
     def put_back(self, batches: Iterable[list[Item]]) -> None:
         """Take these next, in this order."""
-        self._again.extendleft(reversed(list(batches)))
+        self._next.extendleft(map(iter, reversed(list(batches))))
 
 
 class BatchRunner(Generic[Item, Result]):
