@@ -15,8 +15,7 @@ import torch
 from helpers.family_runs import TEXTS, family_config
 from helpers.tiny_models import randomised, save_diffusers_folder, tiny_encoders, tiny_folder, tiny_model
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, validate
-from latentcache.cli.app import main
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError, StoreError
@@ -141,16 +140,6 @@ def config(tmp_path: Path) -> Config:
     for path in (tmp_path / "photos").glob("*.txt"):
         path.write_text(TAGS)
     return parse_config(given)
-
-
-def test_caching_and_reading_need_no_denoiser(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer has its own. The command that needs one says so before it reads anything."""
-    monkeypatch.setattr(type(ANIMA), "denoiser_needs", "torchvision_of_nobody")
-    assert run_precache(config).num_refused == 0
-    with LatentCache(config.cache) as cache:
-        assert cache.batch(["0.png"], device="cpu")["prompt_embeds"].shape == (1, 512, 16)
-    with pytest.raises(ModelError, match="needs torchvision_of_nobody"):
-        validate(config)
 
 
 @pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
@@ -300,25 +289,6 @@ def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(
         found = STATES.conditions(denoiser, torch.zeros(3, 16, 1, 8, 8), batch)["encoder_hidden_states"]
         for text, own in zip(batch["caption"], found, strict=True):
             torch.testing.assert_close(own, encoded(parts, text)[0][0], rtol=0, atol=1e-5)
-
-
-def test_the_commands_read_a_model_s_folder(checkpoints: list[str], tmp_path: Path) -> None:
-    """The loss of each checkpoint, on the texts of one cache, is that of texts from behind its conditioner."""
-    losses: dict[str, list[float]] = {}
-    for family in ("anima-states", "anima"):
-        for number, model in enumerate(checkpoints):
-            given = states_config(tmp_path, model, family).model_dump(mode="json")
-            given["datasets"][0]["role"] = "validation"
-            results = tmp_path / f"{family}-{number}"
-            size = {"height": 64, "width": 64, "num_inference_steps": 1, "num_timesteps": 2}
-            given["validation"] |= {"path": str(results), "prompts": ["a cat"], **size}
-            (file := tmp_path / "config.yaml").write_text(json.dumps(given), encoding="utf-8")
-            assert main(["precache", str(file)]) == main(["validate", str(file)]) == 0
-            [metrics] = results.rglob("metrics.json")
-            losses.setdefault(family, []).append(json.loads(metrics.read_text(encoding="utf-8"))["loss"])
-            assert len([*results.rglob("sample-*.png")]) == 1
-    assert losses["anima-states"] == pytest.approx(losses["anima"], rel=1e-5)
-    assert abs(losses["anima"][0] - losses["anima"][1]) > 1e-4
 
 
 def test_shards_have_no_place_for_states(checkpoints: list[str], tmp_path: Path) -> None:

@@ -31,13 +31,8 @@ from latentcache import (
 )
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import family_named
-from latentcache.loading.sample import prompt_identity
 from latentcache.loading.status import status
-from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import seeded, tiny_part
-from latentcache.precache import encodings
-from latentcache.precache.workspace import Workspace
-from latentcache.service.miss_encoder import MissEncoder
 from latentcache.service.page.text import url
 
 SDXL, SD15 = family_named("sdxl"), family_named("sd15")
@@ -273,11 +268,6 @@ def test_other_lengths_are_refused_with_those_that_there_are(length: int) -> Non
         assert caught.value.key == "encode.max_length"
 
 
-def test_a_run_refuses_another_length_before_it_encodes(make_config: Callable[..., Config]) -> None:
-    with pytest.raises(ConfigError, match="max_length is 100"):
-        run_precache(make_config(**{"encode.max_length": 100}))
-
-
 # From end to end
 
 
@@ -364,45 +354,3 @@ def test_datasets_of_two_lengths_are_not_mixed(make_config: Callable[..., Config
         with pytest.raises(StoreError, match=rf"texts of {', '.join(pair_of)} .*max_length.*Precache all with one"):
             LatentDataset(config.cache.path, pair_of)
     assert len(LatentDataset(config.cache.path, ["three"])) == 5
-
-
-def test_encoders_without_memory_read_fewer_captions_at_once(
-    filled: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch of captions is three times as large for them: half a batch is half of the captions."""
-    expected, sizes = filled(), list[int]()
-    parts = tiny_encoders("sdxl")
-
-    def limit(module: Any, arguments: tuple[Any, ...]) -> None:
-        sizes.append(len(arguments[0]))
-        if len(arguments[0]) > 9:
-            raise torch.OutOfMemoryError("no memory")
-
-    parts["text_encoder"].register_forward_pre_hook(limit)
-    monkeypatch.setattr(encodings, "text_batch_size", lambda device: 8)
-    workspace, models = Workspace(), LoadedModels(**parts)
-    assert run_precache(expected, models=models, workspace=workspace).num_refused == 0
-    assert max(sizes) == 3 * 7 and {size % 3 for size in sizes} == {0} and 9 in sizes, "seven, then three"
-    with LatentCache(expected.cache.path) as cache:
-        texts = [key for key in workspace.store.keys() if workspace.store.get(key).record.kind == "text"]
-        assert len(texts) > 4
-        for key in texts:
-            ours, theirs = cache.get(key).tensors, workspace.store.get(key).tensors
-            for name in ours:
-                torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
-
-
-def test_a_service_encodes_prompts_of_that_length(filled: Callable[..., Config]) -> None:
-    config, workspace = filled(), Workspace()
-    expected = encoded(tiny_encoders("sdxl"), [words(100)], max_length=225)
-    with LatentCache(config.cache.path) as cache:
-        common = cache.manifest("photos").common
-    with MissEncoder(config, workspace, models=LoadedModels(**tiny_encoders("sdxl"))) as encoder:
-        for negative in (False, True):
-            prompt = encoder.prompt(words(100), negative=negative)
-            for future in encoder.submit([prompt]).values():
-                future.result(60)
-            found = workspace.store.get(prompt.key)
-            assert all(torch.equal(found.tensors[name], tensor[0]) for name, tensor in expected.items())
-            wanted = {"source": prompt.identity.source, **prompt_identity(common, negative=negative)}
-            assert found.record.identity == wanted, "what a client of the service compares"

@@ -34,14 +34,6 @@ def test_naming_the_families_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
-def test_the_numbers_are_those_of_diffusers() -> None:
-    # A default of diffusers for each, set independently of this package, or the tiny pipeline's own computation.
-    pipeline = tiny_pipeline()
-    assert pipeline.vae_scale_factor == sdxl.FAMILY.latent.downscale
-    assert diffusers.AutoencoderKL().config.latent_channels == sdxl.FAMILY.latent.channels
-    assert sdxl.SCALING_FACTOR == 0.13025 and sdxl.FAMILY.max_length == 77
-
-
 def test_time_ids_are_in_the_order_of_the_pipeline() -> None:
     pipeline = tiny_pipeline()
     sizes = ((480, 640), (3, 5), (512, 704))

@@ -183,16 +183,6 @@ def test_a_text_s_key_has_its_control_image(change: str, tmp_path: Path, parts: 
     assert run_precache(parse_config(given), models=models, dry_run=True).misses_by_reason == expected
 
 
-def test_how_control_images_are_prepared_is_named_as_the_cause(tmp_path: Path, parts: dict[str, Any]) -> None:
-    config, models = family_config(tmp_path, with_controls=True), loaded_models(EDIT, parts)
-    run_precache(config, models=models)
-    given = config.model_dump(mode="json")
-    given["datasets"][0]["images"]["alpha_colour"] = "#000000"
-    changed = "alpha policy changed (composite-#ffffff -> composite-#000000)"
-    expected = {changed: 3, f"control 1: {changed}": 3, "control changed": 3}
-    assert run_precache(parse_config(given), models=models, dry_run=True).misses_by_reason == expected
-
-
 # What is refused
 
 

@@ -19,7 +19,7 @@ from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
 from latentcache.models.denoiser import load_denoiser
-from latentcache.models.vae import encode_images, keep_output, vae_facts
+from latentcache.models.vae import encode_images, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.run import run_precache
@@ -68,28 +68,6 @@ def test_the_key_is_made_of_the_cleaned_text(monkeypatch):
 def clip(num_frames: int, num_clips: int = 2) -> np.ndarray:
     shape = (num_clips, num_frames, 32, 48, 3)
     return np.random.default_rng(num_frames).integers(0, 256, shape, dtype=np.uint8)
-
-
-@pytest.mark.parametrize("num_frames", [1, 5])
-def test_scaled_latents_are_those_of_the_pipeline_that_takes_a_video(parts, num_frames):
-    pixels, facts = clip(num_frames), vae_facts(parts["vae"])
-    stored = keep_output(encode_images(parts["vae"], pixels, WAN), "mean")["latents"]
-    assert stored.shape == (2, 16, (num_frames - 1) // 4 + 1, 4, 6)
-    live = diffusers.WanVideoToVideoPipeline(**parts)
-    live.scheduler = NoNoise()
-    video = torch.from_numpy(pixels).movedim(-1, 1).float().div(127.5).sub(1).contiguous()
-    timestep = torch.tensor([500.0])
-    with torch.no_grad():
-        expected = live.prepare_latents(video, 2, 16, 32, 48, torch.float32, "cpu", timestep=timestep)
-    assert torch.equal(facts.scaling.apply(stored), expected)
-
-
-class NoNoise:
-    """For a scheduler, where the latents are wanted to which a pipeline adds noise."""
-
-    @staticmethod
-    def add_noise(latents: torch.Tensor, *_: Any) -> torch.Tensor:
-        return latents
 
 
 def test_an_image_is_a_video_of_one_frame_whatever_batch_it_is_in(parts):

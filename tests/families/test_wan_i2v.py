@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
-from multiprocessing import Value
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,7 +27,7 @@ from helpers.tiny_models import tiny_folder, tiny_model, wan_2_1_i2v
 from PIL import Image
 from safetensors import safe_open
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, unpadded
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
@@ -372,28 +368,3 @@ def test_musubi_tuner_s_files_have_the_rows_of_a_picture(with_clip: FamilyRun, t
         rows = file.get_tensor("clip_float16")
         assert {*file.keys()} == {"latents_2x8x8_float16", "latents_image_2x8x8_float16", "clip_float16"}
     assert torch.equal(rows, live_rows(with_clip, TEXT)[0].half())
-
-
-@pytest.mark.filterwarnings("ignore")  # of its own
-@pytest.mark.skipif("MUSUBI_TUNER" not in os.environ, reason="MUSUBI_TUNER names no checkout of kohya-ss/musubi-tuner")
-def test_musubi_tuner_s_own_dataset_reads_the_clips(
-    with_clip: FamilyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cv2", ModuleType("cv2"))  # for images, which are not read
-    monkeypatch.syspath_prepend(str(Path(os.environ["MUSUBI_TUNER"], "src")))
-    from musubi_tuner.dataset.image_video_dataset import VideoDataset
-
-    musubi.export(with_clip.cache, "photos", tmp_path, dtype=torch.float32)
-    places = {"video_directory": str(tmp_path), "cache_directory": str(tmp_path), "architecture": "wan"}
-    dataset = VideoDataset((SIDE, SIDE), ".txt", 1, 1, False, False, target_frames=[NUM_FRAMES], **places)
-    dataset.prepare_for_training()
-    dataset.set_seed(0, Value("i", 0))
-    read = [dataset[number] for number in range(len(dataset))]
-    assert len(read) == len(TEXTS)
-    for text in TEXTS:
-        batch = with_clip.batch([text])
-        [found] = [each for each in read if torch.equal(each["latents"], batch["latents"])]
-        nothing = batch["latents"][:, :0]
-        assert torch.equal(found["latents_image"], FAMILY.inputs(with_clip.denoiser, nothing, batch))
-        assert torch.equal(found["clip"], batch["image_embeds"])
-        assert torch.equal(found["t5"][0], unpadded(batch, "prompt_embeds")[0])

@@ -135,17 +135,3 @@ def test_another_error_comes_after_the_results_of_what_was_launched_before(phase
         for batch, _ in runner.run_ahead([range(5)], calls["launch"], calls["fetch"], raised, num_ahead=1):
             done += batch
     assert done == [0, 1]
-
-
-def test_groups_are_asked_for_when_they_are_needed():
-    asked = []
-
-    def groups():
-        for number in range(10):
-            asked.append(number)
-            yield [number]
-
-    device = Device()
-    results = BatchRunner("vae", 4, "cpu").run_ahead(groups(), device.launch, device.fetch, raised, num_ahead=1)
-    next(results)
-    assert asked == [0, 1]

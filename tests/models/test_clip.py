@@ -62,15 +62,6 @@ def test_tokens_know_how_long_the_captions_were(text):
     assert {ids.shape for each in tokens for ids in each.input_ids} == {(1, 77)}
 
 
-def test_captions_that_are_tokenized_together_and_encoded_apart_are_those_that_are_alone(text):
-    rows = SDXL.tokenize(text, CAPTIONS)
-    for caption, row in zip(CAPTIONS, rows, strict=True):
-        alone, ours = encode_captions(text, [caption]), SDXL.encode_text(text, [row], {"clip_skip": 0})
-        assert all(torch.equal(alone[name], ours[name]) for name in alone)
-    together, joined = encode_captions(text, CAPTIONS), SDXL.encode_text(text, rows, {"clip_skip": 0})
-    assert all(torch.equal(together[name], joined[name]) for name in together)
-
-
 def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_does():
     parts = tiny_parts()
     added = ["<toy>", "<toy>_1", "<toy>_2"]

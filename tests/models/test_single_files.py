@@ -10,7 +10,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from helpers.family_runs import family_config
 from helpers.tiny_models import (
     flux2_vae,
     image_vae,
@@ -26,16 +25,13 @@ from original_layouts import autoencoder_tensors, denoiser_tensors
 from safetensors.torch import load_file, save_file
 from single_file import with_prefix
 
-from latentcache import LatentCache, validate
 from latentcache.config import ModelConfig
-from latentcache.config_file import parse_config
 from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser, load_scheduler
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
-from latentcache.precache.run import run_precache
 
 FAMILIES_LANE = pytest.mark.families
 
@@ -305,42 +301,6 @@ def test_a_denoiser_s_file_runs_with_its_own_conditioner(
     saved({name: value for name, value in tensors.items() if "llm_adapter." not in name}, file)
     others = tiny_model("anima")["text_conditioner"].state_dict()
     check_same(load_denoiser(file, dtype=F32, model=model, family=family).text_conditioner, others)
-
-
-@FAMILIES_LANE
-@pytest.mark.parametrize("family", ["anima", "anima-states"])
-def test_single_files_are_cached_and_validated_as_the_folder_with_their_parts(family: str, tmp_path: Path) -> None:
-    parts = anima_files(tmp_path, "net.", "model.")
-    given = family_config(tmp_path).model_dump(mode="json")
-    [dataset] = given["datasets"]
-    given["datasets"] = [{**dataset, "role": "validation"}]
-    given["validation"] |= {
-        "path": str(tmp_path / "validation"),
-        "prompts": ["a cat"],
-        "num_timesteps": 1,
-        "num_inference_steps": 1,
-        "height": 64,
-        "width": 64,
-    }
-    save_diffusers_folder(parts, tmp_path / "folder", "anima")
-    losses, rows = [], []
-    for number, model in enumerate(
-        [
-            {"path": "folder"},
-            {"path": "anima.safetensors", "vae": "vae.safetensors", "config": "configs"},
-        ]
-    ):
-        given["model"] = {name: str(tmp_path / path) for name, path in model.items()} | {"family": family}
-        given["cache"]["path"] = str(tmp_path / f"cache{number}")
-        config = parse_config(given)
-        assert run_precache(config).num_refused == 0
-        report = validate(config).report
-        assert report.loss is not None and len(report.images) == 1
-        losses.append(report.loss.loss.mean)
-        with LatentCache(config.cache) as cache:
-            manifest = cache.manifest("photos")
-            rows.append([(row.images[0].key, row.captions[0].key) for row in manifest.rows.values()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and rows[0] == rows[1]
 
 
 @FAMILIES_LANE
