@@ -29,6 +29,18 @@ CHANNEL_MEANS = tuple(round(0.9 * (-1) ** i * (i % 5) / 3 - 0.1, 4) for i in ran
 CHANNEL_STDS = tuple(round(1.1 + 0.37 * ((i * 7) % 5), 4) for i in range(16))
 """Uneven statistics for VAEs that have them for each of their 16 channels."""
 
+_BLOCKS: dict[str, Any] = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+_SINGLE_AND_DOUBLE: dict[str, Any] = _BLOCKS | {
+    **dict.fromkeys(("num_layers", "num_single_layers"), 1),
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 4, 8),
+}
+"""Settings of denoisers."""
+_ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_QWEN3_VL = {"head_dim": 8, "rope_parameters": _ROPE}
+"""Settings of Qwen3-VL's language model."""
+_DEEP = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+"""Settings of its part that reads images."""
 _T5_WORDS = ("▁a", "▁cat", "▁red", "▁on", "▁the", "▁table", "▁cats", "▁of", "▁in")
 _QWEN_SPECIALS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
@@ -191,14 +203,9 @@ def _flux(seed: int) -> dict[str, Any]:
         vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
         transformer = diffusers.FluxTransformer2DModel(
             in_channels=64,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
+            **_SINGLE_AND_DOUBLE,
             pooled_projection_dim=32,
             guidance_embeds=True,
-            axes_dims_rope=(4, 4, 8),
         )
         parts = {
             "vae": vae,
@@ -216,12 +223,7 @@ def _chroma(seed: int) -> dict[str, Any]:
         vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
         transformer = diffusers.ChromaTransformer2DModel(
             in_channels=64,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            axes_dims_rope=(4, 4, 8),
+            **_SINGLE_AND_DOUBLE,
             approximator_num_channels=32,
             approximator_hidden_dim=32,
             approximator_layers=1,
@@ -307,9 +309,7 @@ def _qwen_image(seed: int) -> dict[str, Any]:
         transformer = diffusers.QwenImageTransformer2DModel(
             in_channels=64,
             out_channels=16,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **_BLOCKS,
             joint_attention_dim=16,
             axes_dims_rope=(8, 4, 4),
         )
@@ -323,18 +323,12 @@ def _qwen_image_edit(seed: int) -> dict[str, Any]:
 
 def _krea2(seed: int) -> dict[str, Any]:
     tokenizer = qwen_tokenizer()
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    text, vision = {"head_dim": 8, "rope_parameters": rope}, {"deepstack_visual_indexes": [0]}
     with seeded(seed):
-        encoder = qwen_vl_model(
-            tokenizer, 36, "Qwen3VL", "Qwen3VLModel", text, {**vision, "num_position_embeddings": 16}
-        )
+        encoder = qwen_vl_model(tokenizer, 36, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
         vae = video_vae("AutoencoderKLQwenImage", seed)
         transformer = diffusers.Krea2Transformer2DModel(
             in_channels=64,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **_BLOCKS,
             num_key_value_heads=1,
             intermediate_size=32,
             timestep_embed_dim=32,
@@ -353,23 +347,14 @@ def _krea2(seed: int) -> dict[str, Any]:
 def _qwen_image_21(seed: int) -> dict[str, Any]:
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = _BLOCK_TEMPLATE
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    text = {"head_dim": 8, "rope_parameters": rope}
-    vision = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 16}
     class_name = "Qwen3VLForConditionalGeneration"
     statistics = {"latents_mean": [*CHANNEL_MEANS] * 4, "latents_std": [*CHANNEL_STDS] * 4}
     with seeded(seed):
-        encoder = qwen_vl_model(tokenizer, 3, "Qwen3VL", class_name, text, vision)
+        encoder = qwen_vl_model(tokenizer, 3, "Qwen3VL", class_name, _QWEN3_VL, {**_DEEP, "patch_size": 16})
         vae = diffusers.AutoencoderKLQwenImage21(
             base_dim=4, decoder_base_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, **statistics
         )
-        transformer = diffusers.QwenImage21Transformer2DModel(
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            context_in_dim=16,
-            axes_dims_rope=(4, 6, 6),
-        )
+        transformer = diffusers.QwenImage21Transformer2DModel(**_BLOCKS, context_in_dim=16, axes_dims_rope=(4, 6, 6))
     processor = qwen_vl_processor(tokenizer, "Qwen3VL", patch_size=16, min_pixels=32 * 32)
     return flow_model(transformer, seed, vae=randomised(vae, seed), text_encoder=encoder, processor=processor)
 
@@ -378,12 +363,8 @@ def _ideogram4(seed: int) -> dict[str, Any]:
     """An encoder that has a layer more than is read; the second transformer is for guidance alone."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = _BLOCK_TEMPLATE + ("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    text, vision = {"head_dim": 8, "rope_parameters": rope}, {"deepstack_visual_indexes": [0]}
     with seeded(seed):
-        encoder = qwen_vl_model(
-            tokenizer, 37, "Qwen3VL", "Qwen3VLModel", text, {**vision, "num_position_embeddings": 16}
-        )
+        encoder = qwen_vl_model(tokenizer, 37, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
         vae = flux2_vae(seed)
         for values in (vae.bn.running_mean, vae.bn.running_var):
             # By (row, column, channel) of a patch, nearly alike at its four places, as the published ones are.
@@ -391,9 +372,7 @@ def _ideogram4(seed: int) -> dict[str, Any]:
         first, second = (
             diffusers.Ideogram4Transformer2DModel(
                 in_channels=128,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=2,
+                **_BLOCKS,
                 intermediate_size=64,
                 adaln_dim=32,
                 llm_features_dim=16 * 13,
@@ -454,9 +433,7 @@ def _anima(seed: int) -> dict[str, Any]:
             "t5_tokenizer": t5,
         }
         transformer = diffusers.CosmosTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
+            **_BLOCKS,
             mlp_ratio=2,
             text_embed_dim=16,
             adaln_lora_dim=8,
@@ -694,13 +671,8 @@ def flux2_transformer(*, guidance_embeds: bool) -> Any:
     """A denoiser of FLUX.2, of two blocks, for scaled latents and three layers of 16 features."""
     return diffusers.Flux2Transformer2DModel(
         in_channels=128,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=48,
+        **{**_SINGLE_AND_DOUBLE, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4)},
         timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=guidance_embeds,
     )
 
