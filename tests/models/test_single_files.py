@@ -171,17 +171,6 @@ def test_a_file_with_diffusers_names(name: str, tmp_path: Path) -> None:
 
 
 @FAMILIES_LANE
-@pytest.mark.parametrize(
-    ("name", "other"), [("flux", "wan"), ("wan", "flux"), ("flux2", "flux"), ("qwen-image", "flux")]
-)
-def test_a_file_of_another_vae_is_refused(name: str, other: str, tmp_path: Path) -> None:
-    save_file(autoencoder_tensors(other, real_vae(other)), file := tmp_path / "ae.safetensors")
-    with pytest.raises(ModelError) as caught:
-        vae_loader_of(name, real_vae(name), file).vae(F32)
-    assert caught.value.part == "vae" and str(file) in str(caught.value)
-
-
-@FAMILIES_LANE
 def test_a_file_in_a_layout_that_diffusers_does_not_convert_is_refused(tmp_path: Path) -> None:
     """That of Wan 2.2's TI2V-5B: its blocks are nested once more than those of Wan 2.1."""
     tensors = autoencoder_tensors("wan", vae := real_vae("wan"))
