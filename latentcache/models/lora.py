@@ -39,7 +39,7 @@ _KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_v
 
 
 def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Family | None = None) -> str:
-    """Add the LoRA in a .safetensors file, or in a folder with one, to the denoiser; returns the new adapter's name.
+    """Add the LoRA in a .safetensors file, or in a folder with LORA_FILE, to the denoiser; returns the adapter's name.
 
     Files of diffusers (`save_lora_weights`, `save_lora_adapter`) are read, and of kohya and others what the pipeline of
     the `family` reads, by default that of `family_of_denoiser`. The LoRA acts with `scale` (1: as
@@ -202,13 +202,9 @@ def _lora_file(path: str) -> Path:
                 f"there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
             )
         return Path(path)
-    if (folder / LORA_FILE).is_file():
-        return folder / LORA_FILE
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        have = ", ".join(file.name for file in files) or "no .safetensors file"
-        raise refused("lora", f"{path} has no {LORA_FILE} (it has {have}). Name the file itself.")
-    return files[0]
+    if not (folder / LORA_FILE).is_file():
+        raise refused("lora", f"{path} has no {LORA_FILE}. Name the file itself.")
+    return folder / LORA_FILE
 
 
 def _check_names(file: str, names: list[str], family: Family) -> None:

@@ -18,15 +18,14 @@ POOLED = {"sdxl": "text_encoder_2", "flux": "text_encoder"}
 SETTINGS = {"encode.text_store_dtype": "float32", "encode.batch_size": 1, "validation.prompts": [PLAIN, LEARNED]}
 
 
-def parts_of(family: str, *, eos_token_id: int | None = 2, added: bool = True) -> dict[str, Any]:
+def parts_of(family: str, *, eos_token_id: int | None = 2) -> dict[str, Any]:
     """A tiny model whose tokenizers have a learned token. Published models have 2 as the end of a text."""
     parts = tiny_encoders(family)
     encoder = parts[POOLED[family]]
     tokenizer = parts[POOLED[family].replace("text_encoder", "tokenizer")]
-    if added:
-        assert tokenizer.add_tokens(["<my-style>"]) == 1
-        torch.manual_seed(0)
-        encoder.resize_token_embeddings(len(tokenizer))
+    assert tokenizer.add_tokens(["<my-style>"]) == 1
+    torch.manual_seed(0)
+    encoder.resize_token_embeddings(len(tokenizer))
     encoder.requires_grad_(False)
     if eos_token_id is not None:
         encoder.config.eos_token_id = eos_token_id
@@ -60,12 +59,6 @@ def test_a_learned_token_is_not_taken_for_the_end(family: str, filled: Callable[
         assert torch.equal(found[text]["prompt_embeds"], right[text]["prompt_embeds"])
         assert torch.equal(found[text]["pooled_prompt_embeds"], right[text]["pooled_prompt_embeds"]), text
     assert found["recipe"]["pooled_at"] == "first eos" and "pooled_at" not in right["recipe"]
-
-
-def test_without_such_tokens_nothing_changes(filled: Callable[..., dict[str, Any]]) -> None:
-    found, right = (filled("sdxl", parts_of("sdxl", eos_token_id=number, added=False)) for number in (2, None))
-    assert "pooled_at" not in found["recipe"]
-    assert torch.equal(found[LEARNED]["pooled_prompt_embeds"], right[LEARNED]["pooled_prompt_embeds"])
 
 
 def test_the_callers_encoder_is_left_as_it_was(filled: Callable[..., dict[str, Any]]) -> None:

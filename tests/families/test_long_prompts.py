@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
-from helpers.page_server import page_of
 from helpers.tiny_models import tiny_encoders, tiny_folder, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +30,6 @@ from latentcache.errors import ConfigError, StoreError
 from latentcache.families import family_named
 from latentcache.loading.status import status
 from latentcache.models.tiny import seeded, tiny_part
-from latentcache.service.page.text import url
 
 SDXL, SD15 = family_named("sdxl"), family_named("sd15")
 LONG = pytest.mark.parametrize("max_length", [150, 225])
@@ -279,16 +276,6 @@ def test_captions_are_cut_at_the_new_limit(filled: Callable[..., Config], photos
         assert (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
     [found] = [each for each in status(config.cache.path).manifests if each.role != "prompts"]
     assert (found.num_cut, found.cut) == (1, ("a.png",))
-    with page_of(Path(config.cache.path), config=config) as base:
-        for name, cut in (("a.png", [words(226)[-1]]), ("b.png", [])):
-            page = fetched(base, url("/sample", dataset="photos", id=name, reasons=1))
-            assert [each.partition("</s>")[0].strip() for each in page.split('<s class="cut">')[1:]] == cut
-
-
-def fetched(base: str, path: str) -> str:
-    with urlopen(base + path) as answer:
-        data: bytes = answer.read()
-        return data.decode()
 
 
 @pytest.mark.parametrize("negative", [None, "ugly"])
