@@ -379,11 +379,11 @@ class ImagesConfig(Section):
     alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
     """Transparent images are composited on this colour (#rrggbb)."""
     animated: Literal["refuse", "first-frame"] = "refuse"
-    """What to do with an animation (GIF, PNG, WebP, AVIF, JPEG XL) and with the pages of a TIFF. Further pictures of an
-    MPO, and smaller copies and masks in a TIFF, do not count."""
+    """What to do with an animation (GIF, PNG, WebP, AVIF) and with the pages of a TIFF, of which a thumbnail is one.
+    Further pictures of an MPO do not count."""
     max_pixels: int = Field(100_000_000, ge=1)
-    """Images with more pixels are refused before they are decoded. 100 megapixels let medium-format cameras pass, and
-    cost 300 MB per decoding thread."""
+    """Images with more pixels are refused before they are decoded, a JPEG XL after it. 100 megapixels let medium-format
+    cameras pass, and cost 300 MB per decoding thread. Pillow itself refuses more than 178,956,970."""
     max_aspect: float = Field(8.0, ge=1.0)
     """Images longer than this many times their shorter side are refused: the crop to a bucket keeps too little."""
     min_side: int = Field(256, ge=1)

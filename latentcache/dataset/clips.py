@@ -17,18 +17,17 @@ from typing import Any
 import numpy as np
 
 from latentcache.config import FramesConfig, ImagesConfig
-from latentcache.dataset.images import check_limits, decode_frames, frame_times, prepare, probe, sniff
+from latentcache.dataset.images import check_limits, decode_frames, frame_times, prepare, probe
 from latentcache.errors import ImageRefused
 from latentcache.identity import Preparation
 from latentcache.types import Size
 
-MAX_DECODED_PIXELS = 1 << 35
-"""Most pixels that all frames of a file may have, since decoders may go through them: 4.6 hours of 1920x1080 have more.
-Without a bound a small file could make work for days."""
 _ROUNDING = 1e-6
 """Times are in ms, and sums of them in floating point."""
 _MATROSKA_MAGIC = b"\x1a\x45\xdf\xa3"
 """The first bytes of `.mkv` and `.webm`."""
+_IMAGE_BRANDS = (b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"hevc", b"hevx")
+"""What an AVIF or HEIC says in the box that an MP4 begins with too."""
 _PQ_AND_HLG = (16, 18)
 """FFmpeg's numbers of the transfer functions of HDR, whose values are no sRGB."""
 
@@ -84,7 +83,7 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
 def _size_and_times(data: bytes, path: str, images: ImagesConfig) -> tuple[Size, np.ndarray]:
     """The upright size, and for how many ms each frame is shown; nothing for a still image. Raises ImageRefused."""
     if not _is_video(data):
-        size, times = frame_times(data, path, images, MAX_DECODED_PIXELS)
+        size, times = frame_times(data, path, images)
         return size, np.array(times, np.float64)
     with _opened_video(data, path, images) as (file, stream):
         first = next(file.decode(stream), None)
@@ -93,8 +92,6 @@ def _size_and_times(data: bytes, path: str, images: ImagesConfig) -> tuple[Size,
         size = Size(*_upright(first).shape[:2])
         check_limits(size, path, images)
     starts = _starts(data, path, images)
-    if len(starts) * math.prod(size) > MAX_DECODED_PIXELS:
-        raise ImageRefused(path, "too-many-pixels", f"its {len(starts):,} frames of {size} are too many; cut it")
     shown = np.diff(starts)
     all_shown = np.append(shown, np.median(shown) if len(shown) else 100.0)
     if not len(starts) or all_shown.sum() < 1:
@@ -109,7 +106,7 @@ def _num_frames(times: np.ndarray, fps: float | None) -> int:
 
 def _is_video(data: bytes) -> bool:
     """Whether it is a video of MP4's kind or Matroska's, and no image."""
-    return data.startswith(_MATROSKA_MAGIC) or (data[4:8] == b"ftyp" and sniff(data) is None)
+    return data.startswith(_MATROSKA_MAGIC) or (data[4:8] == b"ftyp" and data[8:12] not in _IMAGE_BRANDS)
 
 
 def _decode_video(data: bytes, path: str, images: ImagesConfig, numbers: Sequence[int]) -> Iterator[np.ndarray]:

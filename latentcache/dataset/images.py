@@ -1,45 +1,27 @@
-"""Untrusted bytes -> upright sRGB pixels, or a typed refusal.
-
-Pillow reads the header, where all limits are checked, and then the pixels. `Image.open` is not used: it warns about
-large images through `warnings`, whose filters threads share. The plugin of the format that the first bytes name is
-called instead, so no other decoder ever sees the bytes, and nothing global in Pillow is changed.
+"""Untrusted bytes -> upright sRGB pixels, or a typed refusal. Pillow reads the header, where limits are checked.
 
 Metadata that cannot be read does not cost the image: a broken EXIF block means "upright", and a broken ICC profile, or
 one for another kind of image, means "none" and is logged.
 
 What no decoder notices is not found here either: damage inside a JPEG's scan, which has no checksum, and a PNG or WebP
-that was written whole but holds fewer rows than its header says. Of a 16-bit RGB PNG Pillow gives the high bytes only,
-so a transparent colour of such a file means all colours with the same high bytes.
+that was written whole but holds fewer rows than its header says.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import struct
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from PIL import (
-    AvifImagePlugin,
-    BmpImagePlugin,
-    ExifTags,
-    GifImagePlugin,
-    Image,
-    ImageCms,
-    ImageFile,
-    JpegImagePlugin,
-    PngImagePlugin,
-    TiffImagePlugin,
-    WebPImagePlugin,
-    features,
-)
-from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TILELENGTH, TILEWIDTH
+from PIL import ExifTags, Image, ImageCms, ImageFile, PngImagePlugin, UnidentifiedImageError
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.colour import to_srgb
@@ -47,67 +29,32 @@ from latentcache.dataset.resampling import LANCZOS, resize
 from latentcache.errors import ImageRefused
 from latentcache.types import Geometry, RefusalReason, Size
 
-
-def _open_jpeg_xl(stream: BytesIO) -> ImageFile.ImageFile:
-    """By pillow-jxl-plugin, which is imported here since it registers itself with Pillow."""
-    from pillow_jxl.JpegXLImagePlugin import JXLImageFile
-
-    image: ImageFile.ImageFile = JXLImageFile(stream)
-    return image
-
-
-# MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG that is followed by further pictures.
-_PLUGINS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
-    "JPEG": JpegImagePlugin.JpegImageFile,
-    "PNG": PngImagePlugin.PngImageFile,
-    "WEBP": WebPImagePlugin.WebPImageFile,
-    "AVIF": AvifImagePlugin.AvifImageFile,
-    "GIF": GifImagePlugin.GifImageFile,
-    "BMP": BmpImagePlugin.BmpImageFile,
-    "TIFF": TiffImagePlugin.TiffImageFile,
-    "JPEG XL": _open_jpeg_xl,
+_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
+_FORMAT_OF_SUFFIX = {
+    **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), "JPEG"),
+    **dict.fromkeys((".png", ".apng"), "PNG"),
+    ".webp": "WEBP",
+    **dict.fromkeys((".avif", ".avifs"), "AVIF"),
+    ".gif": "GIF",
+    **dict.fromkeys((".bmp", ".dib"), "BMP"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
+    ".jxl": "JXL",
+    **dict.fromkeys((".heic", ".heif", ".hif", ".jp2", ".j2k", ".jpx", ".ico", ".psd"), "a format that is not read"),
 }
-_SUFFIXES_OF_FORMAT = {
-    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
-    "PNG": (".png", ".apng"),
-    "WEBP": (".webp",),
-    "AVIF": (".avif", ".avifs"),
-    "GIF": (".gif",),
-    "BMP": (".bmp", ".dib"),
-    "TIFF": (".tif", ".tiff"),
-    "JPEG XL": (".jxl",),
-    "HEIF": (".heic", ".heif", ".hif"),
-    "a format that is not read": (".jp2", ".j2k", ".jpx", ".ico", ".psd"),
-}
-_FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in _SUFFIXES_OF_FORMAT.items() for suffix in suffixes}
-
 IMAGE_SUFFIXES = frozenset(_FORMAT_OF_SUFFIX)
 """Lower-case suffixes of image files, also those of formats that are refused, so that they are reported."""
 
-_MAGICS = {
-    b"\xff\xd8\xff": "JPEG",
-    b"\x89PNG\r\n\x1a\n": "PNG",
-    b"GIF87a": "GIF",
-    b"GIF89a": "GIF",
-    b"II*\x00": "TIFF",
-    b"MM\x00*": "TIFF",
-    b"II+\x00": "TIFF",
-    b"MM\x00+": "TIFF",
-    b"\x00\x00\x00\x0cJXL \r\n\x87\n": "JPEG XL",
-}
-_FORMAT_OF_BRAND = dict.fromkeys((b"avif", b"avis"), "AVIF") | dict.fromkeys(
-    (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"), "HEIF"
-)
-_CODESTREAM = b"\xff\x0a"
-"""Where a JPEG XL begins, or what is in its boxes."""
 _MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L", "I;16N"}
 """Pillow's modes whose values have a known white. Floats, 32 bits, signed values and Lab have none."""
+_UNSCALED = {"L;2", "L;4", "RGB;16B"}
+"""PNG's layouts of which Pillow gives a transparent colour in the scale of the file, and the pixels in 8 bits."""
 
 # What Pillow's decoders raise on damaged input. Warnings are met only where the program turns them into errors.
 _DECODER_ERRORS = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
     *(EOFError, struct.error, zlib.error, ImageCms.PyCMSError, Warning),
 )
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `max_pixels` decides
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -118,13 +65,6 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# 2 and 4 bits of grey are loaded as 8 bits.
-_STEP_OF_GREY = {"L;2": 85, "L;4": 17}
-_SUBFILE_TYPE = 254
-_NO_PAGE_OF_ITS_OWN = 1 | 4
-"""Bits of a TIFF directory's subfile type: a smaller copy of another page, and a mask for one."""
-_MAX_DIRECTORIES = 64
-"""Directories of a TIFF that are read to see whether there is a second page; if there are more, there is one."""
 
 
 def preparation_policy(config: ImagesConfig) -> dict[str, str]:
@@ -161,23 +101,20 @@ def decode(data: bytes, path: str, config: ImagesConfig, *, alpha_only: bool = F
     """
     image, _, orientation = _open(data, path, config)
     with _refusals(path):
-        _check_crcs(data)
+        _check_crcs(image, data)
         return _upright(image, path, config, orientation, alpha_only=alpha_only)
 
 
-def frame_times(data: bytes, path: str, config: ImagesConfig, max_pixels: int) -> tuple[Size, list[float]]:
+def frame_times(data: bytes, path: str, config: ImagesConfig) -> tuple[Size, list[float]]:
     """The upright size of a GIF, PNG or WebP, and for how many ms each frame is shown; none for a still image.
 
     Frames of 0 ms are shown for 100, as browsers show those of a GIF. Pillow knows a frame's time when it has decoded
-    it: frames of more than `max_pixels` together are refused. Raises ImageRefused.
+    it. Raises ImageRefused.
     """
     image, size, _ = _open(data, path, config.model_copy(update={"animated": "first-frame"}))
     times: list[float] = []
     with _refusals(path):
-        first, num_frames = _frames_of_animation(image)
-        if num_frames * size.height * size.width > max_pixels:
-            raise ImageRefused(path, "too-many-pixels", f"its {num_frames:,} frames of {size} are too many; cut it")
-        for number in range(first, first + num_frames):
+        for number in _frames(image):
             image.seek(number)
             image.load()
             times.append(float(image.info.get("duration") or 100))
@@ -191,10 +128,10 @@ def decode_frames(data: bytes, path: str, config: ImagesConfig, numbers: Iterabl
     """
     image, _, orientation = _open(data, path, config.model_copy(update={"animated": "first-frame"}))
     with _refusals(path):
-        _check_crcs(data)
-        first, _ = _frames_of_animation(image)
+        _check_crcs(image, data)
+        frames = _frames(image)
         for number in numbers:
-            image.seek(first + number)
+            image.seek(frames[number])
             yield _upright(image, path, config, orientation)
 
 
@@ -204,20 +141,14 @@ def prepare(pixels: np.ndarray, geometry: Geometry, resample: str = LANCZOS) -> 
     `resample` is a filter's name (`resampling.FILTERS`). `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError.
     Returns uint8 [h, w, 3], C-contiguous.
     """
-    if pixels.shape != (*geometry.original_size, 3) or pixels.dtype != np.uint8:
+    (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
+    fits = top + height <= geometry.resized_size.height and left + width <= geometry.resized_size.width
+    if pixels.shape != (*geometry.original_size, 3) or pixels.dtype != np.uint8 or not fits:
         raise ValueError(
-            f"pixels are {pixels.dtype} {pixels.shape}, but the geometry was made for uint8 "
-            f"{(*geometry.original_size, 3)}: call buckets.fit with the size of these pixels"
+            f"pixels are {pixels.dtype} {pixels.shape}, but the geometry is {geometry}: call buckets.fit with the size "
+            "of these pixels"
         )
-    top, left = geometry.crop_top_left
-    target = resize(pixels, geometry.resized_size, resample)[
-        top : top + geometry.target_size.height, left : left + geometry.target_size.width
-    ]
-    if target.shape[:2] != geometry.target_size:
-        raise ValueError(
-            f"crop {geometry.target_size} at {tuple(geometry.crop_top_left)} leaves the resized image "
-            f"{geometry.resized_size}: use a geometry of buckets.fit"
-        )
+    target = resize(pixels, geometry.resized_size, resample)[top : top + height, left : left + width]
     # A copy, so that the result owns its memory: torch.from_numpy wants it writable, with positive strides.
     return np.array(target[:, ::-1] if geometry.flip else target, order="C")
 
@@ -227,44 +158,16 @@ def as_picture(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def sniff(data: bytes) -> str | None:
-    """The image format that the first bytes name, or None."""
-    for magic, name in _MAGICS.items():
-        if data.startswith(magic):
-            return name
-    if data.startswith(_CODESTREAM):
-        return "JPEG XL"
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "WEBP"
-    # "BM" alone begins many a text; the reserved bytes are zero in every bitmap.
-    if data[:2] == b"BM" and data[6:10] == bytes(4):
-        return "BMP"
-    if data[4:8] == b"ftyp":
-        end = min(int.from_bytes(data[:4], "big"), 256)
-        found = {_FORMAT_OF_BRAND.get(data[at : at + 4]) for at in (8, *range(16, end, 4))}
-        return "AVIF" if "AVIF" in found else "HEIF" if "HEIF" in found else None
-    return None
-
-
 def check_limits(size: Size, path: str, config: ImagesConfig) -> None:
     """ImageRefused, naming `path`, for an image of a size that the config does not allow."""
-    _check_num_pixels(size, path, config)
+    if (num_pixels := size.height * size.width) > config.max_pixels:
+        detail = f"{size} is {num_pixels:,} pixels; max_pixels is {config.max_pixels:,}"
+        raise ImageRefused(path, "too-many-pixels", detail)
     if max(size) > config.max_aspect * min(size):
-        raise ImageRefused(
-            path,
-            "extreme-aspect",
-            f"{size} has sides 1 : {max(size) / min(size):.4g}; max_aspect is {config.max_aspect:g}",
-        )
+        detail = f"{size} has sides 1 : {max(size) / min(size):.4g}; max_aspect is {config.max_aspect:g}"
+        raise ImageRefused(path, "extreme-aspect", detail)
     if min(size) < config.min_side:
         raise ImageRefused(path, "too-small", f"{size} has a side below {config.min_side} pixels, min_side")
-
-
-def _check_num_pixels(size: Size, path: str, config: ImagesConfig) -> None:
-    num_pixels = size.height * size.width
-    if num_pixels > config.max_pixels:
-        raise ImageRefused(
-            path, "too-many-pixels", f"{size} is {num_pixels:,} pixels; max_pixels is {config.max_pixels:,}"
-        )
 
 
 @contextmanager
@@ -276,8 +179,6 @@ def _refusals(path: str) -> Iterator[None]:
         raise ImageRefused(path, "too-many-pixels", f"{error}") from error
     except _DECODER_ERRORS as error:
         text = str(error) or type(error).__name__
-        if text.lower().startswith(("unsupported", "unknown pixel mode")):
-            raise ImageRefused(path, "unsupported-format", f"{text}; convert it to PNG") from error
         reason: RefusalReason = "truncated" if "truncated" in text.lower() else "corrupt"
         raise ImageRefused(path, reason, f"it cannot be decoded: {text}") from error
     except MemoryError as error:
@@ -286,173 +187,91 @@ def _refusals(path: str) -> Iterator[None]:
 
 def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.ImageFile, Size, int]:
     """The image before it is loaded, its upright size and its EXIF orientation (1 to 8)."""
-    name = _checked_format(data, path)
-    is_animated = False
+    if not data:
+        raise ImageRefused(path, "empty", "the file has no bytes")
+    by_suffix = _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower())
+    formats: tuple[str, ...] = _FORMATS
+    if importlib.util.find_spec("pillow_jxl") is not None:
+        import pillow_jxl  # noqa: F401  # it registers itself with Pillow
+
+        formats += ("JXL",)
     with _refusals(path):
-        if name == "JPEG XL":  # its plug-in decodes as soon as it opens a file
-            canvas, is_animated = _jpeg_xl_header(data)
-            _check_num_pixels(canvas, path, config)
-        stream = BytesIO(data)
-        image = _PLUGINS[name](stream)
+        try:
+            image = Image.open(stream := BytesIO(data), formats=formats)
+        except UnidentifiedImageError:
+            reason: RefusalReason = "not-an-image" if by_suffix in (None, *formats) else "unsupported-format"
+            begins = f"it begins with {data[:8]!r}, and Pillow reads none of {', '.join(formats)} in it"
+            raise ImageRefused(path, reason, f"{begins}; convert it to one of them, or get it again") from None
+        # A phone's MPO is a JPEG that is followed by further pictures, which do not count.
+        name = "JPEG" if image.format == "MPO" else str(image.format)
+        if by_suffix not in (None, name):
+            raise ImageRefused(path, "wrong-suffix", f"the bytes are {name}; rename it to end so")
         # Inside a scan 0xFF is always escaped, so that an end mark after its start is one. libjpeg would make the rest
         # of a JPEG that was only half downloaded grey.
         if name == "JPEG" and data.find(b"\xff\xd9", stream.tell()) < 0:
             raise ImageRefused(path, "truncated", f"the JPEG data ends after {len(data):,} bytes, before its end")
-        orientation = _orientation(image, data, name)
-        width, height = image.size
-        size = Size(width, height) if orientation >= 5 else Size(height, width)
-        check_limits(size, path, config)
-        if name == "TIFF":
-            _check_tile(image, path, config)
-        is_animated = is_animated or getattr(image, "is_animated", False)
-        if is_animated and config.animated == "refuse" and (name != "TIFF" or _has_pages(data)):
-            what = "pages" if name == "TIFF" else "frames"
-            raise ImageRefused(path, "animated", f'it has several {what}; set animated to "first-frame" for the first')
-        if image.mode not in _MODES:
-            detail = (
-                f"{name} of Pillow's mode {image.mode}, which has no known white; save it with 8 or 16 bits a channel"
-            )
-            raise ImageRefused(path, "unsupported-format", detail)
-        if image.tile and image.tile[0][0] == "bmp_rle":
-            # Pillow decodes it in Python, pixel by pixel: a file of some kilobytes would take minutes.
-            raise ImageRefused(path, "unsupported-format", "a BMP with run lengths; save it without, or as PNG")
-    return image, size, orientation
+        check_limits(Size(image.height, image.width), path, config)
+        if image.format != "MPO" and getattr(image, "is_animated", False) and config.animated == "refuse":
+            detail = 'it has several frames or pages; set animated to "first-frame" for the first'
+            raise ImageRefused(path, "animated", detail)
+        _check_kind(image, path)
+        orientation = _orientation(image, data)
+    width, height = image.size if orientation < 5 else image.size[::-1]
+    return image, Size(height, width), orientation
 
 
-def _checked_format(data: bytes, path: str) -> str:
-    """The format by the first bytes, if it is accepted and the suffix of `path` does not say another one."""
-    if not data:
-        raise ImageRefused(path, "empty", "the file has no bytes")
-    name, by_suffix = sniff(data), _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower())
-    if name is None and by_suffix in (None, *_PLUGINS):
-        raise ImageRefused(path, "not-an-image", f"it begins with {data[:8]!r}, as none of {', '.join(_PLUGINS)} does")
-    if name not in _PLUGINS:
-        raise ImageRefused(
-            path, "unsupported-format", f"{name or by_suffix}; convert it to one of {', '.join(_PLUGINS)}"
-        )
-    if name == "JPEG XL" and importlib.util.find_spec("pillow_jxl") is None:
-        detail = "JPEG XL, which Pillow cannot read alone; pip install pillow-jxl-plugin, or convert it to PNG"
-        raise ImageRefused(path, "unsupported-format", detail)
-    if name in ("WEBP", "AVIF") and not features.check(name.lower()):
-        raise ImageRefused(path, "unsupported-format", f"this Pillow was built without {name}; install Pillow's wheel")
-    if by_suffix not in (None, name):
-        suffix = _SUFFIXES_OF_FORMAT[name][0]
-        raise ImageRefused(path, "wrong-suffix", f"the bytes are {name}; rename it to end in {suffix}")
-    return name
+def _check_kind(image: ImageFile.ImageFile, path: str) -> None:
+    """ImageRefused for pixels that are read wrongly, or far too slowly."""
+    decoder, layout = (image.tile[0][0], image.tile[0][3]) if image.tile else ("", "")
+    detail = None
+    if image.mode not in _MODES:
+        detail = f"Pillow's mode {image.mode}, which has no known white"
+    elif decoder == "bmp_rle":
+        # Pillow decodes it in Python, pixel by pixel: a file of some kilobytes would take minutes.
+        detail = "run lengths"
+    elif "transparency" in image.info and (image.mode.startswith("I;16") or layout in _UNSCALED):
+        detail = "a transparent colour, and not 8 bits a channel"
+    if detail:
+        raise ImageRefused(path, "unsupported-format", f"a {image.format} with {detail}; save it as a PNG of 8 bits")
 
 
-def _orientation(image: ImageFile.ImageFile, data: bytes, name: str) -> int:
+def _orientation(image: Image.Image, data: bytes) -> int:
     """How the loaded pixels are to be turned, by the numbers of EXIF, 1 to 8."""
     # Pillow turns a TIFF when it loads it, and libjxl a JPEG XL, whose EXIF does not count then. Of a JPEG in a
     # JPEG XL the plug-in gives the JPEG's pixels and EXIF.
-    if name == "TIFF" or (name == "JPEG XL" and not getattr(image, "jpeg", False)):
+    if image.format == "TIFF" or (image.format == "JXL" and not getattr(image, "jpeg", False)):
         return 1
+    block = image.info.get("exif")
+    if block is None and image.format == "PNG" and (at := data.rfind(b"eXIf")) > 0:  # after the pixels
+        block = data[at + 4 : at + 4 + int.from_bytes(data[at - 4 : at], "big")]
     exif = Image.Exif()
     try:
         # Not `getexif`, which decodes a PNG to find the block after its pixels, and which asks XMP too.
-        exif.load((_png_exif(data) if name == "PNG" else image.info.get("exif")) or b"")
+        exif.load(block or b"")
         value = exif.get(ExifTags.Base.Orientation)
     except _DECODER_ERRORS:
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _png_exif(data: bytes) -> bytes | None:
-    """The first whole chunk eXIf, which may come before or after the pixels."""
-    offset = 8
-    while offset + 12 <= len(data):
-        length = int.from_bytes(data[offset : offset + 4], "big")
-        if data[offset + 4 : offset + 8] == b"eXIf":
-            return data[offset + 8 : offset + 8 + length]
-        offset += 12 + length
-    return None
-
-
-def _check_tile(image: ImageFile.ImageFile, path: str, config: ImagesConfig) -> None:
-    """Refuse a TIFF of tiles that are too large: the decoder allocates one whole, whatever the image's size."""
-    sides = [image.tag_v2.get(tag) for tag in (TILELENGTH, TILEWIDTH)]  # type: ignore[attr-defined]
-    if all(isinstance(side, int) for side in sides):
-        _check_num_pixels(Size(*sides), path, config)
-
-
-def _has_pages(data: bytes) -> bool:
-    """Whether a TIFF has a second page. Smaller copies of a page and masks are none."""
-    file = BytesIO(data)
-    is_big = b"+" in data[2:4]
-    directory = TiffImagePlugin.ImageFileDirectory_v2(data[: 16 if is_big else 8])
-    file.seek(directory.next)
-    directory.load(file)
-    for _ in range(_MAX_DIRECTORIES):
-        if not directory.next:
-            return False
-        file.seek(directory.next)
-        directory.load(file)
-        kind = directory.get(_SUBFILE_TYPE, 0)
-        if not isinstance(kind, int) or not kind & _NO_PAGE_OF_ITS_OWN:
-            return True
-    return True
-
-
-def _jpeg_xl_header(data: bytes) -> tuple[Size, bool]:
-    """The size in the header of a JPEG XL, before any turn, and whether it is an animation. Raises ValueError.
-
-    An animation that also holds a preview counts as a still image. (Source: ISO/IEC 18181-1, `SizeHeader` and
-    `ImageMetadata`; 18181-2 for the box that the codestream is in.)
-    """
-    box = re.search(rb"jxlc|jxlp....", data, re.DOTALL)
-    start = 0 if data.startswith(_CODESTREAM) or box is None else box.end()
-    if not data.startswith(_CODESTREAM, start):
-        raise ValueError("it has no codestream")
-    bits = int.from_bytes(data[start + len(_CODESTREAM) : start + 32], "little")
-
-    def take(count: int) -> int:
-        nonlocal bits
-        value, bits = bits & (1 << count) - 1, bits >> count
-        return value
-
-    def size() -> Size:
-        is_small = take(1)
-        height = side(is_small)
-        ratio = take(3)
-        if ratio == 0:
-            return Size(height, side(is_small))
-        across, down = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))[ratio - 1]
-        return Size(height, height * across // down)
-
-    def side(is_small: int) -> int:
-        return 8 * (1 + take(5)) if is_small else 1 + take((9, 13, 18, 30)[take(2)])
-
-    found, is_animated = size(), False
-    if not take(1) and take(1):  # not all metadata are the usual ones, and there are extra fields
-        take(3)  # the orientation, which the decoder applies
-        if take(1):
-            size()  # the intrinsic one
-        is_animated = not take(1) and bool(take(1))
-    return found, is_animated
-
-
-def _check_crcs(data: bytes) -> None:
+def _check_crcs(image: Image.Image, data: bytes) -> None:
     """Check a PNG: loading checks no CRC of pixel data, so that a flipped bit could give another picture."""
-    if sniff(data) == "PNG":
+    if image.format == "PNG":
         PngImagePlugin.PngImageFile(BytesIO(data)).verify()
 
 
-def _frames_of_animation(image: ImageFile.ImageFile) -> tuple[int, int]:
-    """The number of the first frame of a GIF, PNG or WebP, and how many it has; (0, 0) for a still image."""
-    if image.format not in ("GIF", "PNG", "WEBP") or not image.is_animated:  # type: ignore[attr-defined]
-        return 0, 0
-    first = int(getattr(image, "default_image", False))
-    num_frames = image.n_frames - first  # type: ignore[attr-defined]
-    return first, num_frames if num_frames > 1 else 0
+def _frames(image: Image.Image) -> range:
+    """The numbers of the frames of an animated GIF, PNG or WebP; of a still image there are none."""
+    first, end = int(getattr(image, "default_image", False)), getattr(image, "n_frames", 1)
+    return range(first, end if image.format in ("GIF", "PNG", "WEBP") and end - first > 1 else first)
 
 
 def _upright(
-    image: ImageFile.ImageFile, path: str, config: ImagesConfig, orientation: int, *, alpha_only: bool = False
+    image: Image.Image, path: str, config: ImagesConfig, orientation: int, *, alpha_only: bool = False
 ) -> np.ndarray:
     """The pixels of the frame at which an image stands: see `decode`."""
-    transparency = _transparency(image)
     image.load()
-    colour, alpha = _colour_and_alpha(image, transparency)
+    colour, alpha = _colour_and_alpha(image)
     if alpha_only:
         upright = Image.new("L", colour.size, 255) if alpha is None else alpha
     else:
@@ -466,22 +285,14 @@ def _upright(
     return np.array(upright)
 
 
-def _colour_and_alpha(
-    image: Image.Image, transparency: int | bytes | tuple[int, ...] | None
-) -> tuple[Image.Image, Image.Image | None]:
+def _colour_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     """The straight colours (mode L, RGB or CMYK) and the alpha (mode L), if there is one."""
     if image.mode.startswith("I;16"):
-        grey = np.asarray(image)
-        colour = Image.fromarray(_eight_bits(grey, getattr(image, "tag_v2", {})))
-        return colour, None if transparency is None else Image.fromarray((grey != transparency) * np.uint8(255))
-    if image.mode == "La":
-        image = image.convert("LA")
+        return Image.fromarray(_eight_bits(np.asarray(image), getattr(image, "tag_v2", {}))), None
     if image.mode == "CMYK":
         return image, None
-    if transparency is not None or image.mode in {"RGBA", "LA", "PA"}:
-        if transparency is not None:
-            image.info["transparency"] = transparency
-        rgba = image.convert("RGBA")
+    if image.has_transparency_data:
+        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         return rgba.convert("RGB"), rgba.getchannel("A")
     return image.convert("L" if image.mode in {"1", "L"} else "RGB"), None
 
@@ -495,14 +306,3 @@ def _eight_bits(grey: np.ndarray, tags: Mapping[int, Any]) -> np.ndarray:
     white = (1 << num_bits) - 1
     levels: np.ndarray = ((grey.astype(np.uint32) * 255 + white // 2) // white).astype(np.uint8)
     return levels if photometric else np.uint8(255) - levels
-
-
-def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] | None:
-    """PNG's transparent colour in the scale of the loaded pixels; Pillow gives that of the file. Call before load."""
-    value: Any = image.info.get("transparency")
-    layout = image.tile[0][3] if value is not None and image.tile else None
-    if layout in _STEP_OF_GREY:
-        return int(value) * _STEP_OF_GREY[layout]
-    if layout == "RGB;16B":
-        return tuple(channel >> 8 for channel in value)
-    return value  # type: ignore[no-any-return]  # an int, bytes or a tuple, by Pillow's PNG plugin

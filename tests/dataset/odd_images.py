@@ -254,6 +254,8 @@ def _grey_with_colour_key(depth: int) -> Odd:
         bits = np.unpackbits(values.astype(np.uint8)[..., None], axis=-1)[..., 8 - depth :]
         packed = np.packbits(bits.reshape(HEIGHT, -1), axis=-1)
     data = raw_png((HEIGHT, WIDTH), depth, 0, filtered(packed), before=chunk(b"tRNS", struct.pack(">H", key)))
+    if depth in (2, 4, 16):
+        return Odd(data, f"key{depth}.png", "unsupported-format")
     shown = np.where(values == key, 255.0, values * 255.0 / (levels - 1))
     return Odd(data, f"key{depth}.png", pixels=as_rgb(shown))
 
@@ -269,6 +271,8 @@ def _rgb_with_colour_key(depth: int) -> Odd:
         filtered(pixels.astype(">u2" if depth == 16 else np.uint8)),
         before=chunk(b"tRNS", struct.pack(">3H", *(int(value) for value in key))),
     )
+    if depth == 16:
+        return Odd(data, "rgbkey16.png", "unsupported-format")
     shown = np.where((pixels == key).all(-1, keepdims=True), 255, photo())
     return Odd(data, f"rgbkey{depth}.png", pixels=shown, tolerance=0)
 
@@ -460,16 +464,16 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "truncated-avif": lambda: Odd(save(Image.fromarray(photo()), "AVIF")[:-60], "t.avif", "truncated"),
     "corrupt-png": lambda: _flipped_bit("flipped.png", split=False),
     "corrupt-png-split": lambda: _flipped_bit("flipped2.png", split=True),
-    "corrupt-png-no-pixels": lambda: Odd(raw_png((0, 0), 8, 2, b""), "zero.png", "corrupt"),
+    "corrupt-png-no-pixels": lambda: Odd(raw_png((0, 0), 8, 2, b""), "zero.png", "not-an-image"),
     "corrupt-webp-no-pixels": lambda: Odd(
         b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8 " + struct.pack("<I", 18) + b"\x30\x01\x00\x9d\x01\x2a" + bytes(12),
         "zero.webp",
         "corrupt",
     ),
-    "corrupt-jpeg": lambda: Odd(b"\xff\xd8\xff\xe0" + bytes(range(200)) + b"\xff\xd9", "c.jpg", "corrupt"),
+    "corrupt-jpeg": lambda: Odd(b"\xff\xd8\xff\xe0" + bytes(range(200)) + b"\xff\xd9", "c.jpg", "not-an-image"),
     "empty": lambda: Odd(b"", "empty.jpg", "empty"),
     "text": lambda: Odd(b"<html>404 Not Found</html>", "text.jpg", "not-an-image"),
-    "text-of-bmw": lambda: Odd(b"BMW is a car, and this is no bitmap", "bmw.jpg", "not-an-image"),
+    "text-of-bmw": lambda: Odd(b"BMW is a car, and this is no bitmap", "bmw.jpg", "truncated"),
     "wrong-suffix": lambda: Odd(png(photo()), "png.jpg", "wrong-suffix"),
     "ico": lambda: Odd(save(Image.fromarray(photo()), "ICO"), "s.ico", "unsupported-format"),
     "one-pixel": lambda: _strip("dot.png", 1, 1, "too-small"),

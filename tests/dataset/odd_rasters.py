@@ -138,20 +138,20 @@ def _tiff_cmyk(path: str, icc: bytes | None) -> Odd:
     return Odd(data, path, pixels=stripes(managed if icc else naive), tolerance=3)
 
 
-def _tiff_with_thumbnail(path: str, subfile_type: int, reason: str | None) -> Odd:
-    """A second page after the file's end, which calls itself `subfile_type`: 1 is a smaller copy, 0 a page."""
+def _tiff_of_pages() -> Odd:
+    """A second page after the file's end."""
     tags = _bits(8, 8, 8) | _photometric(2)
     start = len(raw_tiff(tags, photo().tobytes()))
-    page = struct.pack("<HHHIII", 1, 254, _LONG, 1, subfile_type, 0)
+    page = struct.pack("<HHHIII", 1, 254, _LONG, 1, 0, 0)
     data = raw_tiff(tags, photo().tobytes(), next_page=start, after=page)
-    return Odd(data, path, reason, None if reason else photo(), tolerance=0)
+    return Odd(data, "pages.tif", "animated")
 
 
 def _tiff_tile_bomb() -> Odd:
     """A small image in one tile of 60,000 pixels square."""
     tags = _bits(8) | _photometric(1) | {259: (_SHORT, (8,)), 322: (_LONG, (60_000,)), 323: (_LONG, (60_000,))}
     body = zlib.compress(bytes(1 << 20), 9)
-    return Odd(raw_tiff(tags | {324: (_LONG, (8,)), 325: (_LONG, (len(body),))}, body), "tile.tif", "too-many-pixels")
+    return Odd(raw_tiff(tags | {324: (_LONG, (8,)), 325: (_LONG, (len(body),))}, body), "tile.tif", "corrupt")
 
 
 def _tiff_tag_bomb() -> Odd:
@@ -159,7 +159,7 @@ def _tiff_tag_bomb() -> Odd:
     num_tags, start = 30_000, 8 + 300_000
     entries = b"".join(struct.pack("<HHII", 1000 + i, 7, 300_000, 8) for i in range(num_tags))
     data = b"II*\0" + struct.pack("<I", start) + bytes(300_000) + struct.pack("<H", num_tags) + entries + bytes(4)
-    return Odd(data, "tags.tif", "corrupt")
+    return Odd(data, "tags.tif", "not-an-image")
 
 
 def _tiff_page_bomb() -> Odd:
@@ -167,7 +167,7 @@ def _tiff_page_bomb() -> Odd:
     body = bytearray(b"II*\0" + struct.pack("<I", 8))
     for i in range(20_000):
         body += struct.pack("<HI6x", 5_000, 8 + 12 * (i + 1))
-    return Odd(bytes(body), "pages.tif", "corrupt")
+    return Odd(bytes(body), "pages.tif", "not-an-image")
 
 
 def _photo_in(name: str, path: str, **options: object) -> Odd:
@@ -187,7 +187,7 @@ RASTERS: dict[str, Callable[[], Odd]] = {
     "gif-transparent": lambda: _gif("t.gif", transparent=5),
     "gif-no-end-mark": lambda: _gif("e.gif", cut=1),
     "truncated-gif": lambda: _gif("cut.gif", "truncated", cut=40),
-    "truncated-gif-no-frame": lambda: Odd(raw_gif((48, 64), (48, 64))[:20], "none.gif", "corrupt"),
+    "truncated-gif-no-frame": lambda: Odd(raw_gif((48, 64), (48, 64))[:20], "none.gif", "not-an-image"),
     "animated-gif": lambda: Odd(frames("GIF", duration=40), "a.gif", "animated"),
     "bmp": lambda: _photo_in("BMP", "s.bmp"),
     "bmp-grey": lambda: Odd(save(Image.fromarray(grey()), "BMP"), "g.bmp", pixels=as_rgb(grey()), tolerance=0),
@@ -214,10 +214,9 @@ RASTERS: dict[str, Callable[[], Odd]] = {
     "tiff-lab": lambda: Odd(
         raw_tiff(_bits(8, 8, 8) | _photometric(8), photo().tobytes()), "lab.tif", "unsupported-format"
     ),
-    "tiff-thumbnail": lambda: _tiff_with_thumbnail("thumb.tif", 1, None),
-    "animated-tiff": lambda: _tiff_with_thumbnail("pages.tif", 0, "animated"),
+    "animated-tiff": _tiff_of_pages,
     "truncated-tiff": lambda: Odd(save(Image.fromarray(photo()), "TIFF")[:-200], "t.tif", "truncated"),
-    "corrupt-tiff": lambda: Odd(b"II*\0" + struct.pack("<I", 1 << 30) + bytes(40), "c.tif", "corrupt"),
+    "corrupt-tiff": lambda: Odd(b"II*\0" + struct.pack("<I", 1 << 30) + bytes(40), "c.tif", "not-an-image"),
     "bomb-gif": lambda: Odd(raw_gif((50_000, 50_000), (1, 1), 2), "bomb.gif", "too-many-pixels"),
     "bomb-gif-frame": lambda: Odd(raw_gif((48, 64), (60_000, 60_000), 2), "bomb2.gif", "too-many-pixels"),
     "bomb-tiff": lambda: Odd(

@@ -20,7 +20,6 @@ from PIL import Image
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import Config, FramesConfig, ImagesConfig, SourceConfig
 from latentcache.config_file import parse_config
-from latentcache.dataset import clips
 from latentcache.dataset.clips import decode_clip, num_frames_of_clip, probe_clip
 from latentcache.dataset.images import decode_frames, preparation_policy
 from latentcache.dataset.sources import open_source
@@ -131,16 +130,6 @@ def truncated(data: bytes) -> bytes:
 def broken_crc(data: bytes) -> bytes:
     at = data.rindex(b"fdAT") + 10
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-def test_a_clip_whose_frames_take_days_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "MAX_DECODED_PIXELS", 7 * HEIGHT * WIDTH)
-    assert shown(clip_file([100] * 7), 5, 10) == [0, 1, 2, 3, 4]
-    with pytest.raises(ImageRefused, match="its 8 frames of 48x64 are too many") as caught:
-        probe_clip(clip_file([100] * 8), "a.gif", IMAGES, FramesConfig())
-    assert caught.value.reason == "too-many-pixels"
-    with pytest.raises(ImageRefused, match="its 9 frames of 48x64 are too many"):
-        probe_clip(video([100] * 9, "matroska"), "a.mkv", IMAGES, FramesConfig())
 
 
 def test_a_clip_whose_frames_have_several_sizes_is_refused() -> None:
