@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -125,7 +125,6 @@ def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
 
 
 RuleName = Literal["latentcache", "kohya", "simpletuner", "onetrainer", "diffusers"]
-RULES = get_args(RuleName)
 _SETTINGS_OF_RULE: dict[str, frozenset[str]] = {
     "latentcache": frozenset({"area", "step", "max_aspect"}),
     "kohya": frozenset({"resolution", "step", "square", "min_side", "max_side", "upscale"}),
@@ -141,6 +140,14 @@ Side = Annotated[int, Field(ge=8, le=_MAX_SIDE)]
 def settings_of(rule: str) -> frozenset[str]:
     """The names of the settings that a rule has."""
     return _SETTINGS_OF_RULE[rule]
+
+
+def _check_settings(section: Section, choice: str, chosen: str, settings: Mapping[str, frozenset[str]]) -> None:
+    """ValueError for a setting that another value of this choice has: it would have no effect."""
+    known = settings[chosen]
+    for name in sorted(frozenset().union(*settings.values()) - known):
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise ValueError(f"{name} is no setting of {choice} {chosen}; it has {', '.join(sorted(known))}")
 
 
 class BucketsConfig(Section):
@@ -185,33 +192,13 @@ class BucketsConfig(Section):
 
     @model_validator(mode="after")
     def _fit_the_rule(self) -> BucketsConfig:
-        known = settings_of(self.rule)
-        for name, field in type(self).model_fields.items():
-            if name != "rule" and name not in known and getattr(self, name) != field.default:
-                raise ValueError(f"{name} is no setting of rule {self.rule}; it has {', '.join(sorted(known))}")
-        if self.rule == "latentcache" and self.area < self.step**2:
-            raise ValueError(f"area is {self.area}; one bucket of {self.step}x{self.step} needs {self.step**2}")
-        if self.rule in ("kohya", "onetrainer") and not self.square and self.resolution < self.step:
+        _check_settings(self, "rule", self.rule, _SETTINGS_OF_RULE)
+        if self.resolution < self.step and not self.square:
             raise ValueError(f"resolution is {self.resolution}; it must be at least step, {self.step}")
-        if self.rule == "kohya" and self.upscale and not self.square:
-            self._check_kohya_sides()
-        by_rule = {"simpletuner": self.resolution_type == "pixel", "diffusers": not self.sizes, "latentcache": False}
-        if by_rule.get(self.rule, self.square) and self.resolution % 8:
-            raise ValueError(f"resolution is {self.resolution}; the side of the square must be a multiple of 8")
-        if uneven := [size for size in self.sizes if size[0] % 8 or size[1] % 8]:
-            raise ValueError(f"sizes has {list(uneven[0])}; heights and widths must be multiples of 8")
+        sides = (self.step, self.min_side, self.resolution, self.max_side)
+        if self.rule == "kohya" and self.upscale and not self.square and sorted(sides) != list(sides):
+            raise ValueError("kohya needs step {} <= min_side {} <= resolution {} <= max_side {}".format(*sides))
         return self
-
-    def _check_kohya_sides(self) -> None:
-        step, least = self.step, self.min_side // self.step * self.step
-        most = -(-self.max_side // step) * step
-        if least < step:
-            raise ValueError(f"min_side is {self.min_side}; it must be at least step, {step}")
-        if not least <= self.resolution <= most:
-            raise ValueError(
-                f"resolution is {self.resolution}; kohya needs one from min_side {self.min_side} to max_side "
-                f"{self.max_side}"
-            )
 
 
 class FramesConfig(Section):
@@ -305,6 +292,15 @@ def part_names(parts: Sequence[PartConfig]) -> tuple[str, ...]:
     return tuple("mask" if isinstance(part, MaskConfig) else f"control {at}" for at, part in enumerate(parts, 1))
 
 
+_COLUMNS = frozenset({"caption_columns"})
+_SETTINGS_OF_KIND: dict[str, frozenset[str]] = {
+    "folder": frozenset({"caption_extension", "caption_lines"}),
+    "imagefolder": _COLUMNS,
+    "webdataset": _COLUMNS,
+    "parquet": _COLUMNS | {"image_column"},
+}
+
+
 class SourceConfig(Section):
     """Where a dataset's images and captions are."""
 
@@ -324,12 +320,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _fit_the_kind(self) -> SourceConfig:
-        folder, columns = {"caption_extension", "caption_lines"}, {"caption_columns"}
-        known = {"folder": folder, "parquet": columns | {"image_column"}}.get(self.kind, columns)
-        for name in sorted((folder | columns | {"image_column"}) - known):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                message = f"{name} is no setting for a source of kind {self.kind}; it has {', '.join(sorted(known))}"
-                raise ValueError(message)
+        _check_settings(self, "kind", self.kind, _SETTINGS_OF_KIND)
         return self
 
 
@@ -363,13 +354,8 @@ class CaptionsConfig(Section):
             raise ValueError("weights are all 0, but one caption has to be drawn: give one of them more")
         if self.keep and self.keep_separator:
             raise ValueError("give keep or keep_separator, not both")
-        changing = ("shuffle", "drop", "keep", "keep_separator", "secondary_separator")
-        if self.variants == 1 and (given := [name for name in changing if getattr(self, name)]):
-            raise ValueError(
-                f"variants is 1, the caption itself, which {', '.join(given)} would not change: give 2 or more"
-            )
-        if self.variants > 1 and not (self.shuffle or self.drop):
-            raise ValueError(f"variants is {self.variants}, but nothing varies: set shuffle or drop, or leave it out")
+        if (self.variants > 1) != (self.shuffle or self.drop > 0):
+            raise ValueError(f"variants is {self.variants}; give 2 or more together with shuffle or drop, or neither")
         return self
 
 
@@ -456,11 +442,6 @@ class DatasetConfig(Section):
     def _parts_fit_the_source(self) -> DatasetConfig:
         for part in self.part_files:
             part.check_kind(self.source.kind)
-        small = [
-            control.area for control in self.control if (control.area or self.buckets.step**2) < self.buckets.step**2
-        ]
-        if small:
-            raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
         weights = self.captions.weights
         num_captions = 1 if self.source.caption_lines == "joined" else len(self.source.caption_columns or ())
         if weights is not None and num_captions not in (0, len(weights)):

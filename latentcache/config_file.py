@@ -109,13 +109,8 @@ def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
         return "give a list" + (" in the file; no flag takes one" if isinstance(fault["input"], str) else "")
     if dotted.endswith("max_bytes"):
         return "give a number of bytes, such as 50GB or 50GiB"
-    if dotted == "encode.batch_size":
-        return "give 'auto' or a whole number from 1"
-    if dotted.endswith(".area") and fault["type"] == "int_parsing":
-        return "give a number of pixels, such as 1048576 for 1024x1024"
     if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
-        near = near_name(fault["input"])
-        return "a name has at most 64 letters, digits, - and _" + (f"; {near!r} would do" if near else "")
+        return f"a name has at most 64 letters, digits, - and _, as {near_name(fault['input'])!r}"
     return None
 
 
@@ -130,20 +125,15 @@ MEANT = {"datasets.N.path": "datasets.N.source.path"}
 """Settings that are often put into the wrong section -> those that are meant."""
 
 
-def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
-    parts = word.split(".")
-    numbers = [part for part in parts if part.isdigit()]
-    pattern = ".".join("N" if part.isdigit() else part for part in parts)
-    known = list(known)
+    pattern, known = re.sub(r"\b\d+\b", "N", word), list(known)
     if f"datasets.N.{pattern}" in known:
-        return f"; it is a setting of each dataset: {prefix}datasets.0.{word}"
-    near = [MEANT[pattern]] if pattern in MEANT else difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
-    if not near or not (pattern in MEANT or difflib.get_close_matches(parts[-1], [near[0].split(".")[-1]])):
-        return ""
-    for number in numbers:
-        near[0] = near[0].replace("N", number, 1)
-    return f"; did you mean {prefix + near[0]!r}?"
+        return f"; it is a setting of each dataset: datasets.0.{word}"
+    near = MEANT.get(pattern) or "".join(difflib.get_close_matches(pattern, known, n=1))
+    for number in re.findall(r"\b\d+\b", word):
+        near = near.replace("N", number, 1)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -164,9 +164,8 @@ def test_each_rule_resizes_with_its_trainers_filter(config: BucketsConfig, size:
     ("settings", "message"),
     [
         ({"max_side": 2048}, "max_side is no setting of rule latentcache; it has area, max_aspect, step"),
-        ({"rule": "kohya", "resolution": 1536}, "resolution is 1536; kohya needs one from min_side 256 to max_side 10"),
-        ({"rule": "diffusers", "resolution": 1001}, "resolution is 1001; the side of the square must be a multiple"),
-        ({"rule": "diffusers", "sizes": [[1000, 1001]]}, r"sizes has \[1000, 1001\]; heights and widths"),
+        ({"rule": "kohya", "resolution": 1536}, "kohya needs step 64 <= min_side 256 <= resolution 1536 <= max_side"),
+        ({"rule": "onetrainer", "resolution": 512, "step": 1024}, "resolution is 512; it must be at least step, 1024"),
         ({"area": 10**12}, "buckets.area: Input should be less than or equal to 268435456"),
         ({"rule": "novelai"}, "buckets.rule: Input should be 'latentcache', 'kohya'"),
     ],
