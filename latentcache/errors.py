@@ -3,8 +3,8 @@
     LatentCacheError
     ├── ConfigError             a setting is wrong, unknown or missing
     ├── DatasetError            a dataset cannot be read at all
-    │   ├── ImageRefused        one image cannot be used; the run goes on without it
-    │   └── ForeignFileRefused  a file of another trainer's cache cannot be used; the import goes on without it
+    │   └── ImageRefused        one image cannot be used; the run goes on without it
+    │       └── ForeignFileRefused  a file of another trainer's cache cannot be used; the import goes on without it
     ├── MetricsError            a metrics.json is damaged, or another program wrote it
     ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
     ├── DeviceError             it is unclear, or impossible, where tensors should go
@@ -105,13 +105,8 @@ class ImageRefused(DatasetError):
         self.args = (f"{path}: refused ({reason}): {detail}",)
 
 
-class ForeignFileRefused(DatasetError):
+class ForeignFileRefused(ImageRefused):
     """One file of another trainer's cache cannot be used. `reason` is one of `types.RefusalReason`."""
-
-    def __init__(self, path: str | Path, reason: str, detail: str):
-        self.reason = reason
-        super().__init__(path, detail)
-        self.args = (f"{path}: refused ({reason}): {detail}",)
 
 
 class MetricsError(LatentCacheError):
@@ -267,20 +262,23 @@ class StoreError(LatentCacheError):
     """The cache cannot do what it was called for."""
 
 
-class ReadOnlyError(StoreError):
+class CachePathError(StoreError):
+    """Something of the cache cannot be used. `path` names it."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path, self.detail = str(path), detail
+        super().__init__(f"{path}: {detail}")
+
+
+class ReadOnlyError(CachePathError):
     """The cache directory `path` cannot be written."""
 
     def __init__(self, path: str | Path, detail: str = "the cache was opened for reading only"):
-        self.path = str(path)
-        super().__init__(f"{path}: {detail}")
+        super().__init__(path, detail)
 
 
-class StoreBusyError(StoreError):
+class StoreBusyError(CachePathError):
     """Another process holds the lock that this operation needs."""
-
-    def __init__(self, path: str | Path, detail: str):
-        self.path = str(path)
-        super().__init__(f"{path}: {detail}")
 
 
 class StorageFullError(StoreError):
@@ -305,28 +303,19 @@ class SchemaError(StoreError):
         )
 
 
-class UnsafeStoreError(StoreError):
+class UnsafeStoreError(CachePathError):
     """Something at `path` was not put there by latentcache, and is not touched."""
 
-    def __init__(self, path: str | Path, detail: str):
-        self.path, self.detail = str(path), detail
-        super().__init__(f"{path}: {detail}")
 
-
-class PackError(StoreError):
+class PackError(CachePathError):
     """The pack at `path` cannot be read."""
 
-    def __init__(self, path: str | Path, detail: str):
-        self.path = str(path)
-        super().__init__(f"{path}: {detail}")
 
-
-class IndexDamagedError(StoreError):
+class IndexDamagedError(CachePathError):
     """The index at `path` is missing, broken, or holds rows that latentcache did not write."""
 
     def __init__(self, path: str | Path, detail: str):
-        self.path, self.detail = str(path), detail
-        super().__init__(f"{path}: the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs.")
+        super().__init__(path, f"the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs.")
 
 
 class RemoteError(StoreError):
