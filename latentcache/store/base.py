@@ -98,10 +98,7 @@ class Store(Closing, Protocol):
         return self.get(key).record
 
     def describe(self, key: str) -> Description:
-        """Each field's dtype name and shape. An entry with ragged fields is read for it: the payload has its lengths.
-
-        EntryMissingError, EntryDamagedError.
-        """
+        """Each field's dtype name and shape. EntryMissingError, EntryDamagedError."""
         return dict(self.rows([key])[0].description)
 
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:

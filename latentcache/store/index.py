@@ -270,10 +270,6 @@ class Index:
             # Where the file can be written it is the database's header that says no.
             if self.read_only or not os.access(self._database, os.W_OK):
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
-        elif isinstance(error, FileExistsError | NotADirectoryError):
-            return IndexDamagedError(self.path, "it is no folder")
-        elif code == sqlite_codes.CANTOPEN and not self._database.exists():
-            return IndexDamagedError(self.path, "it does not exist")
-        elif isinstance(error, OSError) or code in _UNREACHABLE:
+        elif self._database.exists() and (isinstance(error, OSError) or code in _UNREACHABLE):
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))

@@ -14,7 +14,6 @@ from latentcache.utils.concurrency import BackgroundWorker, noted_on
 from latentcache.utils.locks import Claims
 
 PACK_BYTES = 64 << 20
-PACK_RECORD_BYTES = 8 << 20
 PACK_ENTRIES = 8192
 PACK_SPECS = 48
 PACK_AGE_S = 10.0
@@ -27,7 +26,7 @@ class PackBuffer:
 
     def __init__(self) -> None:
         self.entries: dict[str, OwnedEntry] = {}
-        self._payload_bytes = self._record_bytes = 0
+        self._num_bytes = 0
         self._specs: set[Any] = set()
         self._first_at = 0.0
 
@@ -35,15 +34,13 @@ class PackBuffer:
         """Add an entry whose key is not here."""
         self._first_at = self._first_at if self.entries else time.monotonic()
         self.entries[entry.key] = entry
-        self._payload_bytes += entry.num_bytes
-        self._record_bytes += len(entry.record)
+        self._num_bytes += entry.num_bytes + len(entry.record)
         self._specs.add(entry.spec())
 
     def is_full(self) -> bool:
         """Whether the entries should be sealed, because there are many, or because they wait for long."""
         return (
-            self._payload_bytes >= PACK_BYTES
-            or self._record_bytes >= PACK_RECORD_BYTES
+            self._num_bytes >= PACK_BYTES
             or len(self.entries) >= PACK_ENTRIES
             or len(self._specs) >= PACK_SPECS
             or time.monotonic() - self._first_at >= PACK_AGE_S

@@ -62,7 +62,7 @@ def test_a_cache_holds_what_it_should_and_nothing_else(root):
     assert listing(root) == [*CLEAN, "2 packs"]
 
 
-LIMITS = {"PACK_BYTES": 3 * sample(0).num_bytes, "PACK_ENTRIES": 2, "PACK_RECORD_BYTES": 300, "PACK_AGE_S": 0.0}
+LIMITS = {"PACK_BYTES": 3 * sample(0).num_bytes, "PACK_ENTRIES": 2, "PACK_AGE_S": 0.0}
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -121,16 +121,6 @@ def test_a_mark_that_is_none_is_refused_with_what_belongs_there(root, text):
     mark.write_text('{"format": "latentcache", "schema": 2}')
     with DiskStore(root) as store:
         assert_holds(store, 0, 1)
-
-
-def test_what_is_not_durable_is_pending(root):
-    with DiskStore(root) as store, store.writer() as writer:
-        keys = {key(number) for number in range(3)}
-        for number in range(3):
-            writer.add(sample(number))
-        assert writer.pending() == keys and store.find(keys) == set()
-        writer.seal()
-        assert writer.pending() == set() and store.find(keys) == keys
 
 
 def write_some(root, numbers, barrier):
