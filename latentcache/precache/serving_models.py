@@ -9,12 +9,11 @@ from contextlib import ExitStack
 
 from latentcache.config import Config
 from latentcache.devices.placement import placed
-from latentcache.errors import ModelError
 from latentcache.identity import TextIdentity
 from latentcache.models.model_loader import Models
 from latentcache.models.running import encoders_placed, free_cached_memory
 from latentcache.precache.encoding_stage import RunContext
-from latentcache.precache.encodings import Encodings, choose_encodings, for_images
+from latentcache.precache.encodings import choose_encodings, for_images
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.report import Failure, Report
 from latentcache.precache.tasks import Task
@@ -35,16 +34,12 @@ class ServingModels:
     """
 
     def __init__(self, config: Config, models: Models, memo: MutableMapping[str, str]):
-        self._config, self._models, self._memo = config, models, memo
-        self._placed: tuple[Kind, Encodings] | None = None
-        self._on_device = ExitStack()
-        self.encodings = choose_encodings(self._config, models, memo)
-        models.release()
-
-    @property
-    def loaded(self) -> Kind | None:
+        self._encode, self._models = config.encode, models
+        self.loaded: Kind | None = None
         """The kind of entries whose encoders are on the device."""
-        return self._placed and self._placed[0]
+        self._on_device = ExitStack()
+        self.encodings = choose_encodings(config, models, memo)
+        models.release()
 
     def encode(
         self,
@@ -62,10 +57,9 @@ class ServingModels:
         Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
         other ones by now than those from which the keys follow.
         """
-        kind, encode, report = tasks[0].kind, self._config.encode, Report()
-        encodings = self._place(kind)
-        if kind == "image":
-            encodings = for_images(encodings, encode, [tasks])
+        kind, encode, report = tasks[0].kind, self._encode, Report()
+        self._place(kind)
+        encodings = for_images(self.encodings, encode, [tasks]) if kind == "image" else self.encodings
         stop = stop or threading.Event()
         context = RunContext(encode, encodings, self._models, store, fail, report, Progress(), stop)
         groups: dict[Hashable, list[Task]] = {}
@@ -86,17 +80,15 @@ class ServingModels:
         self._models.release()
 
     def _leave_device(self) -> None:
-        self._placed = None
+        self.loaded = None
         self._on_device.close()
 
-    def _place(self, kind: Kind) -> Encodings:
+    def _place(self, kind: Kind) -> None:
         """Place the encoders of this kind, and them alone, where a stage finds them and leaves them."""
-        if self._placed is not None and self._placed[0] == kind:
-            return self._placed[1]
+        if self.loaded == kind:
+            return
         self._leave_device()
-        # Again: files may have changed since, and the batch size depends on the memory that is free now.
-        encodings = choose_encodings(self._config, self._models, self._memo)
-        self._check_same(kind, encodings)
+        encodings = self.encodings
         with ExitStack() as stack:
             if kind == "image":
                 stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
@@ -105,18 +97,7 @@ class ServingModels:
                 notes = stack.enter_context(encoders_placed(encoders, encodings.text_encoders.device))
                 for name, note in notes.items():
                     logger.info("%s: %s", name, note)
-            self._on_device, self._placed = stack.pop_all(), (kind, encodings)
-        return encodings
-
-    def _check_same(self, kind: Kind, now: Encodings) -> None:
-        before = self.encodings
-        if (before.image != now.image) if kind == "image" else (before.text != now.text):
-            self.unload()
-            raise ModelError(
-                f"the encoders of {self._config.model.path} are not those that the service was started with: their "
-                "files changed. Start it again, and it makes keys of the new ones.",
-                part="vae" if kind == "image" else "text_encoder",
-            )
+            self._on_device, self.loaded = stack.pop_all(), kind
 
 
 def _group_of(task: Task) -> Hashable:
