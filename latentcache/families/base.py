@@ -527,14 +527,6 @@ class Family(ABC):
             f"latents, but {what}. Set `inpaint` of the dataset's `mask`, and run `latentcache precache CONFIG`"
         )
 
-    def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        """What is wrong where the denoiser does not take cached fields of these shapes; None if it takes them."""
-        for name, text in self.fields.items():
-            wanted = None if text.width is None else denoiser.config[text.width]
-            if wanted is not None and name in shapes and shapes[name][-1] != wanted:
-                return f"takes {name} of width {wanted}, but the cache has {shapes[name][-1]}"
-        return None
-
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:
         """What is wrong where these settings of a denoiser's config.json are not this family's; None if they are."""
         for name, needed in self.denoiser_settings.items():

@@ -125,10 +125,11 @@ def _check_shared(denoiser: Any, family: Family, name: str, model: ModelConfig) 
 
 def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ModelError unless the denoiser takes cached fields of these shapes."""
-    problem = family.check_denoiser(denoiser, shapes)
-    if problem is not None:
-        word = family.denoiser_word
-        raise refused(family.denoiser, f"{problem}. Name a {word} of the model that made the cache.")
+    for name, text in family.fields.items():
+        wanted = None if text.width is None else denoiser.config[text.width]
+        if wanted is not None and name in shapes and shapes[name][-1] != wanted:
+            met = f"takes {name} of width {wanted}, but the cache has {shapes[name][-1]}"
+            raise refused(family.denoiser, f"{met}. Name a {family.denoiser_word} of the model that made the cache.")
 
 
 class _Denoisers:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,19 +231,18 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, fami
     Of latents with frames, [B, C, F, h, w], the frames: [B, frames, H, W, 3]. The bits are those of the pipelines for
     the same latents, where these have no watermark. The latents go to the VAE's device and dtype; the VAE runs where it
     is, without gradients and without a surrounding autocast. A float16 VAE with `force_upcast` computes in float32, as
-    in the pipelines; unlike there it is a copy that does. `tiled` turns the VAE's tiling on meanwhile: other pixels,
-    less memory. `family` None is DEFAULT. A number that is not finite becomes black, with a logged warning.
+    in the pipelines; unlike there it is a copy that does. `tiled` decodes in the VAE's tiles: other pixels, less
+    memory. `family` None is DEFAULT. A number that is not finite becomes black, with a logged warning.
     """
     from diffusers.image_processor import VaeImageProcessor
 
     device = device_of(vae)
     facts = vae_facts(vae, family)
-    with ExitStack() as stack:
-        stack.enter_context(inference(device))
+    with inference(device):
         if facts.force_upcast and next(vae.parameters()).dtype == torch.float16:
             vae = copy.deepcopy(vae).float()
         if tiled:
-            stack.enter_context(_tiling(vae))
+            vae = _tiled(vae)
         unscaled = facts.scaling.undo(latents.to(device, next(vae.parameters()).dtype))
         decoded = vae.decode(unscaled, return_dict=False)[0]
         flat = decoded if decoded.ndim == 4 else decoded.movedim(2, 1).flatten(0, 1)
@@ -284,17 +282,11 @@ def decode_fitting(vae: Any, latents: torch.Tensor, family: Family | None = None
     )
 
 
-@contextmanager
-def _tiling(vae: Any) -> Iterator[None]:
-    """The VAE's own tiling while inside, in tiles of at most TILE pixels where they are squares."""
-    names = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size")
-    before = {name: getattr(vae, name) for name in names if hasattr(vae, name)}
-    try:
-        vae.enable_tiling()
-        if len(before) == len(names) and vae.tile_sample_min_size > TILE:
-            vae.tile_latent_min_size = vae.tile_latent_min_size * TILE // vae.tile_sample_min_size
-            vae.tile_sample_min_size = TILE
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(vae, name, value)
+def _tiled(vae: Any) -> Any:
+    """The VAE with its own tiling on, in tiles of at most TILE pixels where they are squares: a copy with its parts."""
+    vae = copy.copy(vae)
+    vae.enable_tiling()
+    if getattr(vae, "tile_latent_min_size", None) and vae.tile_sample_min_size > TILE:
+        vae.tile_latent_min_size = vae.tile_latent_min_size * TILE // vae.tile_sample_min_size
+        vae.tile_sample_min_size = TILE
+    return vae

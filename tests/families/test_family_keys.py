@@ -13,11 +13,12 @@ from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
 from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
 
 from latentcache.config import ModelConfig
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, ModelError
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK, Family
 from latentcache.families.clip import ClipFamily
 from latentcache.identity import caption_digest
+from latentcache.models.denoiser import check_fits
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import encode_images
@@ -187,18 +188,11 @@ def test_a_diffusers_folder_gives_the_same(run: FamilyRun, monkeypatch: pytest.M
 
 def test_a_denoiser_that_does_not_fit_is_named(run: FamilyRun) -> None:
     shapes = {name: tuple(tensor.shape[1:]) for name, tensor in run.batch(TEXTS).items() if name in run.family.fields}
-    assert run.family.check_denoiser(run.denoiser, shapes) is None
+    check_fits(run.denoiser, run.family, shapes)
     for name, text in run.family.fields.items():
         if text.width is None:
             continue
         config = {**run.denoiser.config, text.width: run.denoiser.config[text.width] + 3}
-        problem = run.family.check_denoiser(SimpleNamespace(config=Settings(config)), shapes)
-        assert problem is not None and name in problem
-        assert str(config[text.width]) in problem and str(shapes[name][-1]) in problem
-
-
-class Settings(dict[str, Any]):
-    """A config as diffusers has it: a mapping whose keys are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
+        message = f"takes {name} of width {config[text.width]}, but the cache has {shapes[name][-1]}"
+        with pytest.raises(ModelError, match=message):
+            check_fits(SimpleNamespace(config=config), run.family, shapes)
