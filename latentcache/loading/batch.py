@@ -33,9 +33,16 @@ def to_device(
     scaling: Scaling | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """A gathered batch on the requesting device: see `LatentCache.batch`. `scaling` None leaves latents unscaled."""
+    """A gathered batch on the requesting device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
+
+    The result is the same dictionary where there is nothing to do.
+    """
     if output not in _OUTPUTS:
         raise StoreError(f"output is {output!r}; it must be one of {', '.join(_OUTPUTS)}")
+    if is_cpu(device) and dtype is None and scaling is None and generator is None:
+        stored = batch.get(output)
+        if stored is not None and stored.is_cpu:
+            return batch  # as it is: a small batch is copied in the time that the rest would take
     target, dtype = device_of(device), dtype or dtype_of(device)
     image = _moments(batch, scaling) if output == "moments" else _latents(batch, target, generator)
     if scaling is not None:
@@ -82,3 +89,8 @@ def _latents(batch: Batch, target: torch.device, generator: torch.Generator | No
         raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
     latents: torch.Tensor = batch["latents"]
     return latents.to(target)
+
+
+def is_cpu(device: DeviceLike) -> bool:
+    """Whether it is the CPU by name, which requests no dtype."""
+    return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"

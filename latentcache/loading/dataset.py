@@ -30,7 +30,7 @@ from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleR
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
-from latentcache.types import Batch
+from latentcache.types import Batch, ClipSize, Extent, Size
 
 Order = Literal["random", "packs"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -218,6 +218,12 @@ class LatentDataset(Dataset[Batch]):
         for number, part in enumerate(self._parts):
             if len(places := np.flatnonzero(parts == number)):
                 yield part, places, items[places] - (self._ends[number] - part.num_items)
+
+    def bucket(self, index: int) -> Extent:
+        """The bucket of an item, without reading it; of a clip with its number of frames."""
+        [(part, _, items)] = self._items([index])
+        height, width, num_frames = part.shapes[items[0] % len(part.usable), 1:4].tolist()
+        return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def groups(self) -> np.ndarray:
         """The number of each item's group, int64 [n], in the order of their sizes.

@@ -24,7 +24,7 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
-from latentcache.types import Refusal
+from latentcache.types import Refusal, Size
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Co
         parts = [LatentDataset(path, name, flips=name in mirrored) for name in names]
         alone = [part[index] for part in parts for index in range(len(part))]
         joined = LatentDataset(path, names, flips=flips)
-        assert joined[-1]["sample_id"] == alone[-1]["sample_id"]
+        assert joined[-1]["sample_id"] == alone[-1]["sample_id"] and joined.bucket(-1) == parts[-1].bucket(-1)
         for beyond in (len(alone), -len(alone) - 1):
             with pytest.raises(IndexError, match=f"of {len(alone)}"):
-                _ = joined[beyond]
+                joined.bucket(beyond)
         assert len(joined) == len(alone)
         for _ in range(2):
             for index, expected in enumerate(alone):
@@ -97,8 +97,8 @@ def test_the_resolutions_of_one_dataset_are_read_together(make_config: Callable[
     names = [each.name for each in config.datasets]
     assert names == ["photos-64", "photos-96"]
     dataset = LatentDataset(config.cache, names)
-    sizes = [tuple(dataset[item]["target_size"].tolist()) for item in range(len(dataset))]
-    assert len(sizes) == 10 and {*sizes[:5]} == {(64, 64)} and {*sizes[5:]} == {(64, 128), (128, 64)}
+    assert len(dataset) == 10 and {dataset.bucket(item) for item in range(5)} == {Size(64, 64)}
+    assert {dataset.bucket(item) for item in range(5, 10)} == {Size(64, 128), Size(128, 64)}
     with LatentCache(config.cache, manifest="photos-64") as cache:
         assert cache.batch(["a.png"], device="cpu")["target_size"] == [(64, 64)]
     found = explain(config, "a.png", models=LoadedModels(**tiny_parts()))

@@ -74,6 +74,7 @@ def test_control_latents_are_scaled_as_latents_are_and_masks_keep_their_numbers(
 
 def test_control_images_of_other_shapes_are_in_other_batches(config: Config) -> None:
     dataset = LatentDataset(config.cache, "pairs", flips=True)
+    assert {dataset.bucket(index) for index in range(len(dataset))} == {(64, 64)}
     sampler = BucketBatchSampler(dataset, 8, shuffle=False)
     batches = list(sampler)
     assert sorted(map(len, batches)) == [4, 4]

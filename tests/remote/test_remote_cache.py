@@ -6,7 +6,9 @@ import json
 import re
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from helpers.relay import Relay
 from helpers.remote_samples import make_cache, make_manifest
 from helpers.serving import RunningServer, serving
+from torch.utils.data import DataLoader
 
 from latentcache import (
     BucketBatchSampler,
@@ -28,6 +31,9 @@ from latentcache import (
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Shard
 from latentcache.store.upkeep import compact
@@ -79,6 +85,8 @@ def test_batches_are_those_of_the_local_cache(
             )
         with pytest.raises(SampleError, match="is in no manifest"):
             far.batch(["absent.png"], device="cpu")
+    datasets = LatentDataset(section, ["served"])
+    assert datasets.bucket(0) == LatentDataset(served_cache).bucket(0)
 
 
 def test_the_second_epoch_of_a_loader_needs_no_server(
@@ -95,6 +103,17 @@ def test_the_second_epoch_of_a_loader_needs_no_server(
             found += [plain(batch) for batch in loader]
     assert found == expected and len(relay.requests) == num_requests
     dataset.cache.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_workers_of_a_data_loader_read_from_the_service(server: RunningServer, served_cache: Path, token: str) -> None:
+    def read(where: Any, **options: Any) -> list[dict[str, Any]]:
+        dataset = LatentDataset(where)
+        loader = DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, BATCH, seed=3), **options)
+        return [plain(batch) for batch in loader]
+
+    workers = {"num_workers": 2, "multiprocessing_context": "fork", "generator": torch.Generator()}
+    assert repr(read(server.url, **workers)) == repr(read(served_cache))
 
 
 def free_port() -> int:
@@ -257,6 +276,34 @@ def test_precache_fills_a_service(
     assert run_precache(far, dry_run=True).num_misses == 1
     with pytest.raises(ReadOnlyError, match="writing token"):
         run_precache(far)
+
+
+def test_two_precaches_at_once_fill_one_service(
+    tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two machines: both encode the same entries, each is stored once, and both end with whole manifests."""
+    DiskStore(tmp_path / "shared").close()
+    with serving(tmp_path / "shared") as server, ThreadPoolExecutor(2) as threads:
+        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
+        config = make_config(**{"cache.path": server.url, "encode.batch_size": 1})
+        needed = run_precache(config, dry_run=True).num_misses
+        both, make_plan = threading.Barrier(2), planner.make_plan
+
+        def plan_then_wait(*arguments: Any, **options: Any) -> Any:
+            plan = make_plan(*arguments, **options)
+            both.wait(60)
+            return plan
+
+        monkeypatch.setattr("latentcache.precache.run.make_plan", plan_then_wait)
+        models = [LoadedModels(**tiny_parts()) for _ in range(2)]
+        running = [threads.submit(run_precache, config, models=each) for each in models]
+        reports = [each.result() for each in running]
+        assert [report.num_misses for report in reports] == [needed] * 2
+        assert needed <= sum(report.num_encoded for report in reports) <= 2 * needed
+        with LatentCache(config.cache) as cache:
+            assert len(list(cache.store.keys())) == needed and cache.store.stats().num_damaged == 0
+            assert cache.batch(cache.sample_ids()[:1], device="cpu")["sample_id"]
+    assert ManifestFolder(tmp_path / "shared" / "manifests").unfinished() == {}
 
 
 def test_ranks_share_a_service(
