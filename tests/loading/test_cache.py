@@ -121,12 +121,6 @@ def test_captions_and_flips(make_config: Callable[..., Config], cache: LatentCac
         assert not torch.equal(one, other)
 
 
-def test_a_missing_caption_is_the_empty_prompt(cache: LatentCache) -> None:
-    batch = cache.batch(["d.png"], device="cpu")
-    assert batch["caption"] == [""]
-    assert torch.equal(batch["prompt_embeds"], cache.prompt("", device="cpu")["prompt_embeds"])
-
-
 def test_buckets_do_not_mix(cache: LatentCache) -> None:
     with pytest.raises(StoreError, match=r"lie in 128x64, 64x128: batch them with .*BucketBatchSampler"):
         cache.batch(["a.png", "c.png"], device="cpu")
@@ -198,16 +192,6 @@ def test_a_reader_that_may_not_write_says_how_to_mend(config: Config, monkeypatc
         assert cache.store.read_only
         with pytest.raises(SampleError, match=r"is damaged: .*`latentcache verify .*`, then run `latentcache precache"):
             cache.batch(["c.png"], device="cpu")
-
-
-def test_removed_entries_are_missing(config: Config) -> None:
-    with LatentCache(config.cache.path) as cache:
-        assert cache.batch(WIDE, device="cpu")["sample_id"] == WIDE, "and b.png is remembered"
-        cache.store.remove([cache.row("b.png")[1].captions[0].key])
-        with pytest.raises(SampleError, match=r"'b\.png': has no entry: no such entry.*latentcache precache"):
-            cache.batch(WIDE, device="cpu")
-        assert cache.batch(["a.png", "sub/e.png"], device="cpu")["sample_id"] == ["a.png", "sub/e.png"]
-    assert run_precache(config).misses_by_reason == {"entry lost": 1}
 
 
 def test_prompts_whose_manifest_is_gone_are_not_cached(config: Config) -> None:

@@ -337,19 +337,6 @@ def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path
     assert sorted(rows_read) == [("main", "1"), ("other", "0")] and loader.num_skipped == 1
 
 
-def test_the_empty_text_is_missed_under_its_own_name(path: Path, tmp_path: Path) -> None:
-    """No sample is left out of its batches because of it."""
-    sampler = sampler_of(path)
-    cache = sampler.dataset.cache
-    real = cache.store.rows
-    key = cache.cached_prompt("").keys[0]
-    other = on_disk(tmp_path / "other", "sdxl", [4])
-    with LatentCache(other) as empty, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache.store, "rows", lambda keys: empty.store.rows([key]) if key in keys else real(keys))
-        with pytest.raises(SampleError, match="'prompt: ': has no entry"):
-            [*loader_of(sampler, prefetch=0, damaged="skip")]
-
-
 # The arithmetic alone
 
 

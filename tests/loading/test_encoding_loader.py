@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.pack_damage import damage
 from loading import config_of, make_cache, plain
 
@@ -164,39 +160,6 @@ def test_an_entry_that_stays_damaged_is_todays_error(folder: Path, monkeypatch: 
         next(batches)  # not the end of the epoch
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_models_return_to_where_they_were(folder: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = tiny_parts()
-    modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-    for part in modules.values():
-        part.train()  # frozen, but as a trainer may have left it
-    parts["text_encoder"].eval()
-    dataset = dataset_of(folder)
-    dataset.cache.store.remove(all_keys(dataset))
-
-    def state() -> dict[str, Any]:
-        return {
-            name: [(id(p), p.device, p.dtype, p.requires_grad, p._version) for p in part.parameters()]
-            + [each.training for each in part.modules()]
-            for name, part in modules.items()
-        }
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("the VAE broke")
-
-    before = state()
-    if fails:
-        monkeypatch.setattr(type(parts["vae"]), "encode", fail)
-        loader = loader_of(dataset, encode=partial(run_precache, config_of(folder), models=LoadedModels(**parts)))
-        with pytest.raises(RuntimeError, match="the VAE broke"):
-            iter(loader)
-        assert dataset.missing(), "the images"
-    else:
-        loader = loader_of(dataset, encode=partial(run_precache, config_of(folder), models=LoadedModels(**parts)))
-        assert len(list(loader)) == 7
-    assert state() == before
-
-
 REFUSED = {
     "corrupt": (r"'c\.png': has no entry.*cannot be encoded \(not-an-image\).*To fix it: replace .*c\.png", True),
     "vanished": (r"'c\.png': has no entry.*cannot be encoded \(missing\).*To fix it: replace .*c\.png", True),
@@ -248,21 +211,6 @@ def test_the_empty_text_that_dropout_reads_is_encoded_too(folder: Path) -> None:
     assert encode.asked == [{key}] and encode.num_encoded == 1
 
 
-def test_a_sample_of_the_same_name_elsewhere_does_not_matter(folder: Path) -> None:
-    config = config_of(folder)
-    [photos] = config.datasets
-    images = photos.images.model_copy(update={"min_side": 100})
-    others = photos.model_copy(update={"name": "others", "images": images})
-    config = config.model_copy(update={"datasets": (others, photos)})
-    assert run_precache(config).num_refused == 5
-    dataset = LatentDataset(folder / "cache", "photos")
-    key = dataset.cache.restricted("photos").row("c.png")[1].images[0].key
-    assert dataset.cache.store.remove([key]) == 1
-    encode = Encoder(config, models=LoadedModels(**tiny_parts()))
-    loader = loader_of(dataset, encode=encode)
-    assert len(list(loader)) == len(loader) and encode.num_encoded == 1 and not loader.refused
-
-
 def test_other_models_encode_nothing(folder: Path) -> None:
     dataset = dataset_of(folder)
     dataset.cache.store.remove([image_key(dataset, "c.png")])
@@ -300,23 +248,3 @@ def test_ranks_share_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with ThreadPoolExecutor(2) as executor:
         assert list(executor.map(train, range(2))) == expected
     assert sum(encode.num_encoded for encode in encoders) == len(lost), "each entry was made by one of them"
-
-
-HITS = """
-    import sys
-    from functools import partial
-    from latentcache import BucketBatchSampler, LatentDataset, LatentLoader, load_config, run_precache
-    dataset = LatentDataset(sys.argv[1])
-    encode = partial(run_precache, load_config(sys.argv[2]))
-    loader = LatentLoader(BucketBatchSampler(dataset, 3), device="cpu", encode=encode)
-    assert len(list(loader)) == len(loader)
-    assert "diffusers" not in sys.modules and "transformers" not in sys.modules
-"""
-
-
-def test_with_all_hits_no_model_library_is_imported(folder: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(config_of(folder).model_dump_json(exclude_unset=True), encoding="utf-8")
-    command = [sys.executable, "-c", textwrap.dedent(HITS), str(folder / "cache"), str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr

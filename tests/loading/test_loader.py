@@ -68,15 +68,6 @@ def test_a_batch_is_what_the_cache_gives(path: Path) -> None:
         assert torch.equal(batch["moments"], direct["moments"]) and batch.keys() == direct.keys()
 
 
-def test_global_generators_are_left_alone_and_do_not_matter(dataset: LatentDataset) -> None:
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = [plain(batch) for batch in loader_of(dataset)]
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert [plain(batch) for batch in loader_of(dataset)] == first
-
-
 @PREFETCH
 def test_held_batches_are_never_overwritten(dataset: LatentDataset, prefetch: int) -> None:
     loader = loader_of(dataset, prefetch=prefetch, output="moments", scaled=False)

@@ -86,23 +86,6 @@ def test_no_flipped_bit_gives_other_values(relay: Relay, server: RunningServer, 
             assert read(store, start, start + 4)
 
 
-def test_another_pack_in_the_place_of_one_is_refused(relay: Relay, server: RunningServer, tmp_path: Path) -> None:
-    kept: list[bytes] = []
-
-    def change(path: str, status: int, data: bytes) -> bytes:
-        if "/packs/" in path and status == 200:
-            kept.append(data)
-            return kept[0].ljust(len(data))[: len(data)]
-        return data
-
-    relay.change = change
-    with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
-        assert read(store, 0, 8) or kept
-        for start in range(0, 24, 4):
-            with suppress(StoreError):
-                assert read(store, start, start + 4)
-
-
 @pytest.fixture
 def twice(tmp_path: Path) -> Iterator[tuple[RunningServer, Relay]]:
     """A service that has each entry in two packs: of two caches that were merged by copying files."""

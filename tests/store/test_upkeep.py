@@ -373,18 +373,3 @@ def test_an_opening_removes_what_a_dead_process_left(root, name):
     (root / name).touch()
     DiskStore(root).close()
     assert listing(root) == [*CLEAN, "0 packs"]
-
-
-def test_packs_that_are_linked_and_away_are_not_lost(root):
-    """As on a disk that is not mounted now."""
-    with DiskStore(root) as store:
-        add_packs(store, range(3))
-    (root / "packs").rename(root.parent / "elsewhere")
-    (root / "packs").symlink_to(root.parent / "elsewhere")
-    (root.parent / "elsewhere").rename(root.parent / "away")
-    for call in (DiskStore, rebuild):
-        with pytest.raises(StoreError, match="cannot be read now"):
-            call(root)
-    (root.parent / "away").rename(root.parent / "elsewhere")
-    with DiskStore(root) as store:
-        assert_holds(store, *range(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -124,36 +123,6 @@ def test_the_prefetching_thread_ends_with_its_consumer_and_closes_the_source(end
     else:
         del items
     assert closed.wait(10)
-
-
-def test_closing_in_another_thread_ends_a_consumer_that_waits() -> None:
-    waits, goes_on = threading.Event(), threading.Event()
-
-    def source() -> Generator[int, None, None]:
-        yield 0
-        waits.set()
-        assert goes_on.wait(10)
-        yield 1
-        yield from itertools.count(2)
-
-    items, found = Prefetcher(source(), 2), list[object]()
-
-    def consume() -> None:
-        try:
-            found.extend(items)
-        except BaseException as error:
-            found.append(error)
-
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    assert waits.wait(10)
-    closer = threading.Thread(target=items.close)
-    closer.start()
-    goes_on.set()
-    consumer.join(10)
-    closer.join(10)
-    assert found in ([0], [0, 1])
-    assert list(items) == []
 
 
 def test_a_thread_goes_on_prefetching_after_the_main_thread_has_ended() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from latentcache.errors import StoreBusyError, StoreError
+from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.utils import file_locks
@@ -98,11 +98,6 @@ def test_a_fork_reads_on_when_its_parent_has_closed(tmp_path: Path) -> None:
     assert readers_since(path) is None
 
 
-def test_a_reader_that_may_not_write_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "readers.lock").mkdir()
-    ReadersLock(tmp_path / "readers.lock").close()
-
-
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     with locked(path, "first", shared=False):
@@ -129,27 +124,6 @@ def test_a_forked_child_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> N
         os.waitpid(pid, 0)
         with pytest.raises(StoreBusyError, match="parent"), locked(path, "other", shared=True):
             pass
-
-
-@pytest.mark.parametrize("failing", ["take", "release"])
-def test_a_disk_that_fails_is_our_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    path = tmp_path / "a.lock"
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(file_locks, failing, refuse)
-    before = os.listdir("/dev/fd")
-    if failing == "release":
-        with locked(path, "first", shared=False):
-            pass  # the lock ends with the descriptor
-    else:
-        with pytest.raises(StoreError, match="Input/output error"), locked(path, "first", shared=False):
-            pass
-    assert os.listdir("/dev/fd") == before
-    monkeypatch.undo()
-    with locked(path, "second", shared=False):
-        pass
 
 
 def test_a_disk_without_room_for_the_note_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
