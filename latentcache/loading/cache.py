@@ -237,10 +237,10 @@ class LatentCache(Closing):
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
         far = self.store if isinstance(self.store, RemoteStore) else None
-        keys = None if far is None else far.transport.encode_prompts([(text, negative)])
-        if keys is None:
+        key = None if far is None else far.transport.encode_prompt(text, negative=negative)
+        if key is None:
             raise missing
-        datasets, found = self.datasets(), self.store.record(keys[0]).identity
+        datasets, found = self.datasets(), self.store.record(key).identity
         manifests = [manifest for manifest in datasets if manifest.imported_from is None]
         for manifest in manifests:
             family = SampleFacts.of(manifest).family
@@ -253,7 +253,7 @@ class LatentCache(Closing):
                     f"max_length, dtype or salt, than {manifest.name} was cached with. Start it with the config of "
                     "that dataset: serve --encode CONFIG"
                 ) from missing
-        return SampleRef(missing.sample_id, (keys[0],), SampleFacts.of([*manifests, *datasets][0]))
+        return SampleRef(missing.sample_id, (key,), SampleFacts.of([*manifests, *datasets][0]))
 
     def batch(
         self,

@@ -26,10 +26,8 @@ from latentcache.utils.json_document import to_bytes
 
 KEYS = 4096
 """Keys in one request."""
-ENCODED_PROMPTS = 32
-"""Prompts in one request: as many as a service takes."""
 ENCODE_S = 600.0
-"""How long a service may take to encode them: it loads its models first."""
+"""How long a service may take to encode a prompt: it loads its models first."""
 UPLOAD_ANSWER_S = 300.0
 """A service checks and seals what was uploaded, and reads what it is to verify, before it answers."""
 _CONNECT_S = 5.0
@@ -246,23 +244,13 @@ class ServiceTransport(Transport):
         return damaged
 
     @override
-    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
-        """The keys of prompts: pairs of a text and whether it is negative. The service encodes those that it lacks.
-
-        None: it encodes nothing (`latentcache serve --encode`). RemoteError, also for a prompt that it refuses.
-        """
-        keys: list[str] = []
-        for first in range(0, len(prompts), ENCODED_PROMPTS):
-            part = prompts[first : first + ENCODED_PROMPTS]
-            document = {"prompts": [{"text": text, "negative": sign} for text, sign in part], "return": "keys"}
-            answer = self.request("POST", "prompts:encode", document=document, also=[_MISSING], answer_s=ENCODE_S)
-            if answer.status == _MISSING:
-                return None
-            with _understood(answer) as found:
-                keys += [check_key(entry["key"]) for entry in found["entries"]]
-        if len(keys) != len(prompts):
-            raise _strange(self.url, f"{len(keys)} keys of {len(prompts)} prompts")
-        return keys
+    def encode_prompt(self, text: str, *, negative: bool) -> str | None:
+        document = {"prompts": [{"text": text, "negative": negative}], "return": "keys"}
+        answer = self.request("POST", "prompts:encode", document=document, also=[_MISSING], answer_s=ENCODE_S)
+        if answer.status == _MISSING:  # it runs without `--encode`
+            return None
+        with _understood(answer) as found:
+            return check_key(found["entries"][0]["key"])
 
     def close(self) -> None:
         """Close the connections."""

@@ -97,8 +97,8 @@ class Transport(Closing, Protocol):
         """Find which keys have entries, by an index that the cache has itself. None: it has none."""
         return None
 
-    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> Sequence[str] | None:
-        """The keys of prompts, pairs of a text and whether it is negative; None where they encode nothing there."""
+    def encode_prompt(self, text: str, *, negative: bool) -> str | None:
+        """The key of a prompt, which is encoded there if it is not cached; None where nothing is encoded."""
         return None
 
 

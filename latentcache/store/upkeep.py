@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from latentcache.errors import PackError, StoreBusyError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreBusyError, StoreError
 from latentcache.store.base import Report
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
@@ -150,20 +150,17 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
     What is not there, or moved meanwhile, is not damaged. StoreError for what is no key, or if a pack cannot be read
     now.
     """
-    with nullcontext() if disk.read_only else disk.lock("verify", shared=True):
-        disk.reload()
-        places: dict[str, dict[str, Location]] = {}
-        damaged: dict[str, str] = {}
-        for key, location in zip(keys, disk.look_up(list(keys)), strict=True):
-            if location is not None:
-                places.setdefault(location.pack.id, {})[key] = location
-            elif (reason := disk.table.reason(key)) is not None:
-                damaged[key] = reason
-        found, unreadable = _check(disk, places.items(), Progress())
-        for pack, problem in unreadable.items():
-            if found.keys().isdisjoint(places[pack]):  # that says nothing about its entries
-                raise StoreError(problem)
-        return damaged | found
+    disk.release({found.pack.id for found in disk.look_up(list(keys), again=True) if found is not None})
+    damaged: dict[str, str] = {}
+    for key in keys:
+        try:
+            disk.rows([key])
+            disk.record(key)
+        except EntryDamagedError as error:
+            damaged[key] = error.reason
+        except EntryMissingError:
+            continue
+    return damaged
 
 
 def _check(
