@@ -59,9 +59,10 @@ class CachedBatches(Dataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         """The batch of this number. SampleError for a sample of it that is missing or damaged; IndexError."""
         planned, dataset = self._plan[number], self.sampler.dataset
-        if planned.ahead:
-            dataset.prefetch(planned.ahead)
-        batch = dataset.cache.gather(dataset.refs(planned.items if dataset.draws else planned.numbers))
+        refs = dataset.refs(planned.items if dataset.draws else planned.numbers)
+        if dataset.order == "packs":
+            dataset.prefetch(refs)
+        batch = dataset.cache.gather(refs)
         return placed(dataset, planned, batch, CPU, dtype=self.dtype, output=self.output, scaled=self.scaled)
 
 

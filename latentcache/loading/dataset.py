@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -128,8 +127,8 @@ class LatentDataset(Dataset[Batch]):
     one is a StoreError at once, since the cache has the embedding of before.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
-    away: the packs that hold the images come in random order, and their rows are mixed. Through the page cache they are
-    read whole, a pack ahead.
+    away: the packs that hold the images come in random order, and their rows are mixed. They are read whole, before the
+    batches that need them.
     """
 
     def __init__(  # noqa: PLR0913 - each is a choice of the caller's
@@ -268,17 +267,19 @@ class LatentDataset(Dataset[Batch]):
             found.update(zip(places.tolist(), part.refs(items, visits), strict=True))
         return [found[place] for place in range(len(indices))]
 
-    def prefetch(self, indices: Sequence[int]) -> None:
-        """These items are read soon, by any process. What is wrong with one is raised when it is read."""
-        with suppress(StoreError):
-            self.cache.prefetch(self.refs(indices))
+    def prefetch(self, refs: Sequence[SampleRef]) -> None:
+        """These samples are read soon, by any process; in pack order whole packs."""
+        self.cache.store.prefetch([key for ref in refs for key in ref.keys], whole_packs=self.order == "packs")
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        batch = self.cache.gather(self.refs(indices), pad=False)
+        refs = self.refs(indices)
+        if self.order == "packs":
+            self.prefetch(refs)
+        batch = self.cache.gather(refs, pad=False)
         batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
         columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
         return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -30,8 +31,8 @@ from latentcache.utils.concurrency import Prefetcher
 logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
-LOOK_AHEAD = 4
-"""Each batch is prefetched from the store while so many before it are read."""
+LOOK_AHEAD = 32
+"""Each batch is prefetched from the store while so many before it are read: in pack order a pack, which takes time."""
 Encode = Callable[..., Any]
 """Encodes the entries of the keys `only` into the dataset's cache, and returns a `Report` with those that it `refused`.
 
@@ -64,7 +65,7 @@ class _BatchMaker:
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. Each is prefetched before the LOOK_AHEAD batches before it are read."""
-        waiting: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
+        waiting: deque[tuple[PlannedBatch, list[SampleRef]]] = deque()
         try:
             for planned in plan:
                 waiting.append((planned, self._announced(planned)))
@@ -75,22 +76,18 @@ class _BatchMaker:
         finally:
             self.transfer.finish()
 
-    def _announced(self, planned: PlannedBatch) -> list[SampleRef] | None:
-        """Prefetch what a batch needs. Its samples; None where they are to be found when it is read."""
-        if planned.ahead is not None:
-            self.loader.dataset.prefetch(planned.ahead)
-            return None
-        try:
+    def _announced(self, planned: PlannedBatch) -> list[SampleRef]:
+        """Prefetch what a batch needs. Its samples; none where one is wrong, which is raised when the batch is read."""
+        with suppress(StoreError):
             refs = self.loader.dataset.refs(self._items(planned))
-            self.cache.prefetch(refs)
-        except StoreError:
-            return None  # raised at the batch that it belongs to
-        return refs
+            self.loader.dataset.prefetch(refs)
+            return refs
+        return []
 
     def _items(self, planned: PlannedBatch) -> Sequence[int]:
         return planned.items if self.loader.dataset.draws else planned.numbers
 
-    def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
+    def _make(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         try:
             return self._read(planned, refs or self.loader.dataset.refs(self._items(planned)))
         except Exception as error:

@@ -88,23 +88,3 @@ def _full_batches(items: np.ndarray, buckets: np.ndarray, batch_size: int, left:
         batches += zip(own[batch_size - 1 : num : batch_size].tolist(), full, strict=True)
         rest += items[own[num:]].tolist()
     return [batch for _, batch in sorted(batches)]
-
-
-def spots_ahead(places: Places, batches: Sequence[Sequence[int]]) -> dict[int, list[np.ndarray]]:
-    """What to bring into memory with a rank's batch, by its number: the visits of all rows of a pack, in their order.
-
-    With the first batch that needs a pack this is the next pack that any batch needs. The first one comes at once.
-    Visits are int64 [n, 2], the number of a batch and the place in it: as tuples they would take six times the memory.
-    """
-    sizes = np.array([*map(len, batches)], np.int64)
-    items = np.array([item for batch in batches for item in batch], np.int64)
-    numbers = np.repeat(np.arange(len(sizes)), sizes)
-    spots = np.stack([numbers, np.arange(len(items)) - np.repeat(sizes.cumsum() - sizes, sizes)], axis=1)
-    _, first, packs = np.unique(places.packs[items], return_index=True, return_inverse=True)
-    order = np.lexsort((places.rows[items], first[packs]))
-    starts = [*np.flatnonzero(np.diff(first[packs][order], prepend=-1)).tolist(), len(items)]
-    begins = numbers[np.sort(first)].tolist()
-    ahead: dict[int, list[np.ndarray]] = {}
-    for begin, start, end in zip([0, *begins], starts, starts[1:], strict=False):
-        ahead.setdefault(begin, []).append(spots[order[start:end]])
-    return ahead

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,13 +15,12 @@ from torch.utils.data import Sampler
 
 from latentcache.errors import StoreError
 from latentcache.identity import seed_of
-from latentcache.loading.pack_order import WINDOW, Places, pack_batches, split, spots_ahead
+from latentcache.loading.pack_order import WINDOW, pack_batches, split
 
 if TYPE_CHECKING:  # it needs this module
     from latentcache.loading.dataset import LatentDataset
 
 STATE_VERSION = 1
-_MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
 
 
 class Visit(int):
@@ -57,35 +55,21 @@ def order_generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.default_rng(seed_of("order", seed, epoch))
 
 
-@lru_cache(_MAX_DRAWS)
-def _draws(seed: int, epoch: int, position: int, num_items: int) -> list[int]:
-    generator = np.random.default_rng(seed_of("visits", seed, epoch, position))
-    return [*map(int, generator.integers(1 << 63, size=num_items))]
-
-
 class PlannedBatch(NamedTuple):
-    """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs.
-
-    `ahead`, in pack order: the items to bring into memory now, for this batch and later ones.
-    """
+    """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs."""
 
     epoch: int
     position: int
     numbers: list[int]
     end: int
     seed: int
-    ahead: list[Visit] | None = None
 
     @property
     def items(self) -> list[Visit]:
         """The items, each with a draw of its own. Making these takes as long as copying a small sample."""
-        draws = _draws(self.seed, self.epoch, self.position, len(self.numbers))
+        generator = np.random.default_rng(seed_of("visits", self.seed, self.epoch, self.position))
+        draws = generator.integers(1 << 63, size=len(self.numbers)).tolist()
         return [Visit.of(item, draw, self.epoch, self.seed) for item, draw in zip(self.numbers, draws, strict=True)]
-
-    def visit(self, place: int) -> Visit:
-        """One of the items."""
-        draws = _draws(self.seed, self.epoch, self.position, len(self.numbers))
-        return Visit.of(self.numbers[place], draws[place], self.epoch, self.seed)
 
 
 @dataclass(slots=True)
@@ -177,11 +161,10 @@ class BucketBatchSampler(Sampler[list[int]]):
         """This rank's batches of an epoch, from a position on. A position counts the batches of all ranks."""
         order = self._order(epoch)
         firsts = range(position, position + self._num_left(position) * self.world_size, self.world_size)
-        planned = (
+        return (
             PlannedBatch(epoch, place, order[place], first + self.world_size, self.seed)
             for first, place in ((first, first + self.rank) for first in firsts)
         )
-        return planned if self._places is None else _with_ahead(list(planned), self._places)
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -193,8 +176,6 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _drawn(self, cursor: Cursor) -> Iterator[list[int]]:
         for batch in self.plan(cursor.epoch, cursor.position):
             cursor.position = batch.end
-            if batch.ahead:
-                self.dataset.prefetch(batch.ahead)
             yield [*batch.items]
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,11 +258,3 @@ def _check_ranks(packs: str, world_size: int) -> None:
             f"rank {', '.join(others)} sees other packs than rank 0, so that samples would come twice or never: start "
             "the ranks again when nothing adds to the cache or compacts it, with the same cache for each"
         )
-
-
-def _with_ahead(planned: list[PlannedBatch], places: Places) -> Iterator[PlannedBatch]:
-    """The batches of a rank with what each brings into memory for later ones."""
-    ahead = spots_ahead(places, [batch.numbers for batch in planned])
-    for number, batch in enumerate(planned):
-        spots = [spot for visits in ahead.pop(number, ()) for spot in visits.tolist()]
-        yield batch._replace(ahead=[planned[other].visit(place) for other, place in spots])

@@ -140,13 +140,13 @@ class RemoteStore(PackReader):
     # Reading
 
     @override
-    def prefetch(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
         self.check_open()
         found = [place for place in self.index.table.look_up(list(dict.fromkeys(keys))) if place is not None]
         packs = dict.fromkeys(place.pack.id for place in found)
         self.tier.bring_soon(packs)
         here = {pack for pack in packs if self.tier.has(pack)}
-        self._advise([place for place in found if place.pack.id in here])
+        self._advise([place for place in found if place.pack.id in here], whole_packs=whole_packs)
 
     @property
     @override

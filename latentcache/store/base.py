@@ -108,10 +108,10 @@ class Store(Closing, Protocol):
         `batch.read_batch` makes batches of them.
         """
 
-    def prefetch(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 
-        It waits for nothing, and passes over entries that are not there.
+        `whole_packs`: so is all that lies in their packs. It waits for nothing, and passes over what is not there.
         """
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:

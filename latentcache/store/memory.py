@@ -66,7 +66,7 @@ class MemoryStore(Store):
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         return [self._stored(key)[1] for key in keys]
 
-    def prefetch(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
         """All is in memory."""
         _ = self._open
 

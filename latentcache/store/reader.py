@@ -23,6 +23,7 @@ from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import open_to_read, unreadable
 
 _MAX_RECORDS = 8  # packs whose records are kept open
+_MAX_ADVISED = 128  # packs that are not asked for again: more than are read at the same time, and less than memory has
 
 
 class _Mapping(NamedTuple):
@@ -48,6 +49,8 @@ class PackReader(Store):
         self._name, self._is_closed = name, False
         self._maps: dict[str, _Mapping] = {}
         self._whole_pack = lru_cache(_MAX_RECORDS)(WholePack.in_file)
+        # No bytes: to the end. Each batch of a pack asks for it.
+        self._advise_whole = lru_cache(_MAX_ADVISED)(lambda pack: self._advise_ranges(pack, [(0, 0)]))
 
     @property
     def table(self) -> LocationTable:
@@ -124,9 +127,9 @@ class PackReader(Store):
             location = self.relocate(key, location, problem, num_looks)
 
     @override
-    def prefetch(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
         found = self.table.look_up(list(dict.fromkeys(keys)))
-        self._advise([location for location in found if location is not None])
+        self._advise([location for location in found if location is not None], whole_packs=whole_packs)
 
     def _known(self, location: Location) -> EntryArrays | None:
         """The arrays of an entry that was found good before."""
@@ -175,7 +178,7 @@ class PackReader(Store):
             raise unreadable(path, error) from error
         return mapping
 
-    def _advise(self, locations: Iterable[Location]) -> None:
+    def _advise(self, locations: Iterable[Location], *, whole_packs: bool = False) -> None:
         """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
 
         Where a system takes no such advice (macOS, Windows), or a pack cannot be opened, nothing is done: the read
@@ -184,13 +187,19 @@ class PackReader(Store):
         if not hasattr(os, "posix_fadvise"):
             return
         for pack, together in groupby(sorted(locations, key=attrgetter("pack.id")), key=attrgetter("pack.id")):
-            with suppress(OSError, StoreError):
-                fd = open_to_read(self.path_of(pack))
-                try:
-                    for offset, num_bytes in chain.from_iterable([each.ranges() for each in together]):
-                        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
-                finally:
-                    os.close(fd)
+            if whole_packs:
+                self._advise_whole(pack)
+            else:
+                self._advise_ranges(pack, chain.from_iterable([each.ranges() for each in together]))
+
+    def _advise_ranges(self, pack: str, ranges: Iterable[tuple[int, int]]) -> None:
+        with suppress(OSError, StoreError):
+            fd = open_to_read(self.path_of(pack))
+            try:
+                for offset, num_bytes in ranges:
+                    os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
 
     # What is kept of packs
 

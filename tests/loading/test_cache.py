@@ -219,13 +219,6 @@ def test_what_another_run_caches_is_seen_after_a_refresh(config: Config, make_co
         assert cache.batch(WIDE, device="cpu")["latents"].shape[0] == 3
 
 
-def test_a_cache_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="none"):
-        LatentCache(tmp_path / "none")
-    with pytest.raises(StoreError, match="needs a path, or a store"):
-        LatentCache()
-
-
 @pytest.mark.parametrize("is_writable", [False, True])
 def test_a_snapshot_of_the_hub_opens_by_its_path(config: Config, tmp_path: Path, is_writable: bool) -> None:
     snapshot = snapshot_of(Path(config.cache.path), tmp_path / "hub")

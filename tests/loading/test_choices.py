@@ -251,7 +251,7 @@ def test_what_is_read_was_announced(path: Path, order: str, dropout_to: str, mon
         assert read <= announced, "each of them before it is read"
         return rows(keys)
 
-    monkeypatch.setattr(store, "prefetch", announced.update)
+    monkeypatch.setattr(store, "prefetch", lambda keys, whole_packs: announced.update(keys))
     monkeypatch.setattr(store, "rows", counted)
     assert len([*loader_of(sampler, prefetch=0)]) == len(sampler)
     assert read == announced and read.total() == 4 * 3 * NUM

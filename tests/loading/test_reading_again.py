@@ -66,26 +66,6 @@ def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache)
         cache.batch(WIDE, device="cpu")
 
 
-def test_a_refresh_while_a_batch_is_read_counts_for_the_next(
-    cache: LatentCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = cache.manifests.read("photos")
-    assert manifest is not None
-    row = manifest.rows["a.png"]
-    edited = replace(row, captions=(Ref.of_text("edited", row.captions[1].key),))
-    rows = cache.store.rows
-
-    def refresh_then(keys: Any) -> Any:
-        cache.manifests.write(replace(manifest, rows=dict(manifest.rows) | {"a.png": edited}))
-        cache.refresh()  # as another thread may
-        return rows(keys)
-
-    monkeypatch.setattr(cache.store, "rows", refresh_then)
-    assert cache.batch(["a.png"], device="cpu")["caption"] == ["a red house"]
-    monkeypatch.undo()
-    assert cache.batch(["a.png"], device="cpu")["caption"] == ["edited"]
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
 def test_a_closed_cache_releases_what_it_remembered(cache: LatentCache) -> None:
     cache.batch(WIDE, device="cpu")

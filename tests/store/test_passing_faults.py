@@ -14,7 +14,7 @@ from latentcache.store import DiskStore, disk, pack
 from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
-from latentcache.store.upkeep import rebuild, verify
+from latentcache.store.upkeep import verify
 
 
 def leave_an_unknown_pack(store, number):
@@ -86,17 +86,3 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
         monkeypatch.undo()
         assert verify(store).ok
         assert_holds(store, 0)
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "a failing disk"), MemoryError("none")])
-def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, error):
-    with DiskStore(root) as store:
-        store.add(samples(0, 1))
-        monkeypatch.setattr(os, "read", lambda *_, **__: (_ for _ in ()).throw(error))
-        report = rebuild(store)
-        assert len(report.unreadable) == 1
-        monkeypatch.undo()
-        assert store.damaged() == {}
-        with DiskStore(root) as again:
-            assert_holds(again, 0, 1)
-        assert_holds(store, 0, 1)

@@ -6,7 +6,7 @@ import errno
 import os
 
 import pytest
-from store_samples import key, payload, samples, where
+from store_samples import key, packs, payload, samples, where
 
 from latentcache.store import DiskStore
 from latentcache.store.batch import read_batch
@@ -57,6 +57,10 @@ def test_what_is_read_first_or_soon_is_advised(root, advised):
         store.prefetch(key(number) for number in (2, 1, 99, 0, 2))
         assert_advised(advised, store, 0, 1, 2)
         assert len(os.listdir("/dev/fd")) == before
+        advised.clear()
+        for _ in range(2):
+            store.prefetch([key(2), key(1), key(0)], whole_packs=True)
+        assert sorted(advised) == sorted((path.name, 0, 0) for path in packs(store)), "each pack once, to its end"
 
 
 def test_a_file_system_that_takes_no_advice_is_no_matter(root, monkeypatch):

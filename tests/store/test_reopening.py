@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from store_samples import assert_holds, flip, key, pack_of, payload, sample, samples
+from store_samples import assert_holds, key, payload, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreBusyError
 from latentcache.store import DiskStore, disk
@@ -169,23 +169,6 @@ def test_a_damaged_index_is_not_replaced_while_upkeep_works(root):
                 DiskStore(root)
     with DiskStore(root) as again:
         assert_knows(again, range(4))
-
-
-def test_a_pack_that_was_put_back_is_read_again(root):
-    """A process that has the damaged file mapped must not mark what is whole now."""
-    with DiskStore(root) as store, DiskStore(root, read_only=True) as reader:
-        store.add([sample(0), sample(1)])
-        path = pack_of(store, 0)
-        good = path.read_bytes()
-        flip(store, 0)
-        with pytest.raises(EntryDamagedError):
-            reader.get(key(0))
-        assert_holds(reader, *[1])
-        path.with_suffix(".new").write_bytes(good)
-        path.with_suffix(".new").replace(path)
-        rebuild(store)
-        assert_holds(store, *[0, 1])
-        assert verify(store).ok
 
 
 def test_an_index_that_is_deleted_under_a_store_is_not_replaced_by_an_empty_one(root):

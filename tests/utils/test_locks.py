@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import time
@@ -124,14 +123,3 @@ def test_a_forked_child_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> N
         os.waitpid(pid, 0)
         with pytest.raises(StoreBusyError, match="parent"), locked(path, "other", shared=True):
             pass
-
-
-def test_a_disk_without_room_for_the_note_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.lock"
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", refuse)
-    with locked(path, "this", shared=True), pytest.raises(StoreBusyError, match="another process"):
-        locked(path, "that", shared=False).__enter__()
