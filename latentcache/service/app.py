@@ -55,12 +55,7 @@ def _app_of(state: ServiceState) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with contextlib.closing(state):
-            repeated = asyncio.create_task(state.release_packs())
-            try:
-                yield
-            finally:
-                repeated.cancel()
-                await asyncio.wait([repeated])
+            yield
 
     app = FastAPI(
         title="latentcache",

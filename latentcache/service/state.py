@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +15,11 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused
 from latentcache.precache.workspace import Workspace
 from latentcache.service.auth import Access, Role
 from latentcache.store.disk import DiskStore
 from latentcache.utils.locks import ReadersLock
-
-_RELEASE_S = 60.0
-logger = logging.getLogger("latentcache")
 
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
@@ -119,17 +115,6 @@ class ServiceState:
         self.access.check(request.scope["latentcache.role"], Role.WRITE)
         if self.store.read_only:
             raise RequestRefused("this server opened the cache for reading only", status=403)
-
-    async def release_packs(self) -> None:
-        """Release packs that were removed meanwhile, as long as the server runs."""
-        while True:
-            try:
-                await self.read(self.store.release_gone)
-            except StoreError as error:
-                logger.warning("%s", error)
-            except Exception:
-                logger.exception("removed packs were not released; it is tried again")
-            await anyio.sleep(_RELEASE_S)
 
     def close(self) -> None:
         """Close the cache."""

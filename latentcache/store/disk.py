@@ -210,6 +210,8 @@ class DiskStore(PackReader):
         table = LocationTable() if is_whole else self._table
         table.add(found)
         self._table, self._position = table, position
+        if is_whole:  # a mapped file takes space after its name is gone
+            self.release(self._maps.copy().keys() - table.packs.keys())
 
     @override
     def find(self, keys: Iterable[str], *, again: bool = False) -> set[str]:
@@ -279,15 +281,6 @@ class DiskStore(PackReader):
             return moved
         self.mark_damaged({key: (location, problem)})
         raise self._damaged_error(key, problem)
-
-    def release_gone(self) -> None:
-        """Release the packs that this process or another removed.
-
-        A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
-        """
-        with self.current() as table:
-            gone = self._maps.copy().keys() - table.packs.keys()
-        self.release(gone)
 
     # Writing
 

@@ -142,20 +142,6 @@ class StoreContract:
         assert same(batch["moments"], torch.stack([entries[i].tensors["moments"] for i in order]))
         assert read_batch(store, []) == {}
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_new_tensors_of_any_size_stand_alone(self, store, dtype):
-        shape = (1 << 20,)  # one is small, two and more lie in huge pages where the system has them
-        entries = [make_entry(number, shape=shape, dtype=dtype) for number in range(4)]
-        store.add(entries)
-        for numbers in ([0], [1, 2], [3, 3, 0, 1]):
-            batch = read_batch(store, [entries[number].record.key for number in numbers])["moments"]
-            assert same(batch, torch.stack([entries[number].tensors["moments"] for number in numbers]))
-            assert batch.is_contiguous() and batch.untyped_storage().nbytes() == batch.nbytes
-            batch.detach_()
-            batch.mul_(2)
-            again = read_batch(store, [entries[number].record.key for number in numbers])["moments"]
-            assert same(batch, again * 2)
-
     def test_unequal_entries_are_not_a_batch(self, store):
         first, wide, other = make_entry(1), make_entry(2, shape=(4, 3, 6)), make_entry(3, dtype=torch.bfloat16)
         text = make_entry(4, kind="text")

@@ -239,24 +239,6 @@ def test_a_caption_that_is_dropped_to_zeros_leaves_exact_zeros(path: Path) -> No
     assert seen(b | {"to": "zeros"} for b in loader_of(sampler_of(path, dropout_to="zeros"))) == empty
 
 
-@pytest.mark.parametrize("order", ["random", "packs"])
-@pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
-def test_what_is_read_was_announced(path: Path, order: str, dropout_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = sampler_of(path, order=order, dropout_to=dropout_to)
-    store = sampler.dataset.cache.store
-    announced, read, rows = Counter[str](), Counter[str](), store.rows
-
-    def counted(keys: list[str]) -> Any:
-        read.update(keys)
-        assert read <= announced, "each of them before it is read"
-        return rows(keys)
-
-    monkeypatch.setattr(store, "prefetch", lambda keys, whole_packs: announced.update(keys))
-    monkeypatch.setattr(store, "rows", counted)
-    assert len([*loader_of(sampler, prefetch=0)]) == len(sampler)
-    assert read == announced and read.total() == 4 * 3 * NUM
-
-
 def test_the_state_of_other_choices_is_refused_by_name(path: Path) -> None:
     sampler = sampler_of(path)
     state = sampler.state_dict()

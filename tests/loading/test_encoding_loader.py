@@ -15,7 +15,6 @@ from loading import config_of, make_cache, plain
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader, LoadedModels, Report, run_precache
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, SampleError, StoreError
 from latentcache.models.tiny import tiny_parts
 
@@ -120,29 +119,6 @@ def test_a_damaged_entry_is_made_again_once(folder: Path, damaged: Any) -> None:
     loader = loader_of(dataset, damaged=damaged, encode=encode)
     assert [plain(batch) for batch in loader] == expected
     assert encode.asked == [{key}] and encode.num_encoded == 1 and not loader.skipped
-
-
-def test_each_damaged_entry_of_a_name_is_made_again(folder: Path) -> None:
-    """Of a sample its mirrored image too, and that of another dataset's sample of the same name."""
-    settings = config_of(folder).model_dump(exclude_unset=True)
-    [photos] = settings["datasets"]
-    small = photos | {"name": "small", "buckets": {"area": 64 * 64, "step": 32}}
-    config = parse_config(settings | {"datasets": [photos, small]})
-    models = LoadedModels(**tiny_parts())
-    assert run_precache(config, models=models).num_refused == 0
-
-    def dataset() -> LatentDataset:
-        return LatentDataset(folder / "cache", ["photos", "small"], flips=True, caption="random")
-
-    expected, names = [plain(batch) for batch in loader_of(dataset())], ("photos", "small")
-    rows = [dataset().cache.manifest(name).rows["c.png"] for name in names]
-    keys = [image.key for row in rows for image in row.images]
-    assert len({*keys}) == 4
-    for key in keys:
-        damage_image(dataset(), key)
-    encode = Encoder(config, models=models)
-    assert [plain(batch) for batch in loader_of(dataset(), encode=encode)] == expected
-    assert sorted(key for each in encode.asked for key in each) == sorted(keys) and encode.num_encoded == 4
 
 
 def test_an_entry_that_stays_damaged_is_todays_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,15 +200,6 @@ def mixed() -> Iterator[LatentCache]:
         yield cache
 
 
-def test_datasets_of_several_families_are_read_each_as_its_own(mixed: LatentCache) -> None:
-    assert mixed.batch(["0", "1"], device="cpu")["prompt_embeds"].shape == (2, 9, 6)
-    video = mixed.batch(["12", "13"], device="cpu", scaled=True)
-    assert video["prompt_embeds"].shape == (2, 512, 6) and video["latents"].shape == (2, 4, 1, 8, 8)
-    image = mixed.batch(["21", "22"], device="cpu")
-    assert image["add_time_ids"].tolist() == [[64, 64, 0, 0, 64, 64]] * 2 and "prompt_embeds_mask" not in image
-    assert {name: len(mixed.restricted(name).sample_ids()) for name in ("z", "w", "s")} == {"z": 3, "w": 3, "s": 3}
-
-
 def test_a_batch_that_mixes_families_or_recipes_is_refused(mixed: LatentCache) -> None:
     for names, families in ((["0", "12"], "wan, z-image"), (["21", "0"], "sdxl, z-image")):
         with pytest.raises(StoreError, match=rf"'{names[0]}' and '{names[1]}' were cached for .* {families}"):

@@ -149,19 +149,6 @@ def test_processes_write_and_read_at_once(root, context):
         assert_holds(store, *range(30))
 
 
-def test_forks_share_a_store(root):
-    with DiskStore(root) as store:
-        store.add(samples(0, 1))
-        assert_holds(store, 0)
-
-        def child():
-            assert_holds(store, 0, 1)
-            store.add(samples(2))
-
-        assert run(child) == 0
-        assert_holds(store, 0, 1, 2)
-
-
 # Deaths ------------------------------------------------------------------------------------------------------------
 
 

@@ -135,16 +135,6 @@ def test_of_two_copies_a_damaged_one_is_never_a_wrong_value(store):
         damaged.write_bytes(clean)
 
 
-def test_after_a_rebuild_damage_is_found_again(store):
-    add_packs(store, range(3))
-    flip(store, 0)
-    verify(store)
-    assert rebuild(store).num_entries == 3 and store.damaged() == {}
-    with pytest.raises(EntryDamagedError):
-        store.get(key(0))
-    assert set(store.keys()) == {key(1), key(2)}
-
-
 # prune -------------------------------------------------------------------------------------------------------------
 
 
