@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from queue import Empty, SimpleQueue
-from threading import Thread
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from latentcache.errors import StoreError, add_note
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-EXIT_TIMEOUT_S = 10.0
-"""How long the end of the process waits for a prefetching thread that is in the middle of a read."""
 
 logger = logging.getLogger("latentcache")
 
@@ -119,28 +112,16 @@ class Prefetcher(Generic[Item]):
     """The items of `source`, made by a thread up to `size` items ahead of the consumer.
 
     An error of the source is raised after the items that were made before it, and again at each further call. The
-    thread ends with the source, with `close`, when this object is dropped, and with the process. The source runs in
-    that thread alone and is closed there. After a fork the child gets StoreError: it does not have the thread.
-
-    No executor serves here: it takes no calls once the main thread has ended, though other threads go on.
+    thread ends with the source and with `close`; when this object is dropped, and with the process, once it has made
+    the items that it is ahead. After a fork the child gets StoreError: it does not have the thread.
     """
 
     def __init__(self, source: Generator[Item, None, None], size: int):
-        self._pid = os.getpid()
-        self._is_closed = False
-        # Simple queues: a finalizer may use them in the middle of any other call of theirs.
-        self._made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._room: SimpleQueue[bool] = SimpleQueue()
-        for _ in range(size):
-            self._room.put(True)
-        # The thread does not know this object, which can be dropped while the thread works.
-        self._thread = Thread(
-            target=_prefetch, args=(source, self._room, self._made), name="latentcache-prefetch", daemon=True
-        )
-        _rooms[self._thread] = self._room
-        # At the end of the process `_stop_all` stops the thread and also waits for it.
-        weakref.finalize(self, _stop, self._room).atexit = False
-        self._thread.start()
+        self._pid, self._source, self._is_closed = os.getpid(), source, False
+        # No finalizer ends it: that could run while its thread holds a lock of an executor. Python itself waits for it
+        # at the end of the process: a thread that still ran in torch then would crash the interpreter.
+        self._executor = ThreadPoolExecutor(1, "latentcache-prefetch")
+        self._coming = deque(self._executor.submit(next, source) for _ in range(size))
 
     def __iter__(self) -> Prefetcher[Item]:
         return self
@@ -151,61 +132,29 @@ class Prefetcher(Generic[Item]):
                 f"this iterator belongs to process {self._pid}, and its thread is not in the fork {os.getpid()}: "
                 "make a new one there with iter(loader)"
             )
+        coming = self._coming
         if self._is_closed:
             raise StopIteration
-        item: Item
-        item, error = self._made.get()
-        if error is None:
-            self._room.put(True)
-            return item
-        self._made.put((None, error))  # for the next call
-        raise StopIteration if error is _END else error
+        try:
+            error = coming[0].exception()
+            if error is not None:  # it stays there for the next call
+                self._executor.shutdown(wait=False)
+                raise error
+            item = coming.popleft().result()
+            coming.append(self._executor.submit(next, self._source))
+        except (CancelledError, RuntimeError):
+            if self._is_closed:  # by another thread, meanwhile
+                raise StopIteration from None
+            raise
+        return item
 
     def close(self) -> None:
         """End the thread and wait for it. It finishes the item that it is making."""
         self._is_closed = True
         if os.getpid() == self._pid:
-            _stop(self._room)
-            self._thread.join()
-            ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # what nobody takes may be large
-            ended.put((None, _END))
-            self._made = ended
-
-
-_END = StopIteration()
-"""In place of an error where the source ends."""
-_rooms: weakref.WeakKeyDictionary[Thread, SimpleQueue[bool]] = weakref.WeakKeyDictionary()
-"""The threads that prefetch."""
-
-
-def _prefetch(
-    source: Generator[Item, None, None], room: SimpleQueue[bool], made: SimpleQueue[tuple[Any, BaseException | None]]
-) -> None:
-    """Make an item for each True in `room`. The last one has the error that ends them."""
-    ending: BaseException = _END  # a new one would keep its traceback, and by that the last item
-    try:
-        with closing(source):
-            while room.get():
-                made.put((next(source), None))  # in no variable: waiting keeps no item alive
-    except StopIteration:
-        pass
-    except BaseException as error:  # raised in the consumer
-        ending = error
-    made.put((None, ending))
-
-
-def _stop(room: SimpleQueue[bool]) -> None:
-    """Let a thread end after its item. Does not wait: a finalizer may run in any thread."""
-    with suppress(Empty):
-        while True:
-            room.get_nowait()
-    room.put(False)
-
-
-@atexit.register
-def _stop_all() -> None:
-    """A thread that still ran in torch at the end of the process would crash the interpreter."""
-    for room in _rooms.values():
-        _stop(room)
-    for thread in _rooms:
-        thread.join(EXIT_TIMEOUT_S)
+            coming, self._coming = self._coming, deque()  # what nobody takes may be large
+            for future in tuple(coming):
+                future.cancel()
+            with suppress(RuntimeError):  # the thread has ended
+                self._executor.submit(self._source.close)
+            self._executor.shutdown()

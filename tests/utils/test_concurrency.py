@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Generator
@@ -123,23 +121,3 @@ def test_the_prefetching_thread_ends_with_its_consumer_and_closes_the_source(end
     else:
         del items
     assert closed.wait(10)
-
-
-def test_a_thread_goes_on_prefetching_after_the_main_thread_has_ended() -> None:
-    program = """
-import threading, time
-from latentcache.utils.concurrency import Prefetcher
-
-def consume():
-    main = threading.main_thread()
-    main.join()
-    time.sleep(0.05)  # the interpreter waits for this thread now
-    print(list(Prefetcher(iter_once(), 2)))
-
-def iter_once():
-    yield from range(4)
-
-threading.Thread(target=consume).start()
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (ran.stdout.strip(), ran.stderr) == ("[0, 1, 2, 3]", "")

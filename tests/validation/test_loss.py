@@ -237,7 +237,7 @@ def test_a_thread_reads_and_ends_with_the_measurement(cache: LatentCache, monkey
         validation_loss(
             Recorder(torch.nn.Linear(1, 1), failing), cache, scheduler=SCHEDULER, settings=few(batch_size=1)
         )
-    assert readers == {"latentcache-prefetch"}
+    assert readers == {"latentcache-prefetch_0"}
     assert not readers & {thread.name for thread in threading.enumerate()}, "it is not left behind by an error"
 
 
