@@ -47,6 +47,7 @@ def provenance_json(**facts: Any) -> dict[str, Any]:
     * `device`, `computed_dtype`: the dtype differs from the identity's after a retry in float32; `note` says why.
     * `float32_precision`: how float32 was multiplied, by kind of operator: `ieee`, or `tf32` with 10 bits of mantissa.
     * `num_tokens` of a text, with start and end. More than the tokenizer's limit were cut off.
+    * `token_limit`: that limit, where it is lower than that of the family's usual tokenizers.
     """
     return {
         **{name: value for name, value in facts.items() if value is not None},

@@ -44,7 +44,8 @@ class TextStage(EncodingStage):
         self._family = context.encodings.family
         self._parts_ahead: dict[str, Any] = {}
         self._limit = 0
-        """Tokens that the text encoders read."""
+        """Tokens that the text encoders read. Records say it where these tokenizers cut texts earlier than usual:"""
+        self._stated_limit: int | None = None
         self._cut: set[str] = set()
         """The samples that count as cut: one counts once, however many variants its caption has."""
 
@@ -59,7 +60,9 @@ class TextStage(EncodingStage):
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
             executor = stack.enter_context(ThreadPoolExecutor(1, "latentcache-tokenize"))
-            self._limit = family.token_limit(parts, context.encodings.text.settings)
+            settings = context.encodings.text.settings
+            self._limit = family.token_limit(parts, settings)
+            self._stated_limit = self._limit if self._limit < family.token_limit({}, settings) else None
             self._encode(parts, self._groups(batches, executor), nullcontext)
         context.progress.finish()
 
@@ -143,7 +146,8 @@ class TextStage(EncodingStage):
                 name: tensor[number][masks[name][number]] if name in masks else tensor[number]
                 for name, tensor in tensors.items()
             }
-            record = self._record(item, encoders, dtypes[0], note, num_tokens=item.data.num_tokens)
+            counts = {"num_tokens": item.data.num_tokens, "token_limit": self._stated_limit}
+            record = self._record(item, encoders, dtypes[0], note, **counts)
             context.store(Entry(record, kept, frozenset(masks)))
             sample_id = item.task.sample.sample_id
             if item.data.num_tokens > self._limit and sample_id not in self._cut:

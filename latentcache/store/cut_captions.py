@@ -24,7 +24,10 @@ def num_cut_tokens(identity: Mapping[str, Any], provenance: Mapping[str, Any]) -
 
     It is 0 where nobody counted the tokens, and for a family that is unknown here.
     """
-    encoding, num_tokens = identity.get("encoding"), provenance.get("num_tokens")
+    num_tokens, limit = provenance.get("num_tokens"), provenance.get("token_limit")
+    if type(num_tokens) is int and type(limit) is int:  # of a tokenizer that cuts earlier than the family's usual ones
+        return max(0, num_tokens - limit)
+    encoding = identity.get("encoding")
     recipe = encoding if isinstance(encoding, Mapping) else {}
     numbers = {name: value for name, value in recipe.items() if type(value) is int}
     # No family reads fewer. Its file imports torch, for which `status` need not wait where no caption is long.

@@ -456,6 +456,19 @@ def test_long_captions_are_counted(make_config: Callable[..., Config], photos: P
     assert "2 samples have a caption that is cut" in status(config.cache.path).to_text()
 
 
+def test_captions_that_a_shorter_tokenizer_cuts_are_counted(make_config: Callable[..., Config], photos: Path) -> None:
+    """A tokenizer may be saved with a `model_max_length` below its family's 77."""
+    (photos / "a.txt").write_text("word " * 12)
+    config, parts = make_config(), tiny_parts()
+    for name in ("tokenizer", "tokenizer_2"):
+        parts[name].model_max_length = 10
+    for _ in range(2):
+        report = run_precache(config, models=LoadedModels(**parts))
+        assert (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
+    [found] = [each for each in status(config.cache.path).manifests if each.role != "prompts"]
+    assert (found.num_cut, found.cut) == (1, ("a.png",))
+
+
 def test_manifests_are_left_alone_until_the_last_rank_is_done(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path
 ) -> None:
