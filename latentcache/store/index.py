@@ -1,8 +1,8 @@
-"""The index: a row for each pack in a diskcache database (SQLite), which only this file imports.
+"""The index: a row for each pack in SQLite, by way of diskcache, which only this file imports.
 
-diskcache makes the database, and nothing else: it unpickles what it finds, and reads and deletes files that rows name.
-Rows are bytes or they are refused. No connection outlives the call that made it: nothing is carried across a fork, and
-other processes never wait for an idle one.
+diskcache unpickles what it finds, and reads and deletes files that rows name. So rows are bytes or they are refused.
+No connection outlives the call that made it: nothing is carried across a fork, and other processes never wait for an
+idle one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import diskcache
-from diskcache.core import DBNAME
+from diskcache.core import DBNAME, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store.entry import is_pack_id
@@ -28,18 +28,23 @@ from latentcache.utils.locks import locked
 from latentcache.utils.sqlite_codes import primary_code
 
 TIMEOUT_S = 60.0
+JOURNAL_MODE = "delete"
+"""Not WAL: that fails on network file systems, and a reader without write access could not read it."""
 _SETTINGS: dict[str, Any] = {
     "statistics": 0,
     "tag_index": 0,
     "eviction_policy": "none",
+    "size_limit": 1 << 60,
+    "cull_limit": 0,
     "sqlite_auto_vacuum": 1,
-    "sqlite_journal_mode": "delete",  # not WAL: that fails on network file systems, and wants a reader to write
+    "sqlite_cache_size": 1 << 13,
+    "sqlite_journal_mode": JOURNAL_MODE,
     "sqlite_mmap_size": 0,
+    "sqlite_synchronous": 3,  # EXTRA: with FULL, a power cut can bring the journal back, which undoes the change
+    "disk_min_file_size": 1 << 60,  # values never go to files
 }
 _SELECT = "SELECT key, value, typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1 FROM Cache "
 """Name and value of rows, and whether latentcache can have written them."""
-_INSERT = "INSERT OR IGNORE INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, ?, ?, 1, ?)"
-_UPDATE = "UPDATE Cache SET size = ?, value = ? WHERE key = ?"
 PACK_PREFIX = "pack:"
 """What the names of packs' rows begin with; the pack's id follows."""
 GENERATION = "generation"
@@ -63,6 +68,40 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     )
 
 
+class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
+    """Bytes in rows, and nothing else: no pickle, no file."""
+
+    def put(self, key: str) -> tuple[str, bool]:
+        return key, True
+
+    def store(self, value: bytes, read: bool, key: object = None) -> tuple[int, int, None, bytes]:
+        if len(value) > MAX_VALUE_BYTES:
+            raise StoreError(f"a row of the index has at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
+        return 0, MODE_RAW, None, value
+
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
+        raise IndexDamagedError(self._directory, "diskcache was to unpickle a value")  # `Rows` reads, and nothing else
+
+    def remove(self, file_path: str) -> None:
+        # diskcache calls this with the file that a row names. None of ours names one.
+        raise IndexDamagedError(self._directory, "a row names a file")
+
+
+class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
+    """A cache that waits for others in all that it does while it is opened, and leaves nothing open if that fails."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        try:
+            super().__init__(*arguments, **settings)
+        except BaseException:
+            self.close()  # else it keeps its locks until the garbage is collected
+            raise
+
+    def drop_tag_index(self) -> None:
+        # There is none, and this alone is not tried again when another process has the database.
+        pass
+
+
 Position = tuple[bytes | None, int]
 """How far a reader has read: generation and last row. While the generation is the same, later rows are all it lacks."""
 
@@ -70,8 +109,8 @@ Position = tuple[bytes | None, int]
 class Rows:
     """The rows while a block of `Index.reading` runs: other processes cannot change them."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection):
-        self._path, self._execute = path, connection.execute
+    def __init__(self, path: Path, execute: Callable[[str, Sequence[object]], sqlite3.Cursor]):
+        self._path, self._execute = path, execute
 
     def get(self, pack: str) -> PackRow | None:
         """The pack's row, or None."""
@@ -110,37 +149,29 @@ class Rows:
 class Transaction(Rows):
     """Reads and changes that take effect together, or not at all, while a block of `Index.transaction` runs."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection):
-        super().__init__(path, connection)
-        self._is_new_generation = False
+    def __init__(self, path: Path, cache: _Cache):
+        super().__init__(path, cache._sql)
+        self._cache, self._is_new_generation = cache, False
         self.changed: dict[str, PackRow | None] = {}
         """By pack the row that was added or replaced, or None if it was removed."""
-        # From the first row on: one that replaces another index is known to be another.
-        self._insert(GENERATION, uuid.uuid4().bytes)
 
     def put(self, row: PackRow) -> None:
         """Add or replace the row of a pack."""
         name, value = PACK_PREFIX + row.pack.id, row.to_bytes()
-        if len(value) > MAX_VALUE_BYTES:
-            raise StoreError(f"a row of the index has at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
-        if not self._insert(name, value):
+        if not self._cache.add(name, value):
             self._begin_generation()
-            self._execute(_UPDATE, (len(value), value, name))
+            self._cache.set(name, value)
         self.changed[row.pack.id] = row
 
     def remove(self, pack: str) -> None:
         """Remove the row of a pack, if there is one."""
-        if self._execute("DELETE FROM Cache WHERE key = ?", (PACK_PREFIX + pack,)).rowcount:
+        if self._cache.delete(PACK_PREFIX + pack):
             self._begin_generation()
             self.changed[pack] = None
 
-    def _insert(self, name: str, value: bytes) -> bool:
-        return self._execute(_INSERT, (name, time.time(), len(value), value)).rowcount > 0
-
     def _begin_generation(self) -> None:
         if not self._is_new_generation:
-            value = uuid.uuid4().bytes
-            self._execute(_UPDATE, (len(value), value, GENERATION))
+            self._cache.set(GENERATION, uuid.uuid4().bytes)
             self._is_new_generation = True
 
 
@@ -154,43 +185,59 @@ class Index:
     def __init__(self, path: Path, *, read_only: bool = False):
         self.path, self.read_only = path, read_only
         self._database = path / DBNAME
+        self._cache: _Cache | None = None
         if read_only:
-            if not self._database.exists():
-                raise IndexDamagedError(self.path, "it does not exist")
+            self._check_exists()
             return
         with self._typed_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             # One at a time: making the tables is not one transaction. Half of them are a damaged index.
             with process_lock, locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
                 if not self._database.exists():
-                    diskcache.Cache(str(self.path), timeout=TIMEOUT_S, **_SETTINGS).close()
+                    with self._begun():
+                        pass  # it makes the tables, and the first generation
+
+    def _check_exists(self) -> None:
+        if not self._database.exists():
+            raise IndexDamagedError(self.path, "it does not exist")
 
     @contextmanager
     def reading(self) -> Iterator[Rows]:
         """Read rows. Other processes cannot change the index while the block runs."""
-        with process_lock, self._typed_errors(), closing(self._connect("BEGIN")) as connection:
-            yield Rows(self.path, connection)
+        with process_lock, self._typed_errors(), closing(self._connect()) as connection:
+            yield Rows(self.path, connection.execute)
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """Hold the database alone. Inside, use the transaction's methods only. Durable when the block is left."""
         if self.read_only:
             raise ReadOnlyError(self.path)
-        with process_lock, self._typed_errors(), closing(self._connect("BEGIN IMMEDIATE")) as connection:
-            yield Transaction(self.path, connection)
-            connection.execute("COMMIT")
+        self._check_exists()  # else diskcache makes another one, in which no pack is known
+        with self._begun() as transaction:
+            yield transaction
 
-    def _connect(self, begin: str) -> sqlite3.Connection:
-        """A connection in a transaction: nothing changes under it any more."""
+    @contextmanager
+    def _begun(self) -> Iterator[Transaction]:
+        with process_lock, self._typed_errors():
+            if self._cache is None:  # as late as possible: opening one writes all its settings, row by row
+                try:
+                    self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_BytesDisk, **_SETTINGS)
+                except ValueError as error:  # diskcache looks up each setting, and takes it for granted
+                    raise IndexDamagedError(self.path, f"a setting cannot be found: {error}") from error
+            with closing(self._cache) as cache, cache.transact():
+                # From the first row on: one that replaces another index is known to be another.
+                cache.add(GENERATION, uuid.uuid4().bytes)
+                yield Transaction(self.path, cache)
+
+    def _connect(self) -> sqlite3.Connection:
+        """A connection in a transaction that reads: nothing changes under it any more."""
         # mode=rw: only so can what a dead writer left half done be rolled back.
         uri = f"{self._database.as_uri()}?mode={'ro' if self.read_only else 'rw'}"
         until = time.monotonic() + _PASSING_S
         while True:
             connection = sqlite3.connect(uri, uri=True, timeout=TIMEOUT_S, isolation_level=None)
             try:
-                # EXTRA: with FULL, a power cut can bring the journal back, which undoes the change.
-                connection.execute("PRAGMA synchronous = EXTRA")
-                connection.execute(begin)
+                connection.execute("BEGIN")
                 connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
                 return connection
             except BaseException as error:
@@ -205,13 +252,16 @@ class Index:
     def _typed_errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            raise self._typed(error) from error
+        except (diskcache.Timeout, sqlite3.Error, UnicodeDecodeError, OSError) as error:
+            # diskcache hides why a transaction could not begin, and rolls back what SQLite has rolled back already, on
+            # a full disk: the first error counts.
+            first = error.__context__ if isinstance(error.__context__, sqlite3.Error) else error
+            raise self._typed(first) from error
 
     def _typed(self, error: BaseException) -> StoreError:
-        """What an error of SQLite or of the system means for the index."""
+        """What an error of SQLite, of diskcache or of the system means for the index."""
         code = primary_code(error)
-        if code in (sqlite_codes.BUSY, sqlite_codes.LOCKED):
+        if isinstance(error, diskcache.Timeout) or code in (sqlite_codes.BUSY, sqlite_codes.LOCKED):
             detail = f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
             return StoreBusyError(self.path, detail)
         if code == sqlite_codes.FULL:
@@ -220,8 +270,6 @@ class Index:
             # Where the file can be written it is the database's header that says no.
             if self.read_only or not os.access(self._database, os.W_OK):
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
-        elif isinstance(error, FileExistsError | NotADirectoryError):
-            return IndexDamagedError(self.path, "it is no folder")
-        elif isinstance(error, OSError) or (code in _UNREACHABLE and self._database.exists()):
+        elif self._database.exists() and (isinstance(error, OSError) or code in _UNREACHABLE):
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))
