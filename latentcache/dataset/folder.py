@@ -9,7 +9,7 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import count
+from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -36,8 +36,6 @@ from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
 
 METADATA = "metadata.jsonl"
-MAX_LINE_BYTES = 8 << 20
-"""Longest accepted line of METADATA: captions of MAX_CAPTION_BYTES, escaped."""
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
 REMEMBERED_FOLDERS = 64
 """Whose names are kept: lines of METADATA may lead from one folder to another and back."""
@@ -175,13 +173,14 @@ class _FileSource(SampleSource):
         self,
         sample_id: str,
         read_captions: Callable[[], tuple[str, ...]],
-        find_parts: Callable[[str], tuple[Sample, ...]],
+        row: Mapping[str, Any] | None = None,
+        folder: str = "",
     ) -> Sample | Refusal:
-        """The sample with these captions and parts."""
+        """The sample with these captions, and with the companions that `row` names, its metadata in `folder`."""
         path = self._prefix + sample_id
         try:
-            signature = signature_of(path)
-            return Sample(sample_id, path, read_captions() or ("",), signature, path, find_parts(sample_id))
+            signature, captions = signature_of(path), read_captions() or ("",)
+            return Sample(sample_id, path, captions, signature, path, self._parts.of(sample_id, row, folder))
         except ImageRefused as error:
             return refusal_of(sample_id, error.path, error)
 
@@ -210,14 +209,8 @@ class CaptionFileSource(_FileSource):
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
-        return not_empty(self._samples(), self._root, "folder")
-
-    def _samples(self) -> Iterator[Sample | Refusal]:
-        for found in walk(self._root):
-            if isinstance(found, Refusal):
-                yield found
-            else:
-                yield from self._samples_in(*found)
+        listed = ([each] if isinstance(each, Refusal) else self._samples_in(*each) for each in walk(self._root))
+        return not_empty(chain.from_iterable(listed), self._root, "folder")
 
     def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
         prefix, caption_of = f"{folder}/" if folder else "", self._caption_files(names)
@@ -227,7 +220,7 @@ class CaptionFileSource(_FileSource):
                 continue
             caption_path = f"{self._prefix}{prefix}{caption_of.get(stem, '')}"
             read_captions = partial(_captions_at, caption_path, self._joined) if stem in caption_of else tuple
-            yield self._sample(prefix + name, read_captions, self._parts.of)
+            yield self._sample(prefix + name, read_captions)
 
     def _caption_files(self, names: list[str]) -> dict[str, str]:
         """The names of caption files by their stems. `cat.TXT` is one, unless there is a `cat.txt`."""
@@ -244,7 +237,6 @@ def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
         captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1), path)
         return (" ".join(captions),) if joined and captions else captions
     except OSError as error:
-        signature_of(path)  # of what is no file it says so
         raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
 
 
@@ -289,20 +281,12 @@ class ImageFolderSource(_FileSource):
         """The samples of a folder's metadata. What it names is added to `named`."""
         path, name = os.path.join(self._root, folder, METADATA), posixpath.join(folder, METADATA)
         try:
-            signature_of(path)  # a pipe would be waited for
             # Read as bytes: text mode would end at the first line that is not UTF-8.
             with open(path, "rb") as file:
-                for number in count(1):
-                    line_id, place, line = f"{name}:{number}", f"{path}:{number}", file.readline(MAX_LINE_BYTES + 1)
-                    if len(line) > MAX_LINE_BYTES:
-                        detail = f"the line has more than {MAX_LINE_BYTES:,} bytes; what follows is not read"
-                        yield Refusal(line_id, place, "corrupt", detail)
-                        return
-                    if not line:
-                        return
+                for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield self._from_line(folder, line_id, place, line, named, columns)
-        except (ImageRefused, OSError) as error:
+                        yield self._from_line(folder, f"{name}:{number}", f"{path}:{number}", line, named, columns)
+        except OSError as error:
             yield refusal_of(name, path, error)
 
     def _from_line(
@@ -324,5 +308,4 @@ class ImageFolderSource(_FileSource):
         for column in self._parts.columns:
             with suppress(ValueError):  # the sample is refused for it
                 named.add(name_below(folder, row.get(column)))
-        find_parts = partial(self._parts.of, row=row, folder=folder)
-        return self._sample(sample_id, partial(columns.captions, row, place), find_parts)
+        return self._sample(sample_id, partial(columns.captions, row, place), row, folder)

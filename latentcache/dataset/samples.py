@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import difflib
-import errno
 import os
 import stat
 import time
@@ -117,25 +116,31 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
     once, so that a loop of links ends. A folder that cannot be read is a Refusal, but for the root DatasetError.
     """
     seen: set[tuple[int, int]] = set()
-    pending = [""]
-    while pending:
-        folder = pending.pop()
-        path = os.path.join(root, folder)
-        try:
-            status = os.stat(path)
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            with os.scandir(path) as entries:
-                visible = [(entry.name, _is_folder(entry)) for entry in entries if not is_hidden(entry.name)]
-        except OSError as error:
-            if not folder:
-                raise DatasetError(root, f"cannot be read: {error.strerror}") from error
-            yield Refusal(folder, path, "unreadable", f"the folder cannot be read: {error.strerror}")
+    errors: list[OSError] = []
+    for path, folders, names in os.walk(root, onerror=errors.append, followlinks=True):
+        yield from _refused_folders(root, errors)
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
             continue
-        yield folder, sorted(name for name, is_folder in visible if not is_folder)
-        folders = sorted((name for name, is_folder in visible if is_folder), reverse=True)
-        pending += [f"{folder}/{name}" if folder else name for name in folders]
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        yield _below(root, path), sorted(name for name in names if not is_hidden(name))
+    yield from _refused_folders(root, errors)
+
+
+def _below(root: str, path: str) -> str:
+    """A folder relative to the one that it is in, with `/`."""
+    return path[len(root) :].replace(os.sep, "/").strip("/")
+
+
+def _refused_folders(root: str, errors: list[OSError]) -> Iterator[Refusal]:
+    """The folders that could not be listed, which are forgotten then."""
+    while errors:
+        error, path = errors[0], os.fspath(errors.pop(0).filename)
+        if path == root:
+            raise DatasetError(root, f"cannot be read: {error.strerror}") from error
+        yield Refusal(_below(root, path), path, "unreadable", f"the folder cannot be read: {error.strerror}")
 
 
 def refusal_of(sample_id: str, path: str, error: ImageRefused | OSError) -> Refusal:
@@ -156,7 +161,7 @@ def read_image(path: str) -> bytes:
     try:
         if (num_bytes := os.path.getsize(path)) > MAX_IMAGE_BYTES:
             raise ImageRefused(path, "unreadable", too_large(num_bytes))
-        return read_range(path, 0, MAX_IMAGE_BYTES)
+        return read_range(path, 0, num_bytes)
     except OSError as error:
         refuse_read(path, error)
 
@@ -167,31 +172,10 @@ def too_large(num_bytes: int) -> str:
 
 
 def read_range(path: str, offset: int, num_bytes: int) -> bytes:
-    """Bytes of a regular file, links followed; fewer where it ends. OSError for anything else, and for none.
-
-    A pipe would have to be waited for, and a device may have no end. In few calls, since a plan reads millions of
-    captions, and with a handle of its own, so that threads do not meet.
-    """
-    fd = os.open(path, READ_FLAGS)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        if offset:
-            os.lseek(fd, offset, os.SEEK_SET)
-        left = max(0, min(num_bytes, status.st_size - offset))
-        parts = [os.read(fd, left)]
-        # A read may give less than there is, as on a network's file system.
-        while (left := left - len(parts[-1])) and parts[-1]:
-            parts.append(os.read(fd, left))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-    finally:
-        os.close(fd)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # DirEntry.is_dir raises for a link to itself, which would cost the whole folder.
-    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+    """Bytes of a file; fewer where it ends. OSError. By a handle of its own, so that threads do not meet."""
+    with open(path, "rb", opener=lambda name, _: os.open(name, READ_FLAGS)) as file:  # a pipe is not waited for
+        file.seek(offset)
+        return file.read(max(0, min(num_bytes, os.fstat(file.fileno()).st_size - offset)))
 
 
 def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:

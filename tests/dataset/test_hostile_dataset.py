@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import os
+import resource
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from attack_limits import PLANTS, sparse
 from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache.config import SourceConfig
-from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.dataset.samples import SampleSource
 from latentcache.dataset.sources import open_source
-from latentcache.errors import DatasetError, ImageRefused
+from latentcache.errors import ImageRefused
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
 from latentcache.types import Refusal
 
-pytestmark = pytest.mark.usefixtures("limited")
 
-NO_FILES = ["pipe", "socket", "device", "loop"]
-"""What the system has for a file and is none."""
+@pytest.fixture(autouse=True)
+def limited() -> Iterator[None]:
+    """What asks for eight gigabytes is a MemoryError, so that the machine survives it."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 def png(number: int = 0) -> bytes:
@@ -59,23 +62,32 @@ def found(source: SampleSource) -> tuple[list[str], dict[str, str]]:
     return ids, refused
 
 
-# Folders -------------------------------------------------------------------------------------------------------------
+def sparse(path: Path, start: bytes = b"") -> None:
+    """A file of 200 GB that takes no space."""
+    with path.open("wb") as file:
+        file.write(start)
+        file.truncate(200 << 30)
 
 
-def test_one_bad_file_never_stops_a_run(tmp_path: Path, outside: Path, make_config: Callable[..., Any]) -> None:
-    folder = tmp_path / "hostile"
-    for number, name in enumerate(["good.png", *(f"captioned by {what}.png" for what in PLANTS)]):
-        write_photo(folder / name, number, (80, 144))
-    expected = {}
-    for what, plant in PLANTS.items():
-        plant(folder / f"{what}.png", outside)
-        plant(folder / f"captioned by {what}.txt", outside)
-        expected[f"{what}.png"] = "not-an-image"
-    expected |= {f"{what}.png": "unreadable" for what in (*NO_FILES, "sparse")}
-    expected |= {"empty.png": "empty"}
-    del expected["folder.png"], expected["link to a folder.png"]  # folders: their files are the dataset's
-    expected |= {f"captioned by {what}.png": "unreadable" for what in NO_FILES}
-    expected |= {f"captioned by {what}.png": "bad-caption" for what in ("sparse", "noise", "no text", "deep JSON")}
+PLANTS: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
+    "pipe": (os.mkfifo, "unreadable", "unreadable"),
+    "loop": (lambda path: path.symlink_to(path.name), "unreadable", "unreadable"),
+    "sparse": (sparse, "unreadable", "bad-caption"),
+    "empty": (lambda path: path.touch(), "empty", None),
+    "noise": (lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)), "not-an-image", "bad-caption"),
+    "deep JSON": (lambda path: path.write_bytes(b"[" * 100_000), "not-an-image", "bad-caption"),
+}
+"""What may lie where a file is expected, and the reason of the refusal where it is an image, or a caption."""
+
+
+def test_one_bad_file_never_stops_a_run(tmp_path: Path, make_config: Callable[..., Any]) -> None:
+    folder, expected = tmp_path / "hostile", {}
+    write_photo(folder / "good.png", 0, (80, 144))
+    for number, (what, (plant, as_image, as_caption)) in enumerate(PLANTS.items(), 1):
+        write_photo(folder / f"captioned by {what}.png", number, (80, 144))
+        plant(folder / f"{what}.png")
+        plant(folder / f"captioned by {what}.txt")
+        expected |= {f"{what}.png": as_image, f"captioned by {what}.png": as_caption}
     sparse(folder / "sparse image.png", png())
     expected["sparse image.png"] = "unreadable"
     for name, data, reason in hostile_images():
@@ -87,14 +99,11 @@ def test_one_bad_file_never_stops_a_run(tmp_path: Path, outside: Path, make_conf
     expected["dangling.png"] = "missing"
     config = make_config(**{"datasets.0.source": {"kind": "folder", "path": folder}})
     report = run_precache(config)
-    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == expected
+    refused = {name: reason for name, reason in expected.items() if reason is not None}
+    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == refused
     assert all(refusal.path and refusal.detail for refusal in report.refused)
     with LatentCache(config.cache.path, read_only=True) as cache:
-        good = [name for name in os.listdir(folder) if name.endswith(".png") and name not in expected]
-        good = [name for name in good if not (folder / name).is_dir()]
-        assert sorted(cache.sample_ids()) == sorted(good) and "second name.png" in good
-        assert cache.batch(["good.png"], device="cpu")["caption"] == [""]
-        assert cache.batch(["captioned by other JSON.png"], device="cpu")["caption"] == ['{"a": [1, {"b": null}]}']
+        assert cache.sample_ids() == ["captioned by empty.png", "good.png", "second name.png"]
 
 
 def hostile_images() -> list[tuple[str, bytes, str]]:
@@ -111,80 +120,7 @@ def hostile_images() -> list[tuple[str, bytes, str]]:
     ]
 
 
-@pytest.mark.parametrize("what", [*NO_FILES, "folder", "sparse", "gone", "empty"])
-@pytest.mark.parametrize("kind", ["folder", "imagefolder", "webdataset", "parquet"])
-def test_what_changes_after_it_was_listed_is_refused(tmp_path: Path, outside: Path, kind: str, what: str) -> None:
-    root = tmp_path / "root"
-    make_dataset(root, kind)
-    source = source_of(root, kind)
-    listed = [item for item in source.samples() if isinstance(item, Sample)]
-    assert len(listed) == 2
-    changed = Path(listed[0].path.split("#")[0])
-    changed.unlink()
-    if what != "gone":
-        PLANTS[what](changed, outside)
-    with pytest.raises(ImageRefused) as caught:
-        # Bytes of none are the decoder's to refuse.
-        if not source.read(listed[0]):
-            raise ImageRefused(listed[0].path, "empty", "no bytes")
-    assert caught.value.reason == {"gone": "missing"}.get(what, caught.value.reason)
-    assert str(changed) in str(caught.value)
-    assert source.read(listed[1])
-
-
-def make_dataset(root: Path, kind: str) -> None:
-    """Two files, with an image each."""
-    root.mkdir()
-    for number, name in enumerate("ab"):
-        if kind == "webdataset":
-            write_tar(root / f"{name}.tar", [("x.png", png(number))])
-        elif kind == "parquet":
-            pq.write_table(pa.table({"image": [png(number)], "text": ["x"]}), root / f"{name}.parquet")
-        else:
-            (root / f"{name}.png").write_bytes(png(number))
-    if kind == "imagefolder":
-        rows = [{"file_name": f"{name}.png", "text": "x"} for name in "ab"]
-        (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
-@pytest.mark.parametrize("what", PLANTS)
-@pytest.mark.parametrize("kind", ["folder", "imagefolder", "webdataset", "parquet"])
-def test_what_lies_in_the_place_of_the_dataset(tmp_path: Path, outside: Path, kind: str, what: str) -> None:
-    PLANTS[what](tmp_path / "dataset", outside)
-    with pytest.raises(DatasetError, match="dataset"):
-        # A tar of zeros is an empty one; the refusal says that it has no end, or no members.
-        ids, refused = found(source_of(tmp_path / "dataset", kind))
-        assert not ids
-        if refused:
-            raise DatasetError("dataset", f"{refused}")
-
-
-# metadata.jsonl ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", PLANTS)
-def test_metadata_that_is_no_file_or_no_table_is_refused_alone(tmp_path: Path, outside: Path, what: str) -> None:
-    root = tmp_path / "root"
-    for name in ("good", "odd"):
-        (root / name).mkdir(parents=True)
-        (root / name / "a.png").write_bytes(png())
-    (root / "good" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n')
-    PLANTS[what](root / "odd" / "metadata.jsonl", outside)
-    ids, refused = found(source_of(root, "imagefolder"))
-    assert ids == ["good/a.png"]
-    if what not in ("folder", "link to a folder", "empty"):
-        assert refused and all(name.startswith("odd/metadata.jsonl") for name in refused), refused
-        assert set(refused.values()) <= {"unreadable", "corrupt"}
-
-
 # Tars ----------------------------------------------------------------------------------------------------------------
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]], **more: Any) -> Path:
-    with tarfile.open(path, "w", format=more.pop("format", tarfile.PAX_FORMAT)) as tar:
-        for name, data in members:
-            add(tar, name, data, **more)
-    return path
 
 
 def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **more: Any) -> None:
@@ -195,22 +131,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **more: Any) -> None
     tar.addfile(member, io.BytesIO(data))
 
 
-@pytest.mark.parametrize("what", PLANTS)
-@pytest.mark.parametrize(("kind", "suffix"), [("webdataset", "tar"), ("parquet", "parquet")])
-@pytest.mark.parametrize("name", ["0", "z"])
-def test_an_archive_that_is_none_is_refused_alone(
-    tmp_path: Path, outside: Path, kind: str, suffix: str, what: str, name: str
-) -> None:
-    root = tmp_path / "root"
-    make_dataset(root, kind)
-    PLANTS[what](root / f"{name}.{suffix}", outside)
-    ids, refused = found(source_of(root, kind))
-    assert len(ids) == 2
-    if what not in ("folder", "link to a folder"):
-        assert list(refused) == [f"{name}.{suffix}"]
-
-
-def test_names_and_kinds_of_members(tmp_path: Path, outside: Path) -> None:
+def test_names_and_kinds_of_members(tmp_path: Path) -> None:
     path, image = tmp_path / "s.tar", png()
     odd = ["/etc/passwd.png", "../../up.png", "a/../../b.png", "CON.png", "\u202egnp.png", "new\nline.png", "é.png"]
     odd += ["\udcff\udc80.png", "x" * 250 + ".png", "//double.png", "./.png.png", " .png"]
@@ -221,8 +142,8 @@ def test_names_and_kinds_of_members(tmp_path: Path, outside: Path) -> None:
         kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}
         kinds |= {"fifo": tarfile.FIFOTYPE, "sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
         for name, kind in kinds.items():
-            add(tar, f"{name}.png", type=kind, linkname=str(outside / "file"))
-            add(tar, f"{name}.txt", type=kind, linkname=str(outside / "file"))
+            add(tar, f"{name}.png", type=kind, linkname="/etc/hostname")
+            add(tar, f"{name}.txt", type=kind, linkname="/etc/hostname")
         add(tar, "twice.png", image)
         add(tar, "twice.png", png(1))
         add(tar, "captions.png", image)
@@ -265,19 +186,12 @@ GOOD = header("good.png", tarfile.REGTYPE, len(png())) + block(png())
 NINES = b"9" * 512
 HOSTILE_TARS: dict[str, bytes] = {
     "a name of 100 GB": header("long", tarfile.GNUTYPE_LONGNAME, 100 << 30),
-    "a link's name of 100 GB": header("long", tarfile.GNUTYPE_LONGLINK, 100 << 30),
     "an extended header of 100 GB": header("pax", tarfile.XHDTYPE, 100 << 30),
-    "a global header of 100 GB": header("pax", tarfile.XGLTYPE, 100 << 30),
     "an image of 100 GB": header("huge.png", tarfile.REGTYPE, 100 << 30),
-    "a caption of 100 GB": GOOD + header("good.txt", tarfile.REGTYPE, 100 << 30),
-    "names of names": (header("long", tarfile.GNUTYPE_LONGNAME, 5) + block(b"a.png")) * 5000 + GOOD,
     "headers of headers": pax(comment="x") * 5000 + GOOD,
     "a negative size": pax(size="-512") + GOOD,
-    "a size before the header": pax(size="-2048") + GOOD,
-    "a size before the file": pax(size="-1000000") + GOOD,
     "a size that is no number": pax(size="1e9999") + GOOD,
     "a size beyond 64 bits": pax(size="9" * 30) + GOOD,
-    "an infinite time": pax(mtime="inf") + GOOD,
     "a map of holes": pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}) + header("s.png", b"0", 512) + NINES,
     "a map of no numbers": pax(**{"GNU.sparse.map": "x,y", "GNU.sparse.size": "-1"}) + GOOD,
 }
