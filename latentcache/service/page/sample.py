@@ -19,8 +19,7 @@ from latentcache.service.page.thumbnails import webp_of
 from latentcache.service.page.views import Gallery
 from latentcache.store.base import Store
 from latentcache.store.cut_captions import num_cut_tokens
-from latentcache.store.entry import Description
-from latentcache.types import Geometry, Record
+from latentcache.types import Geometry
 from latentcache.utils.file_locks import READ_FLAGS
 
 if TYPE_CHECKING:
@@ -39,40 +38,6 @@ _decoding = threading.Semaphore(2)
 """Photos are decoded two at a time: one of 100 megapixels takes 300 MB meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class EntryDetails:
-    """An entry of a sample. `problem` says why it is a miss; then there is no record, nor is there of a text alone."""
-
-    name: str
-    ref: Ref
-    record: Record | None
-    fields: Description
-    problem: str
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Tokens of the caption, with begin and end; None where nobody counted them."""
-        found = None if self.record is None else self.record.provenance.get("num_tokens")
-        return found if type(found) is int else None
-
-    @property
-    def num_cut(self) -> int:
-        """How many of them the text encoders did not read."""
-        return 0 if self.record is None else num_cut_tokens(self.record.identity, self.record.provenance)
-
-    @property
-    def created(self) -> str:
-        """When it was made, as its record says it; empty where it does not."""
-        found = None if self.record is None else self.record.provenance.get("created")
-        return found if isinstance(found, str) else ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The whole record, to be shown."""
-        if self.record is None:
-            return {"key": self.ref.key, "problem": self.problem}
-        return entry_json(self.record, self.fields)
-
-
 def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> dict[str, Any]:
     """All about one sample, as its template names it. With `show_photo` the photo's file is read, if it is here.
 
@@ -89,7 +54,9 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     texts = [_details(gallery.store, "caption", ref) for ref in row.captions]
     parts = [_details(gallery.store, ref.role, ref) for ref in row.parts]
     # Of variants only those that are lost.
-    listed = [text for number, text in enumerate(texts) if text.problem or (text.record and not number % num_variants)]
+    listed = [
+        text for number, text in enumerate(texts) if text["problem"] or (text["record"] and not number % num_variants)
+    ]
     return {
         "dataset": dataset,
         "row": row,
@@ -108,13 +75,30 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     }
 
 
-def _details(store: Store, name: str, ref: Ref) -> EntryDetails:
+def _details(store: Store, name: str, ref: Ref) -> dict[str, Any]:
+    """An entry of a sample, by the names of its template.
+
+    `problem` says why it is a miss; then there is no `record`, nor is there of a text alone. `num_cut` are the tokens
+    that the text encoders did not read.
+    """
+    found: dict[str, Any] = {"name": name, "ref": ref, "record": None, "problem": "", "num_tokens": None, "num_cut": 0}
     if not ref.key:
-        return EntryDetails(name, ref, None, {}, "")
+        return found
     try:
-        return EntryDetails(name, ref, store.record(ref.key), store.describe(ref.key), "")
+        record, fields = store.record(ref.key), store.describe(ref.key)
     except (EntryMissingError, EntryDamagedError) as error:
-        return EntryDetails(name, ref, None, {}, error.reason)
+        return found | {"problem": error.reason, "json": {"key": ref.key, "problem": error.reason}}
+    made = record.provenance
+    # A client may have uploaded it, with anything in its provenance.
+    num_tokens, created = made.get("num_tokens"), made.get("created")
+    return found | {
+        "record": record,
+        "fields": fields,
+        "num_tokens": num_tokens if type(num_tokens) is int else None,
+        "num_cut": num_cut_tokens(record.identity, made),
+        "created": created if isinstance(created, str) else "",
+        "json": entry_json(record, fields),
+    }
 
 
 def crop_box(geometry: Geometry) -> dict[str, float]:
