@@ -251,14 +251,9 @@ def prompt_kwargs(
 def _unet_of(pipeline: DiffusionPipeline) -> Any:
     """The UNet that the pipeline denoises with. ModelError if it has none that is conditioned as SDXL's are."""
     unet = getattr(pipeline, "unet", None)
-    kind = getattr(getattr(unet, "config", None), "addition_embed_type", None)
-    if kind != "text_time":
-        met = "no UNet" if unet is None else f"a UNet with addition_embed_type {kind!r}"
-        raise ModelError(
-            f"{type(pipeline).__name__} has {met}, but what is cached is for SDXL's, which has 'text_time'. "
-            "Give an SDXL pipeline, or name a device.",
-            part="unet",
-        )
+    if getattr(getattr(unet, "config", None), "addition_embed_type", None) != "text_time":
+        detail = f"{type(pipeline).__name__} has no UNet with addition_embed_type 'text_time', as SDXL's is"
+        raise ModelError(f"{detail}. Give an SDXL pipeline, or name a device.", part="unet")
     return unet
 
 

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from latentcache.interop.verification import Verification
 
 logger = logging.getLogger("latentcache")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-UNSCALED_STD = 7.7
-"""Median standard deviation of unscaled latents of DEFAULT: the scaling factor was chosen to bring it near 1."""
 FIRST_LOOK = 64
 """A wrong claim is found after so many latents, before the rest is read."""
 
@@ -335,9 +332,6 @@ class _Import:
 
         Raises ForeignFileRefused for bad values, and for another form or dtype than the first item of this kind has.
         """
-        for name, tensor in found.items():
-            if tensor.dtype not in DTYPES or tensor.numel() == 0:
-                raise corrupt(path, f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16")
         dtype = self._store_dtype or next(iter(found.values())).dtype
         stored = {name: tensor.to(dtype) for name, tensor in found.items()}
         for name, tensor in found.items():
@@ -402,7 +396,7 @@ class ScaleCheck:
 
     def __init__(self, family: str, *, is_wanted: bool):
         self._family, self._scaling, self._is_wanted = family, published_scaling(family), is_wanted
-        self._spread = UNSCALED_STD if family == DEFAULT else _spread_of(self._scaling)
+        self._spread = _spread_of(self._scaling)
         self._stds: list[float] = []
         """The standard deviations of the latents as if all were scaled."""
         self._claims: set[bool] = set()
@@ -429,13 +423,12 @@ class ScaleCheck:
             return
         scaled = True in self._claims
         met, expected = (median, 1.0) if scaled else (median * self._spread, self._spread)
-        model = self._family.upper() if self._family == DEFAULT else self._family
         raise DatasetError(
             self._path,
             f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
-            f"holds {'scaled' if scaled else 'unscaled'} {model} latents, which have about {expected:.3g}. Nothing was "
-            "imported: the cache was made for another model, or is of another format. For another VAE than "
-            f"{model}'s give --no-scale-check",
+            f"holds {'scaled' if scaled else 'unscaled'} latents of {self._family}, which have about {expected:.3g}. "
+            "Nothing was imported: the cache was made for another model, or is of another format. For another VAE than "
+            f"{self._family}'s give --no-scale-check",
         )
 
 

@@ -150,7 +150,6 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
         (image("x", latents=torch.zeros(4, 8, 16)), "bad-output", "all-zero"),
         (image("x", latents=torch.randn(4, 16, 8)), "corrupt", "does not fit a bucket of 64x128"),
         (image("x", latents=torch.randn(8, 16)), "corrupt", "does not fit a bucket"),
-        (image("x", latents=torch.ones(4, 8, 16, dtype=torch.int32)), "corrupt", "torch.int32"),
         (image("x", latents=torch.randn(8, 8, 16)), "corrupt", "a batch holds one form"),
         (image("x", latents=torch.randn(4, 8, 16).half()), "corrupt", "--dtype"),
         (image("a"), "duplicate", "only the first is imported"),
@@ -186,7 +185,7 @@ def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
 
 @pytest.mark.parametrize(
     ("is_scaled", "std", "met", "expected"),
-    [(False, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.7"), (True, STD, r"is 7\.\d", "about 1 |about 1[.]")],
+    [(False, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.68"), (True, STD, r"is 7\.\d", "about 1 |about 1[.]")],
     ids=["unscaled-claimed", "scaled-claimed"],
 )
 @pytest.mark.parametrize("count", [1, 100])

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import PurePath
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -116,14 +116,9 @@ def _container_as_json(setting: str, value: Any) -> Any:
 # Weights
 
 
-class _Weights(NamedTuple):
-    """The state of weights, which changes with them. The tensors are kept, so that no other object gets their ids."""
-
-    tensors: list[torch.Tensor]
-    state: tuple[Any, ...]
-
-
-_identities: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_Weights, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_State = tuple[list[torch.Tensor], Any]
+"""Tensors of weights, which are kept so that no other object gets their ids, and what changes with them."""
+_identities: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_State, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
@@ -134,7 +129,7 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     """
     weights = _weights(module)
     known = _identities.get(module)
-    if known is not None and weights is not None and known[0].state == weights.state:
+    if known is not None and weights is not None and known[0][1] == weights[1]:
         return known[1]
     dtype = dtype_of(module) or torch.float32
     # Of a VAE only the encoder counts, if it has one by that name.
@@ -156,7 +151,7 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     return identity
 
 
-def _weights(module: torch.nn.Module) -> _Weights | None:
+def _weights(module: torch.nn.Module) -> _State | None:
     """The current state of the weights; None where torch counts no changes (inference tensors)."""
     hooking = _hooking(module).values()
     tensors = [tensor for owner in (module, *hooking) for tensor in _tensors(owner)]
@@ -167,7 +162,7 @@ def _weights(module: torch.nn.Module) -> _Weights | None:
     settings = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
     versions = [(id(tensor), tensor._version, tensor.dtype) for tensor in tensors]
     # No weak references: torch cannot swap a parameter that has one, and some moves to a device swap parameters.
-    return _Weights(tensors, (versions, repr(settings), getattr(module, "use_tiling", False)))
+    return tensors, (versions, repr(settings), getattr(module, "use_tiling", False))
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -33,7 +33,6 @@ DESCRIPTION = "latentcache.json"
 NOTE_WIDER = "{0} was written as float32, which has all of its values: numpy has no {0}"
 NOTE_ROUNDED = "scaled latents were rounded to float16, in which they are stored: --dtype float32 keeps them"
 _DTYPES = (torch.float16, torch.float32)
-_SHARD_BYTES = (1 << 12, 1 << 31)
 
 
 def held_families() -> list[str]:
@@ -59,9 +58,6 @@ def export(
     """
     if dtype not in (None, *_DTYPES):
         raise ConfigError(f"dtype is {dtype}; webdataset has float16 and float32: numpy has no others", key="dtype")
-    if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
-        allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
-        raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
     run = Export("webdataset", cache, name, folder, options, families=held_families(), takes=())
     folder = Path(folder)
     with typed_errors(folder, 0):
