@@ -143,7 +143,8 @@ class LatentSpace:
 
 @dataclass(frozen=True, slots=True)
 class TextField:
-    """A field of a text entry. `width` is the setting of the denoiser's config that states its last dimension.
+    """A field of a text entry. `width` is the setting of the denoiser's config that states its last dimension,
+    or `one * other` of two of them.
 
     With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
     of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a

@@ -15,6 +15,7 @@ from latentcache.families.ideogram4 import Ideogram4
 from latentcache.types import Padding
 
 _WHOLE = Ideogram4.name
+_WIDTH = "num_attention_heads * attention_head_dim"
 _LAYERS = ("llm_cond_norm", "llm_cond_proj")
 
 
@@ -37,7 +38,7 @@ class Ideogram4Projected(Ideogram4):
             changed={"num_layers": 0},
         ),
     }
-    fields = {"prompt_embeds": TextField(None, Padding(), (4608,), encoder="projection")}
+    fields = {"prompt_embeds": TextField(_WIDTH, Padding(), (4608,), encoder="projection")}
     recipe = {**Ideogram4.recipe, "cut": "projection"}
 
     @override
@@ -48,14 +49,8 @@ class Ideogram4Projected(Ideogram4):
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (recipe["max_length"], _width(parts["projection"]))}
-
-    @override
-    def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        wanted, found = _width(denoiser), shapes.get("prompt_embeds", [0])[-1]
-        if found in (0, wanted):
-            return None
-        return f"takes projected prompt_embeds of width {wanted}, but the cache has {found}"
+        config = parts["projection"].config
+        return {"prompt_embeds": (recipe["max_length"], config["num_attention_heads"] * config["attention_head_dim"])}
 
     @override
     def predict(
@@ -77,10 +72,6 @@ class Ideogram4Projected(Ideogram4):
                 return made(**options)
 
         return run
-
-
-def _width(denoiser: Any) -> int:
-    return int(denoiser.config["num_attention_heads"] * denoiser.config["attention_head_dim"])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from helpers.tiny_models import save_diffusers_folder, tiny_folder, tiny_model
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import family_named
-from latentcache.models.denoiser import load_denoiser
+from latentcache.models.denoiser import check_fits, load_denoiser
 from latentcache.models.model_loader import ModelLoader
 
 pytestmark = pytest.mark.families
@@ -150,6 +150,6 @@ def test_the_projection_is_read_from_shards(variant: str | None, tmp_path: Path)
 
 def test_a_denoiser_of_another_width_is_named() -> None:
     denoiser = tiny_model(PROJECTED.name)["transformer"]
-    assert PROJECTED.check_denoiser(denoiser, {"prompt_embeds": (5, 32)}) is None
-    problem = PROJECTED.check_denoiser(denoiser, {"prompt_embeds": (5, 208)})
-    assert problem == "takes projected prompt_embeds of width 32, but the cache has 208"
+    check_fits(denoiser, PROJECTED, {"prompt_embeds": (5, 32)})
+    with pytest.raises(ModelError, match="takes prompt_embeds of width 32, but the cache has 208"):
+        check_fits(denoiser, PROJECTED, {"prompt_embeds": (5, 208)})
