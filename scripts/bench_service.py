@@ -1,4 +1,4 @@
-"""A cache that is not on this disk: the HTTP service, a loader on it, push and pull, and the service's page.
+"""A cache that is not on this disk: the HTTP service, and a loader on it.
 
     python scripts/bench_service.py                # all parts; some minutes and 3 GB of disk
     python scripts/bench_service.py --part packs   # one part
@@ -14,13 +14,6 @@ memory    a server of a cache whose index has a million more entries, while clie
           holds, `resident` has the mapped pages of packs too, which are the page cache's
 tier      an epoch of LatentLoader on the service, with a local tier that has all samples, against the cache's own
           directory
-transfer  `push` and `pull` between a directory and a real S3 server (Swift), against obstore's own PUTs and GETs of the
-          same packs, as many at once, to places that are empty. `push` compares every entry with its digest before it
-          sends it, and `pull` before it is stored, durably; the GETs keep what came in memory, or write it to files and
-          sync these
-page      the first view of the page in Chromium, for 100,000 samples and a server that has read nothing yet: until all
-          that it shows has arrived. `again` is the same once more, from a browser without a cache; `search` goes
-          through all captions
 """
 
 from __future__ import annotations
@@ -31,24 +24,19 @@ import itertools
 import json
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
-import torch
 from bench_scale import make_file, rows
 from benchmarking import (
-    CHROMIUM,
     in_turns,
     make_cache,
     make_parser,
@@ -56,41 +44,25 @@ from benchmarking import (
     parse,
     ratios,
     run_parts,
-    seconds_of,
     served,
     spread,
-    write_cache,
 )
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
-from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.store import DiskStore
 from latentcache.store.index import Index
 from latentcache.store.pack import WholePack
-
-if TYPE_CHECKING:
-    from obstore.store import S3Store
-    from playwright.sync_api import Browser
 
 NUM_INDEXED = 1_000_000
 NUM_CLIENTS = 8
 LOAD_S = 20.0
 WARM_EPOCHS = 4
 BATCH = 16
-S3_BUCKET = "bench"
-NUM_PAGED, TINY_PAGED, NUM_PICTURES = 100_000, 500, 64
-CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-PATHS = {"overview": "/", "gallery": "/gallery"}
 WANTED = {
     "packs": {"ratio": 0.7},
     "memory": {"peak_over_empty_mb": 400},
     "tier": {"ratio_at_most": 1.1},
-    "transfer": {"push_of_puts": 0.85, "pull_of_gets": 0.85},
 }
-LAST = """Math.max(...performance.getEntries()
-    .map(entry => entry.responseEnd || entry.startTime))"""
-"""Milliseconds from the navigation until the last byte of what is on the page has arrived, pictures too."""
-SIZES = "performance.getEntries().reduce((sum, entry) => sum + (entry.transferSize || 0), 0)"
 
 
 # The service ----------------------------------------------------------------------------------------------------------
@@ -286,7 +258,7 @@ def tier(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for batch in loader:
             del batch
 
-    with served(cache, log=folder / "server.log") as (url, _):
+    with served(cache, folder / "server.log") as url:
         loaders = {"local_cache": loader_of(cache), "local_tier": loader_of(url, local=folder / "local")}
         for loader, _ in itertools.product(loaders.values(), range(WARM_EPOCHS)):
             epoch(loader)
@@ -302,160 +274,7 @@ def tier(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# Push and pull --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def s3_serving() -> Iterator[S3Store]:
-    """An empty bucket of a real S3 server on this machine, whose credentials are in the environment.
-
-    It cannot compare before it replaces, which `push` demands; one client alone writes here.
-    """
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from helpers.swift_server import swift_serving
-
-    from latentcache.remote.bucket import BucketTransport
-    from latentcache.remote.transport import ANY_VERSION
-
-    put = BucketTransport._put
-    with (
-        patch.object(BucketTransport, "check_compares", lambda bucket: None),
-        patch.object(BucketTransport, "_put", lambda bucket, name, data, version: put(bucket, name, data, ANY_VERSION)),
-        swift_serving() as server,
-    ):
-        server.make_bucket(S3_BUCKET)
-        os.environ.update(server.environment())
-        yield server.store(S3_BUCKET)
-
-
-def transfer(folder: Path, options: argparse.Namespace) -> dict[str, Any]:  # noqa: C901 - functions of a line or two
-    import obstore
-
-    from latentcache.remote.transfer import NUM_THREADS
-    from latentcache.remote.transfer import transfer as move_all
-
-    cache, numbers = folder / "cache", itertools.count()
-    make_cache(cache, 2 * options.num_samples, options.scale)
-    packs = sorted(cache.glob("packs/*/*.safetensors"))
-
-    def moved(source: Any, target: Any) -> None:
-        report = move_all(source, target)
-        assert report.ok and report.num_packs == len(packs) and report.manifests, report.to_text()
-
-    def at_once(function: Callable[[Path], Any]) -> None:
-        with ThreadPoolExecutor(NUM_THREADS) as executor:
-            for _ in executor.map(function, packs):
-                pass
-
-    def uploaded(upload: Callable[[str], None]) -> float:
-        """The seconds that it takes to send all packs to a new place, which is removed afterwards."""
-        place = f"round{next(numbers)}"
-        taken = seconds_of(partial(upload, place))
-        for each in [each for chunk in obstore.list(store, place) for each in chunk]:
-            obstore.delete(store, each["path"])
-        return taken
-
-    def downloaded(download: Callable[[Path], None]) -> float:
-        """As `uploaded`, of what brings them into a new folder."""
-        target = folder / f"round{next(numbers)}"
-        taken = seconds_of(partial(download, target))
-        shutil.rmtree(target)
-        return taken
-
-    def put_all(place: str) -> None:
-        at_once(lambda path: obstore.put(store, f"{place}/{path.name}", path, use_multipart=False))
-
-    def get(path: Path) -> memoryview:
-        return memoryview(obstore.get(store, f"full/packs/{path.stem[:2]}/{path.name}").bytes())
-
-    def get_all(target: Path) -> None:
-        target.mkdir()
-
-        def write(path: Path) -> None:
-            with (target / path.name).open("wb") as file:
-                file.write(get(path))
-                file.flush()
-                os.fsync(file.fileno())
-
-        at_once(write)
-
-    compared_with = {"puts": "puts", "push": "puts", "gets": "gets", "gets_to_files": "gets", "pull": "gets"}
-    methods: dict[str, Callable[[], float]] = {
-        "puts": lambda: uploaded(put_all),
-        "push": lambda: uploaded(lambda place: moved(cache, f"s3://{S3_BUCKET}/{place}")),
-        "gets": lambda: seconds_of(lambda: at_once(get)),
-        "gets_to_files": lambda: downloaded(get_all),
-        "pull": lambda: downloaded(lambda target: moved(f"s3://{S3_BUCKET}/full", target)),
-    }
-    with s3_serving() as store:
-        moved(cache, f"s3://{S3_BUCKET}/full")
-        for method in methods.values():
-            method()
-        seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
-    num_bytes = sum(path.stat().st_size for path in packs)
-    return {
-        "num_packs": len(packs),
-        "num_bytes": num_bytes,
-        "gb_per_s": {name: spread([num_bytes / each / 1e9 for each in taken]) for name, taken in seconds.items()},
-        "ratio": {name: ratios(seconds[compared_with[name]], taken) for name, taken in seconds.items()},
-        "wanted": WANTED["transfer"],
-    }
-
-
-# The page -------------------------------------------------------------------------------------------------------------
-
-
-def view(browser: Browser, base: str, path: str) -> dict[str, float]:
-    """Seconds until everything is there, and the bytes that came, in a browser without a cache."""
-    context = browser.new_context(base_url=base, viewport={"width": 1200, "height": 800})
-    assert context.request.get(base).ok  # the address that `browse` says has the token
-    page = context.new_page()
-    answer = page.goto(path)
-    assert answer is not None and answer.ok, f"{path}: {answer and answer.status}"
-    page.wait_for_load_state("networkidle")
-    found = {"s": page.evaluate(LAST) / 1e3, "kb": page.evaluate(SIZES) / 1e3}
-    context.close()
-    return found
-
-
-def measure_page(browser: Browser, root: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, path in PATHS.items():
-        with served(root, command="browse") as (base, _):
-            for when in ("first", "again"):
-                for unit, value in view(browser, base, path).items():
-                    found[f"{name}_{when}_{unit}"] = value
-            if name == "gallery":
-                found["search_s"] = view(browser, base, "/gallery?search=number+77")["s"]
-    return found
-
-
-def page(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from playwright.sync_api import sync_playwright
-
-    num_samples = TINY_PAGED if options.tiny else NUM_PAGED
-    embeds = {"prompt_embeds": torch.zeros(1, 8)}
-    write_cache(
-        folder / "cache",
-        num_samples,
-        lambda number: {"image": picture(number), "text": embeds},
-        num_entries=NUM_PICTURES,  # so that the disk has room for them
-    )
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
-        rounds = [measure_page(browser, folder / "cache") for _ in range(options.repetitions)]
-        browser.close()
-    return {"num_samples": num_samples} | {name: spread([each[name] for each in rounds]) for name in rounds[0]}
-
-
-def picture(number: int) -> dict[str, torch.Tensor]:
-    """Moments of a smooth picture of 1024x1024."""
-    generator = torch.Generator().manual_seed(number)
-    small = torch.randn((1, 8, 16, 16), generator=generator) / SCALING_FACTOR
-    return {"moments": torch.nn.functional.interpolate(small, (128, 128), mode="bicubic")[0].half()}
-
-
-PARTS = {"packs": packs, "memory": memory, "tier": tier, "transfer": transfer, "page": page}
+PARTS = {"packs": packs, "memory": memory, "tier": tier}
 
 
 def main() -> None:

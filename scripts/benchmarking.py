@@ -35,7 +35,6 @@ from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 MIN_REPETITIONS = 7
-CHROMIUM = "/usr/bin/chromium"
 STOP_S = 30.0
 BUCKETS = (Size(1024, 1024), Size(832, 1216))
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -230,17 +229,14 @@ def write_cache(
     num_samples: int,
     values: Callable[[int], Mapping[str, Tensors]],
     *,
-    num_entries: int | None = None,
     size_of: Callable[[int], Size] = lambda number: BUCKETS[0],
     ragged: frozenset[str] = frozenset(),
     common: Mapping[str, Any] | None = None,
 ) -> None:
     """A cache of samples 0, 1 ...: all images, then all captions, as precache writes them, and a manifest, `bench`.
 
-    `values` gives the tensors of a sample's entries by kind. Fields in `ragged` have a length of their own. With
-    `num_entries` there are so many of each kind, which all samples share.
+    `values` gives the tensors of a sample's entries by kind. Fields in `ragged` have a length of their own.
     """
-    num_entries = num_entries or num_samples
 
     def record(kind: str, number: int) -> Record:
         identity = {"bench": kind, "number": number}
@@ -248,15 +244,15 @@ def write_cache(
 
     def entries() -> Iterator[Entry]:
         for kind in SHAPES:
-            for number in range(num_entries):
+            for number in range(num_samples):
                 tensors = values(number)[kind]
                 yield Entry(record(kind, number), tensors, ragged & tensors.keys())
 
     rows = {}
     for number in range(num_samples):
         size, name = size_of(number), str(number)
-        image = Ref(record("image", number % num_entries).key, Geometry(size, size, Crop(0, 0), size))
-        caption = Ref.of_text(f"photo {number}", record("text", number % num_entries).key)
+        image = Ref(record("image", number).key, Geometry(size, size, Crop(0, 0), size))
+        caption = Ref.of_text(f"photo {number}", record("text", number).key)
         rows[name] = Row(name, name, None, (image,), (caption,))
     with DiskStore(path) as store:
         store.add(entries())
@@ -291,18 +287,17 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
 
 
 @contextmanager
-def served(cache: Path, *arguments: str, log: Path | None = None, command: str = "serve") -> Iterator[tuple[str, int]]:
-    """The URL of `latentcache serve` (or `browse`) for the block, and its process id. `arguments` are the command's."""
-    port = ("--port", "0") if command == "serve" else ("--no-open",)
-    line = [sys.executable, "-m", "latentcache", command, str(cache), *port, "--json", *arguments]
-    with open(log or os.devnull, "wb") as errors:
+def served(cache: Path, log: Path) -> Iterator[str]:
+    """The URL of `latentcache serve` for the block."""
+    line = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
+    with open(log, "wb") as errors:
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         assert process.stdout is not None
         answer = process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the server ended with {process.wait()}; its log is {log or 'not kept'}")
-        yield json.loads(answer)["url"], process.pid
+            raise RuntimeError(f"the server ended with {process.wait()}; its log is {log}")
+        yield json.loads(answer)["url"]
     finally:
         process.terminate()
         process.wait(STOP_S)

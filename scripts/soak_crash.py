@@ -19,13 +19,11 @@ power   the recorded file operations are replayed up to one of --n cuts, and wha
 faults  the k-th file operation fails, k = 1, 2, 3 ... (at most --n, evenly spread) until the operation succeeds: once,
         and for ever, with ENOSPC, EIO, EACCES and EMFILE, each for the system calls that can meet it, also those of
         SQLite, torch and safetensors; a write that fails has written its first half. Each case ends in success or in
-        one of latentcache's own errors, and leaves no descriptor open. Then a tmpfs of 64 MiB that is really full: it
-        needs a user namespace in which a tmpfs may be mounted
+        one of latentcache's own errors, and leaves no descriptor open
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import gc
 import json
@@ -36,7 +34,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -56,7 +53,6 @@ from soaking import (
     Goal,
     Soak,
     clone,
-    contents,
     entry_digest,
     leftovers,
     make_parser,
@@ -69,8 +65,7 @@ from soaking import (
 from latentcache.config import Config
 from latentcache.config_file import parse_config
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import EntryDamagedError, LatentCacheError, StorageFullError
-from latentcache.identity import key_of
+from latentcache.errors import EntryDamagedError, LatentCacheError
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
@@ -82,7 +77,6 @@ from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import compact, prune, rebuild, verify
-from latentcache.types import Entry, Record
 
 PACK_ENTRIES = 3
 """Packs are small, so that seals and interruptions meet often."""
@@ -98,8 +92,6 @@ RERUN_CUTS_EVERY = 4
 ALL = 1_000_000
 CASE_S = 120
 RERUN_FAULTS_EVERY = 10
-TMPFS_BYTES = 64 << 20
-FULL_DISK = "--full_disk"
 
 fork = multiprocessing.get_context("fork")
 
@@ -774,91 +766,12 @@ def refuse_each(goal: Goal, scene: Scene, soak: Soak) -> None:
             soak.say(f"{scene.operation.name} {errno.errorcode[error]} for_ever={for_ever}: {total} operations")
 
 
-# A full disk ---------------------------------------------------------------------------------------------------------
-
-
-def fill_the_disk(folder: Path, seed: int) -> None:
-    """In a folder on a small tmpfs: fill it, and do what a user does then."""
-    generator = random.Random(seed)
-    filler = folder / "filler"
-    # What it has is the room that `compact` needs for copies when it is gone.
-    filler.write_bytes(bytes(generator.randrange(TMPFS_BYTES * 3 // 8, TMPFS_BYTES // 2)))
-    cache, stored = folder / "cache", []
-    with DiskStore(cache) as store:
-        try:
-            for number in range(10_000):
-                store.add([large_entry(4 * number + more) for more in range(4)])
-                stored += [large_key(4 * number + more) for more in range(4)]
-            raise AssertionError("the disk did not fill up")
-        except StorageFullError:
-            pass
-    assert len(stored) >= 4, "the disk was full from the beginning"
-    fd = os.open(filler, os.O_WRONLY | os.O_APPEND)
-    with suppress(OSError):  # now it is full to the last byte
-        while True:
-            os.write(fd, bytes(1 << 12))
-    os.close(fd)
-    with DiskStore(cache) as store:
-        expected = contents(store)
-        assert set(stored) <= expected.keys(), "a sealed entry was lost"
-        assert verify(store).ok
-        with suppress(StorageFullError):  # it needs room for a copy
-            compact(store)
-        assert contents(store) == expected
-    assert leftovers(cache) == []
-    # SQLite's journal needs a few pages: "free some space", as the message says.
-    os.truncate(filler, max(0, filler.stat().st_size - (1 << 17)))
-    keep = stored[::4]
-    prune(cache, keep)
-    with DiskStore(cache) as store:
-        assert set(store.keys()) == set(keep) and contents(store) == {key: expected[key] for key in keep}
-    filler.unlink()
-    compact(cache)
-    with DiskStore(cache) as store:
-        assert store.add([large_entry(number) for number in range(8)]) == 6
-        assert verify(store).ok and set(stored[:8]) <= set(store.keys())
-
-
-def large_entry(number: int) -> Entry:
-    """128 KiB, as the moments of a 512x512 image."""
-    identity = {"kind": "image", "number": number}
-    values = torch.randn(16, 64, 64, generator=torch.Generator().manual_seed(number)).half()
-    return Entry(Record(key_of(identity), "image", identity, {}), {"moments": values})
-
-
-def large_key(number: int) -> str:
-    """The key of `large_entry(number)`."""
-    return key_of({"kind": "image", "number": number})
-
-
-def full_disk(goal: Goal, soak: Soak, num_cases: int) -> None:
-    """Each case in a process of its own, in a namespace of its own, on a tmpfs of its own."""
-    for number in range(num_cases):
-        folder = soak.folder / f"tmpfs-{number}"
-        folder.mkdir()
-        mount = (
-            f'mount -t tmpfs -o size={TMPFS_BYTES} none "$1" || exit 78; exec "$2" "$3" {FULL_DISK} "$1" --seed "$4"'
-        )
-        arguments = [str(folder), sys.executable, __file__, str(soak.options.seed + number)]
-        command = ["unshare", "-rm", "sh", "-c", mount, "sh", *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            done = subprocess.CompletedProcess(command, 78, "", "there is no `unshare`")
-        if done.returncode == 78 or "unshare" in done.stderr.partition("\n")[0]:
-            goal.figures["skipped"] = done.stderr.strip()
-            return
-        with goal.case(f"full tmpfs, seed {soak.options.seed + number}"):
-            assert done.returncode == 0, done.stderr
-
-
 def faults(soak: Soak) -> None:
     chosen = operations(Precache(soak.folder / "photos"))
     gc.freeze()  # a collection looks at what this program makes from here on
     goal = soak.goal("the k-th file operation fails: a typed error or success, nothing lost, wrong or half done")
     for name in ("add", "read", "compact") if soak.options.tiny else chosen:
         refuse_each(goal, Scene(chosen[name], soak.folder), soak)
-    full_disk(soak.goal("a full tmpfs of 64 MiB: stops, keeps, prunes, goes on"), soak, min(soak.n, 10))
 
 
 PARTS = {"kill": (kill, 500, 6), "power": (power, 200, 4), "faults": (faults, ALL, 1)}
@@ -866,13 +779,7 @@ PARTS = {"kill": (kill, 500, 6), "power": (power, 200, 4), "faults": (faults, AL
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
-    parser = make_parser(__doc__, PARTS)
-    parser.add_argument(FULL_DISK, type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.full_disk is not None:
-        fill_the_disk(options.full_disk, options.seed)
-        return 0
-    return preloaded(lambda: run_soak(PARTS, parser))
+    return preloaded(lambda: run_soak(PARTS, make_parser(__doc__, PARTS)))
 
 
 if __name__ == "__main__":

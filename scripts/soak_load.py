@@ -1,6 +1,6 @@
-"""Many at once, and for a long time: on one cache, on one server, and one process that opens and closes.
+"""Many at once on one cache, and for a long time.
 
-    python scripts/soak_load.py                           # all parts: an hour and a half
+    python scripts/soak_load.py                           # all parts: 40 minutes
     python scripts/soak_load.py --part mixed --n 600
     python scripts/soak_load.py --tiny
 
@@ -12,28 +12,16 @@ mixed    two trainers, a precacher, a verify, a prune and a compact on one cache
          on a device would: it waits. The precacher changes, adds and removes images of a second dataset, encodes what
          is new, and reads all of it back. The others run the command line again and again. Each may find that another
          has the cache (StoreBusyError): it says so, and tries again. Anything else is a failure
-service  8 clients of one server, for --n seconds, each a process that requests batches of random samples without a
-         pause, and compares each, to the last bit, with the same batch of the served directory itself. Now and then it
-         adds an entry of its own and reads it back. p99 is compared with p50 where the run is long enough
-leaks    --n cycles open a cache, read, and close it, in turns by the public cache, a read-only one, the loader, and an
-         abandoned one that only the collector ends: descriptors, threads, maps, files and memory stay as they were
-         after a tenth of the cycles
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import multiprocessing
-import os
 import random
-import secrets
-import statistics
 import sys
-import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,10 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import soaking
 import torch
-from benchmarking import make_cache, memory_bytes, served
 from PIL import Image
 
 from latentcache import (
@@ -82,27 +68,6 @@ PAUSE_S = 0.5
 """Between two runs of a command; four times as long between two runs of precache, which keeps the others out."""
 MIN_RATE_S = 120
 """A run must be as long for its rates to say anything."""
-SERVED_BATCH = 16
-NUM_SERVED = 512
-SCALE = 4
-"""Divides the sides of the images: a batch has about 2 MB."""
-CHANGE_EVERY = 50
-"""Batches between two entries that a client adds, the first of them after its first batch."""
-MAX_RATIO = 5.0
-"""Of p99 to p50."""
-MIN_RATIO_S = 120
-"""A run must be as long for its times to say anything."""
-SETTLE_BATCHES = 20
-"""Of each client, whose times do not count: processes that start take the others' cores."""
-START_S = 120
-NUM_CLIENTS = 8
-NUM_SAMPLES = 24
-NUMBERS = range(0, 5 * NUM_SAMPLES, 5)
-"""Of samples whose captions have equal lengths."""
-MAX_GROWTH = 0.01
-"""Of the memory, from a tenth of the cycles to the end. Everything else stays exactly as it was."""
-SLACK_BYTES = 4 << 20
-"""Of memory: what an allocator keeps back varies by some MiB whatever the program does."""
 
 
 def write_image(path: Path, seed: int) -> None:
@@ -403,183 +368,9 @@ def together(context: Any, soak: soaking.Soak, jobs: list[tuple[Callable[..., No
     return results
 
 
-# Clients of a server --------------------------------------------------------------------------------------------------
-
-
-def client(number: int, url: str, cache: Path, token: str, seed: int, seconds: int, queue: Any) -> None:
-    """Read, compare, and report: the times of its batches, what was wrong, and its errors."""
-    torch.set_num_threads(1)
-    rng = random.Random(f"{seed} {number}")
-    taken: list[float] = []
-    wrong: list[str] = []
-    errors: list[str] = []
-    num_changes = 0
-    with (
-        LatentCache(url, token=token, local=cache.parent / f"local-{number}") as far,
-        LatentCache(cache, read_only=True) as near,
-    ):
-        ids = near.sample_ids()
-        buckets = [ids[0::2], ids[1::2]]
-        queue.put(("ready", number))
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            chosen = rng.sample(rng.choice(buckets), SERVED_BATCH)
-            try:
-                start = time.perf_counter()
-                batch = far.batch(chosen, device="cpu", output="moments")
-                taken.append(time.perf_counter() - start)
-                expected = near.batch(chosen, device="cpu", output="moments")
-                if soaking.batch_digest(batch) != soaking.batch_digest(expected):
-                    wrong.append(f"client {number}, batch {len(taken)}: {chosen}")
-                if len(taken) % CHANGE_EVERY == 1:
-                    entry = soaking.text_entry(10_000 + 100 * len(taken) + number)
-                    far.store.add([entry])
-                    found = far.store.get(entry.record.key)
-                    if soaking.entry_digest(found) != soaking.entry_digest(entry):
-                        wrong.append(f"client {number}: its own entry {entry.record.key}")
-                    num_changes += 1
-            except Exception as error:
-                errors.append(f"client {number}, batch {len(taken)}: {error!r}")
-    queue.put(("done", number, taken, wrong, errors, num_changes))
-
-
-def run_clients(soak: soaking.Soak, goal: soaking.Goal, cache: Path, token: str) -> list[Any]:
-    """What each client reported. The server's memory goes to the figures."""
-    context, num_clients = multiprocessing.get_context("spawn"), 2 if soak.options.tiny else NUM_CLIENTS
-    arguments = ("--write-token-file", str(soak.folder / "token"))
-    with served(cache, *arguments, log=soak.folder / "server.log") as (url, server):
-        before, queue = memory_bytes("RssAnon", server), context.Queue()
-        clients = [
-            context.Process(target=client, args=(number, url, cache, token, soak.options.seed, soak.n, queue))
-            for number in range(num_clients)
-        ]
-        for process in clients:
-            process.start()
-        results: list[Any] = []
-        peak = before
-        end = time.monotonic() + soak.n + START_S
-        while len(results) < num_clients and time.monotonic() < end:
-            peak = max(peak, memory_bytes("RssAnon", server))
-            if queue.empty():
-                time.sleep(0.2)
-            elif (message := queue.get())[0] == "done":
-                results.append(message[1:])
-        for process in clients:
-            process.join(START_S)
-            if process.exitcode != 0:
-                goal.fail(f"a client ended with {process.exitcode}")
-                process.kill()
-    if len(results) < num_clients:
-        goal.fail(f"{num_clients - len(results)} clients reported nothing")
-    goal.figures["server_grew_mb"] = round((peak - before) / 1e6, 1)
-    return results
-
-
-def service(soak: soaking.Soak) -> None:
-    goal = soak.goal(f"clients of one server at once, {soak.n} seconds: no error, no wrong batch")
-    cache, token = soak.folder / "cache", secrets.token_urlsafe(24)
-    make_cache(cache, NUM_SERVED, SCALE)
-    (soak.folder / "token").write_text(token)
-    results = run_clients(soak, goal, cache, token)
-    times = [value for _, taken, *_ in results for value in taken[SETTLE_BATCHES:] or taken]
-    goal.n = sum(len(taken) for _, taken, *_ in results)
-    for _, _, wrong, errors, _ in results:
-        for what in [*wrong, *errors]:
-            goal.fail(what)
-    if not times:
-        goal.fail("no client read a batch")
-        return
-    p50, p99 = np.percentile(times, [50, 99]).tolist()
-    goal.figures |= {
-        "num_errors": sum(len(errors) for *_, errors, _ in results),
-        "num_wrong": sum(len(wrong) for _, _, wrong, _, _ in results),
-        "num_changes": sum(result[-1] for result in results),
-        "batches_per_s": round(goal.n / soak.n, 1),
-        "mean_ms": round(1e3 * statistics.fmean(times), 2),
-        "p50_ms": round(1e3 * p50, 2),
-        "p99_ms": round(1e3 * p99, 2),
-        "p99_of_p50": round(p99 / p50, 2),
-    }
-    if soak.n >= MIN_RATIO_S and p99 > MAX_RATIO * p50:
-        goal.fail(f"p99 is {p99 / p50:.1f} times p50, and {MAX_RATIO:g} are allowed")
-
-
-# Leaks ----------------------------------------------------------------------------------------------------------------
-
-
-def figures(cache: Path) -> dict[str, int]:
-    gc.collect()
-    process = psutil.Process()
-    return {
-        "num_descriptors": process.num_fds(),
-        "num_threads": process.num_threads(),
-        "num_python_threads": threading.active_count(),
-        "num_maps_of_packs": sum(".safetensors" in part.path for part in process.memory_maps(grouped=False)),
-        "num_files": sum(len(files) for _, _, files in os.walk(cache)),
-        "num_temporary_files": len(os.listdir(tempfile.gettempdir())),
-        "memory_bytes": process.memory_info().rss,
-    }
-
-
-def read_cache(path: Path, keys: list[str]) -> None:
-    with LatentCache(path) as cache:
-        cache.batch(cache.sample_ids()[:4], device="cpu")
-        cache.get(keys[0])
-
-
-def read_only(path: Path, keys: list[str]) -> None:
-    with LatentCache(path, read_only=True) as cache:
-        cache.batch(cache.sample_ids()[4:8], device="cpu")
-        cache.store.record(keys[1])
-
-
-def read_with_loader(path: Path, keys: list[str]) -> None:
-    dataset = LatentDataset(path, "train")
-    sampler = BucketBatchSampler(dataset, 4, seed=0)
-    for _ in LatentLoader(sampler, device="cpu"):
-        pass
-    dataset.cache.close()
-
-
-def abandon(path: Path, keys: list[str]) -> None:
-    cache = LatentCache(path)
-    cache.batch(cache.sample_ids()[:2], device="cpu")
-
-
-def leaks(soak: soaking.Soak) -> None:
-    path = soak.folder / "cache"
-    (soak.folder / "temporary").mkdir()
-    tempfile.tempdir = str(soak.folder / "temporary")  # other programs write to the system's
-    with DiskStore(path) as store:
-        for first in range(0, NUM_SAMPLES, 6):
-            store.add(soaking.sample_entries(NUMBERS[first : first + 6]))
-        keys = list(store.keys())
-    soaking.write_manifest(path, "train", NUMBERS)
-    ways: list[Callable[[Path, list[str]], None]] = [
-        read_cache, read_only, read_with_loader, abandon,
-    ]  # fmt: skip
-    goal = soak.goal("open, read, close: descriptors, threads, maps, files and memory stay flat")
-    before: dict[str, int] = {}
-    for number in range(soak.n):
-        if number == max(soak.n // 10, min(soak.n - 1, 5 * len(ways))):
-            before = figures(path)
-        with goal.case(f"cycle {number}"):
-            ways[number % len(ways)](path, keys)
-    after = figures(path)
-    goal.figures |= {name: f"{before[name]:,} -> {after[name]:,}" for name in after}
-    for name, value in after.items():
-        allowed = before[name]
-        if name == "memory_bytes":
-            allowed += max(SLACK_BYTES, int(MAX_GROWTH * allowed))
-        if value > allowed:
-            goal.fail(f"{name} grew from {before[name]:,} to {value:,}; at most {allowed:,} are allowed")
-
-
 PARTS = {
     "writers": (writers, 1000, 60),
     "mixed": (mixed, 1800, 10),
-    "service": (service, 600, 6),
-    "leaks": (leaks, 10_000, 60),
 }
 
 

@@ -7,9 +7,6 @@ The cache is made by precache with the tiny models. After each damage a reader a
 gets is bit for bit what was stored, or one of latentcache's own errors. Damage of the memo meets precache, not a
 reader. In every tenth refused case the commands that the message names are run, and so on until all is there again, bit
 for bit.
-
-The last goal is a cache of 100,000 entries whose index is gone, empty or damaged: it opens, all entries are there, and
-neither that nor `rebuild` takes more than 10 s per 100,000 entries.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import random
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,20 +25,15 @@ from soak_crash import Precache, operations
 from soaking import Goal, Soak, make_parser, run_soak
 
 from latentcache.errors import LatentCacheError
-from latentcache.identity import digest, key_of
+from latentcache.identity import digest
 from latentcache.loading.cache import LatentCache
-from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import rebuild, verify
-from latentcache.types import Entry, Record
 
 NUM_PHOTOS = 12
 FIX_EVERY = 10
 MAX_COMMANDS = 6
 WEIGHTS = {"pack": 50, "index": 25, "manifest": 15, "memo": 5, "CACHE.json": 5}
 """How often each kind of file is damaged."""
-NUM_ENTRIES = 100_000
-FULL_PACK = writer.PACK_ENTRIES
-REBUILD_S = 10.0
 
 
 class Victim:
@@ -213,28 +204,6 @@ def exchanges(goal: Goal, victim: Victim, soak: Soak, num: int) -> None:
             damage(goal, victim, f"{path.name} and {other.name} exchanged", {path: other_data, other: data}, kind)
 
 
-def large_index(goal: Goal, soak: Soak, num_entries: int) -> None:
-    """The index of many entries is lost in three ways."""
-    writer.PACK_ENTRIES = FULL_PACK
-    cache, value = soak.folder / "large", torch.ones(4, dtype=torch.uint8)
-    with DiskStore(cache) as store:
-        identities = [{"number": number} for number in range(num_entries)]
-        store.add(Entry(Record(key_of(i), "image", i, {}), {"moments": value}) for i in identities)
-    database = cache / "index" / "cache.db"
-    noise = soak.random.randbytes(4096)
-    for name, data in (("gone", None), ("empty", b""), ("damaged", noise + database.read_bytes()[4096:])):
-        with goal.case(f"index {name}"):
-            database.unlink() if data is None else database.write_bytes(data)
-            for how, call in (("opening", lambda: DiskStore(cache).close()), ("rebuild", lambda: rebuild(cache))):
-                start = time.monotonic()
-                call()
-                seconds = (time.monotonic() - start) / num_entries * 100_000
-                goal.figures[f"{how}_s_per_100k"] = round(max(seconds, goal.figures.get(f"{how}_s_per_100k", 0)), 2)
-                assert seconds <= REBUILD_S, f"{how}: {seconds:.1f} s per 100,000 entries"
-                with DiskStore(cache) as store:
-                    assert sum(1 for _ in store.keys()) == num_entries
-
-
 def rot(soak: Soak) -> None:
     victim = Victim(soak.folder)
     n = soak.n
@@ -245,8 +214,6 @@ def rot(soak: Soak) -> None:
         ("exchanged or missing payloads, packs, files: refused, and fixed", exchanges, max(5, n // 50)),
     ):
         part(soak.goal(text), victim, soak, num)
-    num_entries = max(20_000, min(NUM_ENTRIES, NUM_ENTRIES * n // 10_000))
-    large_index(soak.goal(f"the index of {num_entries:,} entries lost: rebuilt in time"), soak, num_entries)
 
 
 PARTS = {"rot": (rot, 10_000, 100)}

@@ -56,8 +56,6 @@ def spreads(document: Any) -> Iterator[dict[str, float]]:
         benchmark("bench_scale", "index", "huge"),
         benchmark("bench_scale", "replan"),
         benchmark("bench_service", "packs", "memory", "tier"),
-        benchmark("bench_service", "transfer"),
-        benchmark("bench_service", "page", marks=pytest.mark.page),  # Chromium is in that lane
     ],
 )
 def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -79,8 +77,6 @@ def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], 
         ("soak_rot", "rot", {"refused": 40, "identical": 10, "fixed_as_advised": 1}),
         ("soak_load", "writers", {}),
         ("soak_load", "mixed", {"trainer 1": 1, "trainer 2": 1}),
-        ("soak_load", "service", {"num_changes": 1}),
-        ("soak_load", "leaks", {}),
     ],
 )
 def test_no_case_of_a_soak_program_fails(script: str, part: str, figures: dict[str, int], tmp_path: Path) -> None:
