@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from helpers.family_runs import CONTROL, SIDE, TEXTS, FamilyRun, family_config, family_run, loaded_models, recorded
+from helpers.family_runs import CONTROL, SIDE, TEXTS, family_config, family_run, loaded_models, recorded
 from helpers.photo_files import write_photo
 from helpers.tiny_models import randomised, tiny_folder, tiny_model
 from PIL import Image
@@ -38,13 +38,6 @@ PIPELINE = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qweni
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
     return tiny_model(EDIT.name)
-
-
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyRun]:
-    made = family_run(tmp_path_factory.mktemp("edit"), EDIT.name)
-    yield made
-    made.cache.close()
 
 
 def picture(seed: int, height: int = 64, width: int = 96) -> np.ndarray:
@@ -245,17 +238,6 @@ def test_a_processor_without_torchvision_is_refused_with_the_next_step(name: str
 
 
 # The denoiser
-
-
-def test_control_latents_are_the_pipeline_s_but_for_the_last_bit(filled: FamilyRun) -> None:
-    """It has them `(z - mean) / std`, and those that it is trained on `(z - mean) * (1 / std)`."""
-    text = TEXTS[1]
-    cached, live = filled.batch([text])["control_latents_1"], filled.live_pictures(text)["control_latents_1"]
-    pixels = filled.vae_input(*filled.controls(text))
-    with torch.no_grad():
-        own = filled.pipeline._encode_vae_image(pixels, torch.Generator())
-    assert torch.equal(cached, live) and cached.shape == (1, 16, 1, 12, 8)
-    torch.testing.assert_close(cached, own, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["2509", "2511"])

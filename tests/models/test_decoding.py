@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,15 +36,15 @@ def state_of(vae: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def untouched(vae: torch.nn.Module) -> Iterator[Any]:
-    """Call it after the dtype is settled; the state is compared when the test ends."""
-    before: dict[str, Any] = {}
-    yield lambda: before.update(state_of(vae))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_decode_leaves_the_vae_as_it_was(
+    vae: torch.nn.Module, latents: torch.Tensor, dtype: torch.dtype, tiled: bool
+) -> None:
+    before = state_of(vae.to(dtype))
+    decode_latents(vae, latents, tiled=tiled)
     after = state_of(vae)
-    assert before, "the test never said what the state was"
-    assert all(map(torch.equal, before.pop("values"), after.pop("values")))
-    assert after == before
+    assert all(map(torch.equal, before.pop("values"), after.pop("values"))) and after == before
 
 
 def pipeline_images(vae: torch.nn.Module, latents: torch.Tensor) -> np.ndarray:
@@ -95,12 +94,10 @@ def _tokenizers() -> dict[str, Any]:
 def test_the_bits_are_the_pipelines(
     vae: torch.nn.Module,
     latents: torch.Tensor,
-    untouched: Any,
     vae_dtype: torch.dtype,
     latents_dtype: torch.dtype,
 ) -> None:
     vae.to(vae_dtype)
-    untouched()
     latents = latents.to(latents_dtype)
     images = decode_latents(vae, latents)
     assert images.dtype == np.uint8 and images.shape == (1, 64, 96, 3) and images.std() > 1
@@ -114,8 +111,7 @@ def test_statistics_of_latents_as_in_the_pipeline(vae: torch.nn.Module, latents:
     assert np.array_equal(images, pipeline_images(vae, latents)) and not np.array_equal(images, plain)
 
 
-def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
-    untouched()
+def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor) -> None:
     images, tiled = decode_fitting(vae, latents)
     assert not tiled and np.array_equal(images, decode_latents(vae, latents))
     vae.enable_tiling()
@@ -128,12 +124,10 @@ def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor, untouc
 def test_tiles_after_running_out_of_memory(
     vae: torch.nn.Module,
     latents: torch.Tensor,
-    untouched: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: type[RuntimeError],
 ) -> None:
-    untouched()
     expected = decode_latents(vae, latents, tiled=True)
     decode = type(vae).decode
 
@@ -152,17 +146,15 @@ def _short(error: type[RuntimeError]) -> None:
 
 
 def test_tiles_that_do_not_fit_either(
-    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
+    vae: torch.nn.Module, latents: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    untouched()
     monkeypatch.setattr(vae, "decode", lambda *_, **__: _short(torch.OutOfMemoryError))
     with pytest.raises(EncodeError, match=r"tiles do not fit .* on the CPU") as caught:
         decode_fitting(vae, latents)
     assert caught.value.problem == "out-of-memory"
 
 
-def test_other_errors_are_not_taken_for_a_shortage(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
-    untouched()
+def test_other_errors_are_not_taken_for_a_shortage(vae: torch.nn.Module, latents: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="channels"):
         decode_fitting(vae, latents[:, :3])
 
