@@ -143,9 +143,9 @@ class LatentSpace:
 
 @dataclass(frozen=True, slots=True)
 class TextField:
-    """A field of a text entry. `width` is the setting of the denoiser's config that states its last dimension,
-    or `one * other` of two of them.
+    """A field of a text entry.
 
+    `width` is the setting of the denoiser's config that states its last dimension, or two of them, as `one * other`.
     With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
     of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a
     few numbers that act on all of an image: float8 is not for it. `encoder` is the text encoder that makes it. Of a

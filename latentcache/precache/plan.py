@@ -343,7 +343,7 @@ class _DatasetPlanner:
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
                 crop = self._crop_of(at)
                 facts = image_facts(source, shape.geometry, crop, image if shape.mask else None)
-                reason = self._history.why(sample.sample_id, image, shape.role.name, key, facts)
+                reason = self._history.why(sample.sample_id, shape.role.name, key, facts)
                 task = self._image_task(sample, image, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         encodings, recipe = self._encodings, self._encodings.text.recipe
@@ -352,7 +352,7 @@ class _DatasetPlanner:
                 read = self._read_with_texts(entries)
                 caption, controls = texts[number - number % self._num_variants][1], self._controls(read)
                 facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)
-                reason = self._history.why(sample.sample_id, image, "text_encoding", key, facts)
+                reason = self._history.why(sample.sample_id, "text_encoding", key, facts)
                 images = tuple(self._image_task(sample, image, each) for each in read)
                 task = Task(key, self._texts.identity(text, controls), sample, caption=text, controls=images)
                 self._entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)

@@ -144,7 +144,7 @@ def plan_prompts(
         recipe = (encodings.negative if is_negative else encodings.text).recipe
         if entries.is_miss(task.key, present, "text", recipe, TEXT_BATCH_SIZE):
             part = "negative_encoding" if is_negative else "text_encoding"
-            reason = history.why(sample_id, None, part, task.key, text_facts(task.caption, task.caption))
+            reason = history.why(sample_id, part, task.key, text_facts(task.caption, task.caption))
             entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
     return Manifest(name, "prompts", 1, common, RowTable.of(map(prompt_row, tasks)))
 

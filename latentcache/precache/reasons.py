@@ -66,7 +66,7 @@ def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometr
 
 
 class History:
-    """What the last manifest says of a dataset. Renamed samples are found by the digest of their image.
+    """What the last manifest says of a dataset.
 
     `common` is what the samples have in common now; `damaged` names the damaged entries of the store.
     """
@@ -83,36 +83,29 @@ class History:
         before, now = (np.unique(each[each.any(1)][:, :8].copy().view(np.uint64)) for each in columns)
         return len(before) if len(now) and not np.isin(before, now).any() else 0
 
-    def why(self, sample_id: str, image: str | None, name: str, key: str, facts: Facts) -> str:
-        """Why the entry `key` is a miss.
+    def why(self, sample_id: str, name: str, key: str, facts: Facts) -> str:
+        """Why the entry `key` of this sample is a miss.
 
-        `image` is the digest of its sample's image. `name` is `image` or that of a companion; for a text it names the
-        part of `common` that it is made with. `facts` are those of `image_facts` or `text_facts`.
+        `name` is `image` or that of a companion; for a text it names the part of `common` that it is made with.
+        `facts` are those of `image_facts` or `text_facts`.
         """
-        reason = self._why(sample_id, image, name, key, facts)
+        reason = self._why(sample_id, name, key, facts)
         return reason if name in ("image", "text_encoding", "negative_encoding") else f"{name}: {reason}"
 
-    def _why(self, sample_id: str, image: str | None, name: str, key: str, facts: Facts) -> str:
+    def _why(self, sample_id: str, name: str, key: str, facts: Facts) -> str:
         if key in self._damaged:
             return DAMAGED
         row = None if self._last is None else self._last.rows.get(sample_id)
-        if self._last is not None and row is None and image is not None:
-            row = self._last.rows.row_of_source(image)
         known = [] if row is None or self._last is None else _known(row, name, self._last.variants)
         if self._last is None or row is None or not known:
             return NEW
-        by = ("variation", "flip") if "flip" in facts else ("caption", "variant")
-        near = [(ref, was) for ref, was in known if was[by[0]] == facts[by[0]]]
-        same = [(ref, was) for ref, was in near if was[by[-1]] == facts[by[-1]]]
-        if self._last.imported_from is not None:
-            if "image" in facts and row.source not in (image, None):
-                return _SHORT["image"]
-            # A caption that was unknown was imported as the empty one.
-            imported = same or [(ref, was) for ref, was in known if was[by[0]] == ""]
-            return _why_imported(imported, key)
         if any(ref.key == key for ref, _ in known):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
-        before = {**_common_facts(self._last.common, name), **(same or near or known)[0][1]}
+        if self._last.imported_from is not None:
+            return IMPORTED
+        # Of several entries the one that differs least: the caption's own, or of the same crop and side.
+        nearest = min((was for _, was in known), key=lambda was: sum(was[fact] != facts[fact] for fact in facts))
+        before = {**_common_facts(self._last.common, name), **nearest}
         # What entries have no longer, such as a condition, is a cause too.
         now = {**dict.fromkeys(self._last.common.get("image_encoding") or ()), **_common_facts(self._common, name)}
         now |= facts
@@ -157,12 +150,6 @@ def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
         facts |= {f"mask {part} policy": value for part, value in policy.items()}
     facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
     return facts | (common.get("frames") or {} if name == "image" else {})
-
-
-def _why_imported(imported: Sequence[tuple[Ref, Facts]], key: str) -> str:
-    if not imported:
-        return NEW
-    return LOST if imported[0][0].key == key else IMPORTED
 
 
 def _control_policies(common: Mapping[str, Any]) -> list[Any]:

@@ -48,15 +48,6 @@ def test_one_new_photo_takes_no_memory_for_each_known_sample(make_config: Callab
     assert new - known < 200 * NUM_ROWS, "the ids of the samples, and nothing else of them"
 
 
-def test_a_renamed_photo_is_found_by_its_contents(make_config: Callable[..., Config], photos: Path) -> None:
-    run_precache(make_config())
-    (photos / "b.png").rename(photos / "renamed.png")
-    (photos / "b.txt").write_text("another caption")
-    (photos / "b.txt").rename(photos / "renamed.txt")
-    report = run_precache(make_config(), dry_run=True)
-    assert report.misses_by_reason == {"caption changed": 1}
-
-
 def test_the_memo_forgets_what_a_file_was(
     make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
