@@ -9,7 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
@@ -169,16 +169,19 @@ class ManifestFolder:
 
     def unfinished(self) -> dict[str, str]:
         """The names of runs that began and did not finish, with the time when the first one of each started."""
-        begun = sorted([(_written(self.path / file), name) for file, name in self._notes()], reverse=True)
-        times = {name: datetime.fromtimestamp(at, timezone.utc) for at, name in begun if at}
+        times = {name: datetime.fromtimestamp(at, timezone.utc) for at, _, name in sorted(self._notes(), reverse=True)}
         return {name: time.isoformat(timespec="seconds") for name, time in times.items()}
 
     def give_up(self, before: datetime) -> None:
         """End runs that began before this time and did not finish, of any owner."""
-        self._remove([file for file, _ in self._notes() if _written(self.path / file) <= before.timestamp()])
+        self._remove([file for at, file, _ in self._notes() if at <= before.timestamp()])
 
-    def _notes(self) -> list[tuple[str, str]]:
-        return [(file, name) for file in self._files(UNFINISHED) if (name := noted_in(file))]
+    def _notes(self) -> Iterator[tuple[float, str, str]]:
+        """When each run began (seconds since 1970), its note's file, and the manifest."""
+        for file in self._files(UNFINISHED):
+            with suppress(FileNotFoundError):  # it may have ended since it was listed
+                if name := noted_in(file):
+                    yield (self.path / file).lstat().st_mtime, file, name
 
     def _remove(self, files: Iterable[str]) -> None:
         with typed_errors(self.path, 0):
@@ -188,14 +191,6 @@ class ManifestFolder:
     def _make(self) -> None:
         with typed_errors(self.path, 0):
             make_folder(self.path)
-
-
-def _written(path: Path) -> float:
-    """When a file was written (seconds since 1970); 0 if it is gone."""
-    try:
-        return path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -> None:
