@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import sys
 import types
@@ -17,16 +16,12 @@ import yaml
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError
 
 from latentcache.config import BucketsConfig, Config, as_list, as_section
-from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
-from latentcache.utils.durable_files import read_small_file
+from latentcache.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib  # novermin
 else:
     import tomli as tomllib
-
-MAX_BYTES = 1 << 24
-"""The largest config file that is read."""
 
 _READERS: dict[str, Callable[[str], Any]] = {
     ".yaml": yaml.safe_load,
@@ -205,25 +200,18 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         if reader is None:
             problem = f"unknown suffix {path.suffix!r}; a config ends in {', '.join(_READERS)}"
-        elif isinstance(value := reader(_text_of(path)), dict):
+        elif isinstance(value := reader(path.read_text(encoding="utf-8-sig")), dict):
             return value
         else:
             problem = "is empty" if value is None else f"holds {type(value).__name__}, not settings by name"
     except FileNotFoundError:
         problem = "no such file; configs/ holds complete examples, and `latentcache init PHOTOS` writes a first one"
-    except UnsafeStoreError as error:
-        problem = error.detail
-    except StoreError as error:
-        problem = f"cannot be read: {getattr(error.__cause__, 'strerror', error)}"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
         problem = f"is not valid {path.suffix[1:].upper()}: {error}"
         problem += next((f"\n{advice}" for sign, advice in YAML_ADVICE.items() if sign in str(error)), "")
     raise ConfigError(problem, source=str(path))
-
-
-def _text_of(path: Path) -> str:
-    # A config may be a link, but it may not be endless.
-    return read_small_file(Path(os.path.realpath(path)), MAX_BYTES, "name a config").decode("utf-8-sig")
 
 
 def _from_text(value: Any) -> Any:
