@@ -160,7 +160,6 @@ CHANGES: list[tuple[str, Any, dict[str, int]]] = [
     ("mask", other_mask, {"mask: image changed": 2, "masked image: mask changed": 2}),
     ("image", other_image, {"image changed": 2, "masked image: image changed": 2}),
     ("rule", lambda f: masks_of(f, inpaint="soft"), {"masked image: inpaint changed (hard -> soft)": 4}),
-    ("no masked images", lambda f: masks_of(f), {}),
     (
         "alpha colour",
         lambda f: {"images": {"min_side": 8, "alpha_colour": "#000000"}},
@@ -171,16 +170,6 @@ CHANGES: list[tuple[str, Any, dict[str, int]]] = [
             "masked image: mask alpha policy changed (composite-#ffffff -> composite-#000000), "
             "alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
         },
-    ),
-    (
-        "bucket",
-        lambda f: {"buckets": {"area": 64 * 64, "step": 64}},
-        {f"{part}bucket changed (64x128 -> 64x64)": 4 for part in ("", "mask: ", "masked image: ")},
-    ),
-    (
-        "variations",
-        lambda f: {"variations": 2},
-        {f"{part}variation added": 4 for part in ("", "mask: ", "masked image: ")},
     ),
     ("names", renamed, {}),
 ]
