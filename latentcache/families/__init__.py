@@ -66,10 +66,7 @@ def family_of_denoiser(denoiser: object) -> Family:
     found = [each for each in map(family_named, FAMILIES) if each.denoiser_class.endswith(f".{class_name}")]
     found = [each for each in found if not each.text_reads_control and each.whole is None] or found
     if len(found) > 1:
-        # Variants for inpainting or control take more channels, and are of the same family if there is none of theirs.
-        asked = config, {**config, "in_channels": None}
-        fitting = ([each for each in found if each.check_settings(settings) is None] for settings in asked)
-        found = next(filter(None, fitting), found)
+        found = [each for each in found if each.check_settings(config) is None] or found
     if len(found) > 1:
         names = ", ".join(each.name for each in found)
         raise ModelError(

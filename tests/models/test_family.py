@@ -162,7 +162,6 @@ DENOISERS = [
     (denoiser_of("Flux2Transformer2DModel", guidance_embeds=False), "flux2"),
     (denoiser_of("WanTransformer3DModel", in_channels=16), "wan"),
     (denoiser_of("WanTransformer3DModel", in_channels=48), "wan"),
-    (denoiser_of("WanTransformer3DModel", in_channels=96), "wan"),
     (denoiser_of("WanTransformer3DModel", in_channels=36), "wan-i2v"),
     (denoiser_of("OptimizedModule"), DEFAULT),
 ]
