@@ -98,7 +98,6 @@ def upkeep_text(report: Any) -> str:
         if report.ok:
             lines[0] += ": the cache is whole"
         lines += _listed(again, report.damaged | report.known_damaged)
-        lines += [f"the index lacks the pack {name}: latentcache rebuild adds it" for name in report.orphans]
     elif isinstance(report, PruneReport):
         done = "would drop" if report.dry_run else "dropped"
         lines = [f"{done} {entries} ({size(report.num_bytes)}) that no manifest needs"]

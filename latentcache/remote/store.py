@@ -219,7 +219,7 @@ class RemoteStore(PackReader):
     def stats(self) -> StoreStats:
         self.check_open()
         self.index.refresh()
-        return self._stats(self.index.sizes, 0)
+        return self._stats(self.index.sizes)
 
     @override
     def close(self) -> None:

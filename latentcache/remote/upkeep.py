@@ -98,7 +98,6 @@ def verify(
         damaged=damaged,
         known_damaged=known,
         unreadable=unreadable,
-        orphans=(),
     )
 
 

@@ -36,7 +36,6 @@ class StoreStats(Report):
     num_packs: int
     payload_bytes: int
     file_bytes: int
-    index_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,15 +115,6 @@ class CacheDirectory:
                                 sizes[pack] = entry.stat().st_size
         return sizes
 
-    def index_bytes(self) -> int:
-        """Bytes of the index's files."""
-        num_bytes = 0
-        with system_errors(self.index):
-            for file in self.index.glob("cache.db*"):
-                with suppress(FileNotFoundError):  # SQLite's journals come and go
-                    num_bytes += file.lstat().st_size
-        return num_bytes
-
     def remove_pack(self, pack: str) -> bool:
         """Delete a pack's file, if it is there. False if that must wait: Windows removes no file that is mapped."""
         path = self.pack_path(pack)

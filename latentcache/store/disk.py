@@ -253,7 +253,7 @@ class DiskStore(PackReader):
     @override
     def stats(self) -> StoreStats:
         with self.current():
-            return self._stats(self.directory.pack_sizes(), self.directory.index_bytes())
+            return self._stats(self.directory.pack_sizes())
 
     # Reading
 

@@ -87,7 +87,6 @@ class MemoryStore(Store):
             num_packs=0,
             payload_bytes=sum(entry.num_bytes for entry in entries),
             file_bytes=0,
-            index_bytes=0,
         )
 
     def close(self) -> None:

@@ -231,7 +231,7 @@ class PackReader(Store):
         if self._is_closed:
             raise StoreError(f"{self._name}: the store is closed; open it again")
 
-    def _stats(self, sizes: Mapping[str, int], index_bytes: int) -> StoreStats:
+    def _stats(self, sizes: Mapping[str, int]) -> StoreStats:
         """Counts and sizes. `sizes`: bytes of each pack's file."""
         table = self.table
         counts = table.counts()
@@ -241,5 +241,4 @@ class PackReader(Store):
             num_packs=len(sizes),
             payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
             file_bytes=sum(sizes.values()),
-            index_bytes=index_bytes,
         )

@@ -47,7 +47,7 @@ class VerifyReport(Report):
     """What was read, and what is wrong.
 
     `damaged`: key -> reason, found now. `known_damaged`: found earlier and not stored again since. `unreadable`:
-    pack -> reason. `orphans`: packs that the index lacks.
+    pack -> reason.
     """
 
     num_entries: int
@@ -56,7 +56,6 @@ class VerifyReport(Report):
     damaged: dict[str, str]
     known_damaged: dict[str, str]
     unreadable: dict[str, str]
-    orphans: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -65,7 +64,7 @@ class VerifyReport(Report):
 
     @override
     def to_json(self) -> dict[str, Any]:
-        return super(VerifyReport, self).to_json() | {"orphans": list(self.orphans), "ok": self.ok}
+        return super(VerifyReport, self).to_json() | {"ok": self.ok}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +114,9 @@ def verify(
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
             disk.reload()
-        table, sizes = disk.table, disk.directory.pack_sizes()
-        known, live, in_index = table.damaged(), table.live_sizes(), set(table.packs)
-        packs = packs_in_subset(sizes.keys() | in_index, subset)
+        table = disk.table
+        known, live = table.damaged(), table.live_sizes()
+        packs = packs_in_subset(disk.directory.pack_sizes().keys() | table.packs.keys(), subset)
         empty = [(pack, dict[str, Location]()) for pack in packs if pack not in live]
         entries = chain(empty, table.by_pack(set(packs)))
         progress = progress or Progress()
@@ -132,7 +131,6 @@ def verify(
             damaged=damaged,
             known_damaged=known,
             unreadable=unreadable,
-            orphans=tuple(pack for pack in packs if pack in sizes and pack not in in_index),
         )
 
 
