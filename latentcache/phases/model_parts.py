@@ -112,8 +112,7 @@ class ModelParts:
 
     def check_names(self, phase: str, on_device: Collection[str], training: Collection[str]) -> None:
         """PhaseError for a phase that names unknown parts, or trains parts that it parks."""
-        known = self.modules.keys() | ({"ema"} if hasattr(self.parts.get("ema"), "shadow_params") else set())
-        unknown = ({*on_device} - known) | ({*training} - self.modules.keys())
+        unknown = {*on_device, *training} - self.modules.keys()
         if unknown:
             raise PhaseError(f"names {', '.join(sorted(unknown))}; {self.known()}", phase=phase)
         parked = {*training} - {*on_device}

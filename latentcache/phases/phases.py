@@ -18,7 +18,6 @@ from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGr
 from latentcache.phases.state import BlockSwap, ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
-    Casts,
     CurrentStorage,
     EmaWeights,
     Gradients,
@@ -54,7 +53,7 @@ class Phases:
     and those named in `immovable`.
     Nor are parts under DistributedDataParallel, which would lose its hooks (code in a phase must not cast them either),
     and parts whose memory on the device is another tensor's too, such as the flat buffer of an optimizer.
-    The averages of an `ema` stay where they are, unless a phase names it in `on_device`: then the others park it.
+    The averages of an `ema` stay where they are.
     """
 
     def __init__(
@@ -79,9 +78,6 @@ class Phases:
         }
         for name, phase in self._phases.items():
             self._model.check_names(name, phase.on_device, phase.training)
-        # Averages that no phase names are never moved.
-        places_ema = any("ema" in phase.on_device for phase in self._phases.values())
-        self._averages = {"ema": self.parts["ema"]} if places_ema else {}
         self._base: tuple[str, Phase] | None = None
         self._open_phases: list[_OpenPhase] = []
         self._memory = CurrentStorage()
@@ -112,7 +108,7 @@ class Phases:
         """The parts that have a tensor on the device now, also where other code put it there."""
         return frozenset(
             name
-            for name, part in (self._model.modules | self._averages).items()
+            for name, part in self._model.modules.items()
             if any(tensor.device == self.device for _, tensor in named_weights(part))
         )
 
@@ -144,10 +140,10 @@ class Phases:
         Put back are the training flag of every submodule, requires_grad, device, dtype and memory of every parameter
         and buffer, gradients, compiled calls, random streams, gradient mode and autocast, EMA weights, the mode of a
         schedule-free optimizer and that of block swap, which a part that the phase runs and does not train has for
-        inference. Nothing else is: adapters, hooks, attention processors and other settings that code in the phase
-        changes stay changed, and so do torch's other global flags. The GradScaler and schedulers are not touched.
-        Ctrl-C waits while state is put back. Phases nest. Tensors of parts that other software places (see the class)
-        are left alone.
+        inference. What code in a phase casts is as it was from the next switch on. Nothing else is put back: adapters,
+        hooks, attention processors and other settings that code in the phase changes stay changed, and so do torch's
+        other global flags. The GradScaler and schedulers are not touched. Ctrl-C waits while state is put back. Phases
+        nest. Tensors of parts that other software places (see the class) are left alone.
 
         Args:
             phase: The name of a phase, or one of your own.
@@ -163,7 +159,7 @@ class Phases:
         """
         name, phase = (phase, self._phase(phase)) if isinstance(phase, str) else ("custom", phase)
         self._model.check_names(name, phase.on_device, phase.training)
-        with self._entered(name, phase, tuple(self._model.modules) + tuple(self._averages)):
+        with self._entered(name, phase, self._model.modules):
             yield self
 
     @contextmanager
@@ -183,7 +179,7 @@ class Phases:
         now = self._phase_now()
         phase = replace(now, on_device=tuple(dict.fromkeys((*now.on_device, *names))))
         # Outside of all phases nobody else puts back what code in the block does to the other parts.
-        parts = names if self._open_phases else (*self._model.modules, *self._averages)
+        parts = names if self._open_phases else self._model.modules
         with self._entered("custom", phase, parts):
             yield
 
@@ -273,9 +269,8 @@ class Phases:
         devices = {name: self.device if name in phase.on_device else self._park for name in weights.parts}
         # A pinned part that is to be parked stays where it is; one that is needed on the device must be there.
         devices = {name: to for name, to in devices.items() if name in phase.on_device or name not in weights.pinned}
-        modules = devices.keys() & self._model.modules.keys()
-        training = {name: name in phase.training for name in modules} if self._open_phases or not phase.training else {}
-        audited: dict[str, Any] = {name: (self._model.modules | self._averages)[name] for name in devices}
+        training = {name: name in phase.training for name in devices} if self._open_phases or not phase.training else {}
+        audited: dict[str, Any] = {name: self._model.modules[name] for name in devices}
         trained = self._model.trained()
         if trained and all(devices.get(name) == self.device for name in trained):
             # What trains them, where all trained parts are where training has them.
@@ -289,10 +284,9 @@ class Phases:
             movable, pinned = outermost.parts, outermost.pinned
         else:
             managed = self._model.managed()
-            movable = tuple(name for name in (*self._model.modules, *self._averages) if name not in managed)
+            movable = tuple(name for name in self._model.modules if name not in managed)
             pinned = self._model.pinned(self._park, managed)
-        parts = self._model.modules | self._averages
-        chosen = {name: parts[name] for name in movable if names is None or name in names}
+        chosen = {name: self._model.modules[name] for name in movable if names is None or name in names}
         return Weights(chosen, memory, self._park, pinned)
 
     def _phase(self, name: str) -> Phase:
@@ -343,8 +337,7 @@ class _OpenPhase:
             ReducedGradients(settled, model.reduced_parameters()),
             *self.block_swaps.values(),  # before averages: their state is where training has the weights
             *reversed(self.averages),
-            Casts(weights),
-            Gradients(settled),  # a parameter takes only a gradient of its own dtype
+            Gradients(settled),  # after the weights: a parameter takes only a gradient of its own dtype
             TrainingModes({part: module for part, module in model.wrapped.items() if part in parts}),
             EagerCalls(self.modules),
             ComputeModes(device),

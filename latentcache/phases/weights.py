@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,14 +21,6 @@ from latentcache.phases.state import Modules, Snapshot, parameters
 
 REPAIR = "Make room, then call Phases.place()"
 """What to do when a part could not be moved."""
-
-
-class TensorOrigin(NamedTuple):
-    """Where a tensor was when a phase began. `memory` is its memory there, if it was on the device for parked parts."""
-
-    device: torch.device
-    dtype: torch.dtype
-    memory: torch.Tensor | None
 
 
 class CurrentStorage:
@@ -70,26 +62,32 @@ class CurrentStorage:
 
 
 class Weights(Snapshot):
-    """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
+    """All parameters and buffers of some modules: where they were when a phase began."""
 
-    def __init__(self, parts: Mapping[str, Any], memory: CurrentStorage, park: torch.device, pinned: Mapping[str, str]):
+    def __init__(
+        self,
+        parts: Mapping[str, torch.nn.Module],
+        memory: CurrentStorage,
+        park: torch.device,
+        pinned: Mapping[str, str],
+    ):
         self._memory, self.pinned = memory, pinned
         self.failed: dict[str, Exception] = {}
         """The parts that `restore` could not put back."""
-        self._tensors: dict[str, list[tuple[str, torch.Tensor, TensorOrigin]]] = {part: [] for part in parts}
-        for part, owner in parts.items():
-            for name, tensor in named_weights(owner):
+        self._tensors: dict[str, list[tuple[torch.Tensor, torch.device, torch.Tensor | None]]]
+        """By part: each tensor, its device, and its memory there if it is parked."""
+        self._tensors = {part: [] for part in parts}
+        for part, module in parts.items():
+            for _, tensor in named_weights(module):
                 memory.keep(tensor)
                 # Only there: keeping it elsewhere would cost memory of the accelerator.
                 parked = tensor.detach() if tensor.device == park else None
-                origin = TensorOrigin(tensor.device, tensor.dtype, parked)
-                self._tensors[part].append((f"{part}.{name}", tensor, origin))
+                self._tensors[part].append((tensor, tensor.device, parked))
         # `Module.to` gives a parameter other data, but puts another tensor in a buffer's place.
         self._buffers = [
             (module._buffers, dict(module._buffers))
-            for owner in parts.values()
-            if isinstance(owner, torch.nn.Module)
-            for _, module in owner.named_modules()
+            for part in parts.values()
+            for module in part.modules()
             if module._buffers
         ]
 
@@ -102,7 +100,7 @@ class Weights(Snapshot):
         """The part's device when the phase began; None if it lay on several or has no tensors, or was not put back."""
         if part in self.failed:
             return None
-        devices = {origin.device for _, _, origin in self._tensors[part]}
+        devices = {device for _, device, _ in self._tensors[part]}
         return devices.pop() if len(devices) == 1 else None
 
     def place(self, part: str, device: torch.device) -> None:
@@ -110,7 +108,7 @@ class Weights(Snapshot):
         if part in self.pinned:
             return
         try:
-            self._memory.put_all([(tensor, device, None) for _, tensor, _ in self._tensors[part]])
+            self._memory.put_all([(tensor, device, None) for tensor, _, _ in self._tensors[part]])
         except Exception as error:
             add_note(error, f"{part} was not put on {device}: all of it is where it was")
             raise
@@ -129,11 +127,8 @@ class Weights(Snapshot):
 
     def _restore(self, part: str, *, is_parked: bool) -> None:
         """Put back the tensors of a part that were parked, or the others. An error keeps none of the other parts."""
-        origins = ((tensor, origin) for _, tensor, origin in self._tensors[part])
         try:
-            self._memory.put_all(
-                [(t, origin.device, origin.memory) for t, origin in origins if (origin.memory is not None) == is_parked]
-            )
+            self._memory.put_all([origin for origin in self._tensors[part] if (origin[2] is not None) == is_parked])
         except Exception as error:
             self.failed[part] = error
 
@@ -141,33 +136,6 @@ class Weights(Snapshot):
         """The parts that could not be put back."""
         for part, error in self.failed.items():
             yield f"{part}: {type(error).__name__}: {error}. All of it is where it was in the phase. {REPAIR}"
-
-    def origins(self) -> Iterator[tuple[str, torch.Tensor, TensorOrigin]]:
-        """Every tensor by name, with where it was, without those of parts that could not be put back."""
-        return chain.from_iterable(tensors for part, tensors in self._tensors.items() if part not in self.failed)
-
-
-class Casts(Snapshot):
-    """The dtype of tensors that code in the phase around this one had cast, such as a VAE's to decode in float32.
-
-    They have no memory of their own to go back to, so they are cast again: after averages are swapped out of the memory
-    that is restored. Otherwise the code would go on with weights of a dtype that its inputs and gradients do not have.
-    """
-
-    def __init__(self, weights: Weights):
-        self._weights = weights
-
-    def restore(self) -> None:
-        """Cast them again."""
-        for _, tensor, origin in self._weights.origins():
-            if tensor.dtype != origin.dtype:
-                tensor.data = tensor.data.to(origin.dtype)
-
-    def changes(self) -> Iterator[str]:
-        """The tensors that have another device or dtype, without those of parts that could not be put back."""
-        for name, tensor, origin in self._weights.origins():
-            if (tensor.device, tensor.dtype) != (origin.device, origin.dtype):
-                yield f"{name}: is {tensor.dtype} on {tensor.device}, was {origin.dtype} on {origin.device}"
 
 
 class Gradients(Snapshot):
@@ -289,17 +257,9 @@ def is_training(optimizer: Any) -> bool:
     return any(modes) and callable(getattr(optimizer, "train", None))
 
 
-def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of a module by dotted name, each object once; of an EMA its averaged weights."""
-    if isinstance(part, torch.nn.Module):
-        seen: set[int] = set()
-        for path, module in part.named_modules():
-            for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield f"{path}.{name}" if path else name, tensor
-    else:
-        yield from ((f"shadow_params.{number}", tensor) for number, tensor in enumerate(part.shadow_params))
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a module by dotted name, each object once."""
+    return chain(module.named_parameters(), module.named_buffers())
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

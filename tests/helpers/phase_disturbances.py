@@ -57,14 +57,6 @@ def gradients(training: Training) -> None:
     training.optimizer.zero_grad(set_to_none=True)
 
 
-def a_cast_around_a_phase(training: Training) -> None:
-    """The inner phase finds half precision, and leaves it so; the outer one found float32."""
-    vae = torch.nn.Module.to(training.parts["vae"], dtype=torch.float16)
-    with training.phases.enter("sample"):
-        pass
-    assert {parameter.dtype for parameter in vae.parameters()} == {torch.float16}
-
-
 def random_python(training: Training) -> None:
     random.random()
 
@@ -104,7 +96,6 @@ DISTURBANCES = (
     modes,
     requires_grad,
     placement,
-    a_cast_around_a_phase,
     dtypes,
     gradients,
     averages,

@@ -53,23 +53,3 @@ def test_offload_hooks_and_declared_parts_are_left_where_they_are(device: torch.
         assert training.parts["text_encoder"].final_layer_norm.weight.device == CPU
         assert training.parts["vae"](torch.zeros(1, 3, 64, 64)).sample.device == device
     assert training.parts["text_encoder"].embeddings.token_embedding.weight.device == device
-
-
-def test_averages_are_placed_where_a_phase_names_them(device: torch.device) -> None:
-    training = Training(device, "ema")
-    training.run()
-    ema, shadows = training.ema, list(training.ema.shadow_params)
-    values = [shadow.cpu().clone() for shadow in shadows]
-    phases = Phases(training.parts, device=device, train=Phase(("unet", "ema"), ("unet",)))
-    assert phases.on_device() == {"unet", "ema"}
-    with phases.enter("validate"):
-        assert phases.on_device() == {"unet"} and {shadow.device for shadow in shadows} == {CPU}
-        assert all(torch.equal(p.cpu(), v) for p, v in zip(training.unet.parameters(), values, strict=True))
-        with phases.enter("train"):
-            assert phases.on_device() == {"unet", "ema"}
-    assert phases.on_device() == {"unet", "ema"}
-    assert all(a is b for a, b in zip(ema.shadow_params, shadows, strict=True))
-    assert all(torch.equal(shadow.cpu(), value) for shadow, value in zip(shadows, values, strict=True))
-    training.step()
-    with pytest.raises(PhaseError, match="names ema"):
-        Phases({"unet": training.unet}, device=device, train=Phase(("unet", "ema")))
