@@ -1,4 +1,4 @@
-"""The environment of a run: versions, driver, each visible device, the cache's disk; and all checks in one.
+"""The environment of a run: versions, each visible device, the cache's disk; and all checks in one.
 
 It is imported where latentcache cannot be installed, so it needs torch (any since 2.0) and nothing else: checks that
 need more import it themselves.
@@ -6,14 +6,12 @@ need more import it themselves.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,84 +151,33 @@ def _contains(specifier: str, number: tuple[int, ...]) -> bool:
     return all(number < limit if sign == "<" else number >= limit for sign, limit in bounds)
 
 
-# Driver and devices
+# Devices
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """One visible device. Bytes are None where it does not report them; `emulated` names dtypes that work slowly."""
-
-    device: str
-    name: str
-    free_bytes: int | None
-    total_bytes: int | None
-    bf16: bool
-    fp16: bool
-    emulated: list[str]
-
-
-def check_driver(build: str | None, driver: tuple[int, int] | None) -> Finding | None:
-    """Whether the NVIDIA driver runs torch's CUDA build. `build` is e.g. "12.6", `driver` the newest CUDA it runs.
-
-    A driver runs builds of its own major version and of older ones:
-    https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-    None where neither is there.
-    """
-    if build is None and driver is None:
-        return None
-    if build is None:
-        found = f"torch {torch.__version__} has no CUDA, but there is an NVIDIA driver for CUDA {_dotted(driver)}"
-        return Finding("warning", "CUDA", found, "install a CUDA build of torch: https://pytorch.org/get-started")
-    if driver is None:
-        found = f"torch is built for CUDA {build}; there is no NVIDIA driver (libcuda.so.1)"
-        return Finding("note", "CUDA", found, "install the driver if this machine has an NVIDIA GPU")
-    needed = tuple(int(part) for part in build.split(".")[:2])
-    text = f"torch is built for CUDA {build}, the driver runs CUDA {_dotted(driver)}"
-    if driver[0] < needed[0]:
-        remedy = f"update the NVIDIA driver, or install a build of torch for CUDA {driver[0]}.x"
-        return Finding("error", "CUDA", f"{text}: too old", remedy)
-    if driver < needed:
-        remedy = "update the NVIDIA driver if a kernel is missing or fails to compile"
-        return Finding("note", "CUDA", f"{text}: an older one of the same major version, which runs the build", remedy)
-    return Finding("ok", "CUDA", text)
-
-
-def driver_cuda_version(library: str = "libcuda.so.1") -> tuple[int, int] | None:
-    """The newest CUDA version that the installed NVIDIA driver runs, or None without a driver. Needs no CUDA build."""
-    try:
-        driver = ctypes.CDLL(library)
-    except OSError:
-        return None
-    number = ctypes.c_int()
-    # cuDriverGetVersion works before cuInit; 12040 is CUDA 12.4.
-    if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return None
-    return number.value // 1000, number.value % 1000 // 10
-
-
-def device_state(device: torch.device) -> DeviceState:
-    """Name, memory and half precision of a device. Raises RuntimeError if the device does not answer."""
+def examine_device(device: torch.device) -> Diagnosis:
+    """Findings about one visible device: its memory, and the dtypes that it computes in. Their facts go by its name."""
     module = getattr(torch, device.type)
-    get_name = getattr(module, "get_device_name", None)
-    get_memory = getattr(module, "mem_get_info", None)
-    torch.ones(1, device=device).add_(1).item()  # a device that is lost or full raises here
-    bf16, is_emulated = multiplies(device, torch.bfloat16), False
-    if bf16 and device.type == "cuda":  # NVIDIA GPUs before Ampere compute bfloat16 in float32; only CUDA reports it
-        with module.device(device):
-            try:
-                is_emulated = not module.is_bf16_supported(including_emulation=False)
-            except TypeError:  # before torch 2.4 emulation does not count
-                is_emulated = not module.is_bf16_supported()
-    free_bytes, total_bytes = (None, None) if get_memory is None else get_memory(device)
-    return DeviceState(
-        device=str(device),
-        name=str(device) if get_name is None else get_name(device),
-        free_bytes=free_bytes,
-        total_bytes=total_bytes,
-        bf16=bf16,
-        fp16=multiplies(device, torch.float16),
-        emulated=["bfloat16"] if is_emulated else [],
-    )
+    get_name, get_memory = (getattr(module, name, None) for name in ("get_device_name", "mem_get_info"))
+    try:
+        torch.ones(1, device=device).add_(1).item()  # a device that is lost or full raises here
+        works = [name for name in ("bfloat16", "float16") if multiplies(device, getattr(torch, name))]
+        name = str(device) if get_name is None else get_name(device)
+        free, total = (None, None) if get_memory is None else get_memory(device)
+    except RuntimeError as error:
+        remedy = "see whether another process uses it, and whether its own tools (nvidia-smi, rocm-smi) list it"
+        return Diagnosis((Finding("error", str(device), f"does not answer: {error}", remedy),))
+    memory = "free memory is not reported"
+    if free is not None and total is not None:
+        memory = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f} GB"
+    findings = [Finding("ok", str(device), f"{name}: {memory}; {', '.join(works) or 'no half precision'}")]
+    if "bfloat16" not in works:
+        remedy = "use float16 with a GradScaler, or float32 (encode.vae_dtype, encode.text_dtype)"
+        findings.append(Finding("warning", str(device), "does not compute in bfloat16", remedy))
+    elif device.type == "cuda" and module.get_device_capability(device) < (8, 0) and torch.version.hip is None:
+        # Before Ampere NVIDIA's GPUs compute bfloat16 in float32.
+        remedy = "train in float16 with a GradScaler, or in float32"
+        findings.append(Finding("note", str(device), "bfloat16 is emulated: it works, slowly", remedy))
+    return Diagnosis(tuple(findings), {"name": name, "free_bytes": free, "total_bytes": total, "dtypes": works})
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
@@ -244,44 +191,27 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def check_device(state: DeviceState) -> Iterator[Finding]:
-    """Findings about one visible device: its memory, and the dtypes that it computes in."""
-    memory = "free memory is not reported"
-    if state.free_bytes is not None and state.total_bytes is not None:
-        memory = f"{state.free_bytes / 1e9:.1f} GB free of {state.total_bytes / 1e9:.1f} GB"
-    works = [name for name, there in (("bfloat16", state.bf16), ("float16", state.fp16)) if there]
-    yield Finding("ok", state.device, f"{state.name}: {memory}; {', '.join(works) or 'no half precision'}")
-    if state.emulated:
-        remedy = "train in float16 with a GradScaler, or in float32"
-        yield Finding("note", state.device, "bfloat16 is emulated: it works, slowly", remedy)
-    elif not state.bf16:
-        remedy = "use float16 with a GradScaler, or float32 (encode.vae_dtype, encode.text_dtype)"
-        yield Finding("warning", state.device, "does not compute in bfloat16", remedy)
-
-
 def _accelerators() -> Diagnosis:
-    """The driver against the build, and a finding per visible device."""
-    driver = driver_cuda_version()
-    findings = [finding for finding in (check_driver(torch.version.cuda, driver),) if finding is not None]
+    """What torch says of the driver, and findings about each visible device."""
     with warnings.catch_warnings(record=True) as caught:
         # torch warns here why an accelerator cannot be used, e.g. that a driver is too old.
         warnings.simplefilter("always")
         accelerator, num_devices = _visible()
-    findings += [Finding("warning", "accelerator", str(w.message), "do what the message says") for w in caught]
-    states = []
+    findings = [Finding("warning", "accelerator", str(w.message), "do what the message says") for w in caught]
+    if torch.version.cuda is None and torch.version.hip is None and shutil.which("nvidia-smi"):
+        found = f"torch {torch.__version__} has no CUDA, but there is an NVIDIA driver"
+        remedy = "install a CUDA build of torch: https://pytorch.org/get-started"
+        findings.append(Finding("warning", "CUDA", found, remedy))
+    devices = []
     for index in range(num_devices):
         device = torch.device(accelerator, index)
-        try:
-            states.append(device_state(device))
-        except RuntimeError as error:
-            remedy = "see whether another process uses it, and whether its own tools (nvidia-smi, rocm-smi) list it"
-            findings.append(Finding("error", str(device), f"does not answer: {error}", remedy))
-        else:
-            findings += check_device(states[-1])
+        examined = examine_device(device)
+        findings += examined.findings
+        devices.append({"device": str(device), **examined.facts})
     if not num_devices:
         findings.append(Finding("note", "devices", "no accelerator is visible: everything runs on the CPU"))
-    versions = {"cuda_build": torch.version.cuda, "driver_cuda": _dotted(driver), "hip_build": torch.version.hip}
-    return Diagnosis(tuple(findings), {**versions, "devices": [asdict(state) for state in states]})
+    facts = {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip, "devices": devices}
+    return Diagnosis(tuple(findings), facts)
 
 
 def _visible() -> tuple[str, int]:
@@ -294,10 +224,6 @@ def _visible() -> tuple[str, int]:
         if module is not None and module.is_available():
             return kind, module.device_count()
     return "cpu", 0
-
-
-def _dotted(version: tuple[int, int] | None) -> str | None:
-    return None if version is None else ".".join(map(str, version))
 
 
 def _check_cache(path: Path) -> Diagnosis:
