@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import Sent, Transfer, transfer_to
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError, add_note
 from latentcache.loading.batch import to_device
-from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sample import PRECACHE, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
@@ -57,7 +56,6 @@ class _BatchMaker:
     """Makes the batches of one iteration. It runs in the thread that prefetches."""
 
     loader: LatentLoader
-    cache: LatentCache
     transfer: Transfer
     dtype: torch.dtype | None
     encoded: Set[str]
@@ -79,17 +77,14 @@ class _BatchMaker:
     def _announced(self, planned: PlannedBatch) -> list[SampleRef]:
         """Prefetch what a batch needs. Its samples; none where one is wrong, which is raised when the batch is read."""
         with suppress(StoreError):
-            refs = self.loader.dataset.refs(self._items(planned))
+            refs = self.loader.dataset.refs(planned.items)
             self.loader.dataset.prefetch(refs)
             return refs
         return []
 
-    def _items(self, planned: PlannedBatch) -> Sequence[int]:
-        return planned.items if self.loader.dataset.draws else planned.numbers
-
     def _make(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         try:
-            return self._read(planned, refs or self.loader.dataset.refs(self._items(planned)))
+            return self._read(planned, refs or self.loader.dataset.refs(planned.items))
         except Exception as error:
             items = ", ".join(map(str, planned.numbers[:16]))
             add_note(error, f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")
@@ -100,7 +95,7 @@ class _BatchMaker:
         memory = self._host_array if self.transfer.overlaps else np.empty
         while refs:
             try:
-                read = partial(self.cache.gather, refs, memory=memory)
+                read = partial(self.loader.dataset.cache.gather, refs, memory=memory)
                 sent = self.transfer.send(read, partial(self._place, planned))
                 return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
             except SampleError as problem:
@@ -278,7 +273,7 @@ class LatentLoader(Closing):
     def read_from(self, cursor: Cursor, encoded: Set[str], *, endless: bool) -> tuple[Source, Transfer]:
         """The batches from here on, and how they get to the device. Entries of `encoded` are not encoded again."""
         transfer = transfer_to(device_of(self.requester))
-        maker = _BatchMaker(self, self.dataset.cache, transfer, self.dtype or dtype_of(self.requester), encoded)
+        maker = _BatchMaker(self, transfer, self.dtype or dtype_of(self.requester), encoded)
         plan = self.sampler.plan(cursor.epoch, cursor.position)
         if endless:
             plan = chain(plan, chain.from_iterable(map(self.sampler.plan, count(cursor.epoch + 1))))

@@ -66,7 +66,7 @@ class PlannedBatch(NamedTuple):
 
     @property
     def items(self) -> list[Visit]:
-        """The items, each with a draw of its own. Making these takes as long as copying a small sample."""
+        """The items, each with a draw of its own."""
         generator = np.random.default_rng(seed_of("visits", self.seed, self.epoch, self.position))
         draws = generator.integers(1 << 63, size=len(self.numbers)).tolist()
         return [Visit.of(item, draw, self.epoch, self.seed) for item, draw in zip(self.numbers, draws, strict=True)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from helpers.hub_snapshot import snapshot_of
 from helpers.pack_damage import damage
 
 from latentcache import LatentCache
@@ -18,7 +16,6 @@ from latentcache.config import PROMPTS_PREFIX, Config
 from latentcache.dataset.row_table import Ref
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import key_of
-from latentcache.loading.status import status, verify
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
@@ -217,22 +214,3 @@ def test_what_another_run_caches_is_seen_after_a_refresh(config: Config, make_co
         cache.refresh()
         assert cache.prompt("a late idea", device="cpu")["prompt_embeds"].isfinite().all()
         assert cache.batch(WIDE, device="cpu")["latents"].shape[0] == 3
-
-
-@pytest.mark.parametrize("is_writable", [False, True])
-def test_a_snapshot_of_the_hub_opens_by_its_path(config: Config, tmp_path: Path, is_writable: bool) -> None:
-    snapshot = snapshot_of(Path(config.cache.path), tmp_path / "hub")
-    blobs = {path: path.read_bytes() for path in (tmp_path / "hub" / "blobs").iterdir()}
-    if is_writable:
-        for path in tmp_path.rglob("hub/**/*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-    read_only = None if is_writable else True  # root may write to every folder
-    with LatentCache(snapshot, read_only=read_only) as there, LatentCache(config.cache.path) as here:
-        left, right = (cache.batch(WIDE, device="cpu", output="moments") for cache in (there, here))
-        assert torch.equal(left["moments"], right["moments"])
-        prompts = [cache.prompt("", device="cpu")["prompt_embeds"] for cache in (there, here)]
-        assert torch.equal(*prompts)
-    assert verify(snapshot).ok and status(snapshot).num_lost == 0
-    assert {path: path.read_bytes() for path in blobs} == blobs, "blobs are shared with other revisions"
-    if not is_writable and os.getuid():
-        assert not (snapshot / "index").exists()

@@ -13,7 +13,7 @@ from helpers.hub_snapshot import snapshot_of
 from helpers.remote_samples import NUM_SAMPLES, make_cache, make_manifest
 from torch.utils.data import DataLoader
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import CacheConfig
 from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError, StoreError
 from latentcache.loading.status import status, verify
@@ -58,18 +58,6 @@ def test_a_snapshot_is_read_as_a_cache(
     folder = tmp_path / "xdg" / "latentcache"
     assert request["cache_dir"].is_relative_to(folder) and request["revision"] is None
     assert not list(folder.glob("*/packs/*/*")), "they are here already"
-
-
-def test_a_loader_reads_it_in_both_orders(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    for order in ("random", "packs"):
-        found = []
-        for where, options in ((cache, {}), (f"{URL}@v1", {"local": tmp_path / "local"})):
-            dataset = LatentDataset(where, order=order, **options)
-            with LatentLoader(BucketBatchSampler(dataset, 4, seed=1), device="cpu") as loader:
-                found.append([batch["latents"] for batch in loader])
-            dataset.cache.close()
-        assert all(map(torch.equal, *found)) and len(found[0]) == NUM_SAMPLES // 4
-    assert {request["revision"] for request in asked} == {"v1"}
 
 
 def test_workers_read_the_snapshot_that_the_dataset_was_made_with(
