@@ -27,12 +27,16 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
     try:
         with typed_errors(path, 0):
             if not file_locks.take(fd, shared=shared, wait=wait):
+                holder = os.read(fd, _MAX_NOTE_BYTES).decode(errors="replace") or "another process"
                 raise StoreBusyError(
-                    path.parent, f"{operation} cannot start: {_holder(fd)} works on this cache. Wait until it is done."
+                    path.parent, f"{operation} cannot start: {holder} works on this cache. Wait until it is done."
                 )
         if not is_brief:
             with suppress(OSError):  # the note is for messages only, and a full disk has no room for it
-                _sign(fd, operation)
+                # Each process that shares the lock overwrites the note of the others.
+                os.ftruncate(fd, 0)
+                os.lseek(fd, 0, os.SEEK_SET)
+                os.write(fd, f"{operation} (process {os.getpid()} on {platform.node()})".encode())
         yield
     finally:
         unlock_and_close(fd, owner)
@@ -41,20 +45,6 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
 def _open(path: Path) -> int:
     with typed_errors(path, _MAX_NOTE_BYTES):
         return os.open(path, file_locks.OPEN_FLAGS, 0o666)
-
-
-def _sign(fd: int, operation: str) -> None:
-    # Each process that shares the lock overwrites the note of the others.
-    os.ftruncate(fd, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.write(fd, f"{operation} (process {os.getpid()} on {platform.node()})".encode())
-
-
-def _holder(fd: int) -> str:
-    try:
-        return os.read(fd, _MAX_NOTE_BYTES).decode(errors="replace") or "another process"
-    except OSError:
-        return "another process"
 
 
 class ReadersLock:
