@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -46,7 +45,7 @@ class Visits(NamedTuple):
             return cls(nothing, nothing, nothing.astype(np.uint64))
         visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
         draws, epochs, seeds = zip(*[(each.draw, each.epoch, each.seed) for each in visits], strict=True)
-        of_variants = np.array([*map(_variant_seed, seeds)], np.uint64)
+        of_variants = np.array([seed_of("variants", seed) for seed in seeds], np.uint64)  # a seed may be any integer
         return cls(np.array(draws, np.int64), np.array(epochs, np.int64), of_variants)
 
 
@@ -62,12 +61,6 @@ class Chosen(NamedTuple):
 def _plain_visit(index: int) -> Visit:
     draw, seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device="cpu").tolist()
     return Visit.of(index, draw, 0, seed)
-
-
-@lru_cache(1 << 10)
-def _variant_seed(seed: int) -> int:
-    """64 bits of a seed, which may be any integer."""
-    return seed_of("variants", seed)
 
 
 @dataclass(frozen=True, slots=True)

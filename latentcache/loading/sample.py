@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -242,7 +241,7 @@ class ManifestSamples:
             found.append(hex_of(columns["caption/keys"][texts]))
         keys = zip(*found, strict=True)
         geometries = columns["image/geometry"][images]
-        layouts = map(_layout_of, _bytes_of_rows(geometries), repeat(self.facts.family))
+        layouts = [_layout_of(geometry.tobytes(), self.facts.family) for geometry in geometries]
         named = zip(numbers.tolist(), texts.tolist(), keys, layouts, strict=True)
         refs = [
             SampleRef(rows.sample_ids[number], own, self.facts, rows.caption_texts[text], layout)
@@ -259,12 +258,6 @@ class ManifestSamples:
             ref._replace(keys=(*ref.keys, *keys[start + 1 : end]), parts=_parts_of(shapes[start + 1 : end].tobytes()))
             for ref, start, end in zip(refs, [0, *ends], ends, strict=False)
         ]
-
-
-def _bytes_of_rows(numbers: np.ndarray) -> list[bytes]:
-    """The bytes of each row of a contiguous array [n, m]."""
-    rows: list[bytes] = numbers.view(f"V{numbers.itemsize * numbers.shape[1]}").ravel().tolist()
-    return rows
 
 
 def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
