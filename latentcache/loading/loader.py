@@ -44,7 +44,7 @@ class _Made(NamedTuple):
 
     planned: PlannedBatch
     sent: Sent | None
-    skipped: Mapping[str, str]
+    skipped: Mapping[str, SampleError]
     num_skipped: int
 
 
@@ -91,7 +91,7 @@ class _BatchMaker:
             raise
 
     def _read(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
-        skipped: dict[str, str] = {}
+        skipped: dict[str, SampleError] = {}
         memory = self._host_array if self.transfer.overlaps else np.empty
         while refs:
             try:
@@ -106,14 +106,11 @@ class _BatchMaker:
                 left = [ref for ref in refs if ref.sample_id != error.sample_id or key not in ref.keys]
                 if self.loader.damaged == "raise" or len(left) == len(refs):
                     raise error from problem.__cause__
-                if error.sample_id not in self.loader.known_lost:
-                    self.loader.known_lost.add(error.sample_id)
-                    logger.warning("%s It is left out of its batches.", error)
-                refs, skipped[error.sample_id] = left, error.reason
+                refs, skipped[error.sample_id] = left, error
         if self.loader.sampler.world_size > 1:
-            sample_id, reason = next(iter(skipped.items()))
+            error = next(iter(skipped.values()))
             remedy = f"{PRECACHE}: with several ranks no batch can be left out"
-            raise SampleError(sample_id, f"{reason}, and no other sample is left in its batch", remedy)
+            raise SampleError(error.sample_id, f"{error.reason}, and no other sample is left in its batch", remedy)
         return _Made(planned, None, skipped, len(planned.numbers))
 
     def _host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -221,7 +218,6 @@ class LatentLoader(Closing):
         self._not_made = set[str]()
         self.skipped: dict[str, str] = {}
         self.num_skipped = 0
-        self.known_lost: set[str] = set()
         self._iterators: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._closed = False
 
@@ -328,7 +324,10 @@ class BatchIterator(Iterator[Batch], Closing):
                 self._error = None
                 continue
             batch = None if made.sent is None else self._transfer.receive(made.sent)
-            self._loader.skipped.update(made.skipped)
+            for sample_id, lost in made.skipped.items():
+                if sample_id not in self._loader.skipped:
+                    logger.warning("%s It is left out of its batches.", lost)
+                self._loader.skipped[sample_id] = lost.reason
             self._loader.num_skipped += made.num_skipped
             self._cursor.epoch, self._cursor.position = made.planned.epoch, made.planned.end
             if batch is not None:

@@ -176,7 +176,7 @@ class DiskStore(PackReader):
         """Make the index say what the packs say, while the caller keeps all writers away: see `_reconcile`."""
         if self.read_only:
             raise ReadOnlyError(self.path)
-        self.release_all()  # each entry is verified again
+        self.release(list(self._maps))  # each entry is verified again
         if self.directory.index.exists():
             with suppress(IndexDamagedError):
                 return self._reconcile(anew=True)

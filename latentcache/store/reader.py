@@ -211,20 +211,15 @@ class PackReader(Store):
                 mapping.good[location.row] = False
 
     def release(self, packs: Iterable[str]) -> None:
-        """Release what is kept of these packs."""
+        """Release what is kept of these packs. Arrays that were returned keep their memory."""
         for pack in packs:
             self._maps.pop(pack, None)
-        self._whole_pack.cache_clear()
-
-    def release_all(self) -> None:
-        """Release what is kept of all packs. Arrays that were returned keep their memory."""
-        self._maps.clear()
         self._whole_pack.cache_clear()
 
     def close(self) -> None:
         """Release files. What was returned stays readable."""
         self._is_closed = True
-        self.release_all()
+        self.release(list(self._maps))
 
     def check_open(self) -> None:
         """StoreError if it was closed."""
