@@ -29,7 +29,7 @@ from benchmarking import environment
 import latentcache
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest, key_of
 from latentcache.store import Store
@@ -201,7 +201,7 @@ def write_manifest(cache: Path, name: str, numbers: Iterable[int]) -> None:
         caption = Ref.of_text(f"caption {number}", key_of({"kind": "text", "number": number}))
         path = f"{number}.png"
         rows[path] = Row(path, path, digest(path.encode()), (image,), (caption,))
-    ManifestFolder(cache / "manifests").write(Manifest(name, "train", 1, COMMON, rows))
+    ManifestFolder(cache / "manifests").write(Manifest(name, "train", 1, COMMON, RowTable.of(rows)))
 
 
 def contents(store: Store, *, provenance: bool = True) -> dict[str, str]:
