@@ -315,7 +315,10 @@ class MissingEntryEncoder:
     @property
     def blocked_reason(self) -> str | None:
         """Why nothing can be encoded, or None if it can."""
-        needed = [name for name, part in self._family.parts.items() if not part.optional]
+        names = [each.name for each in self._config.datasets if each.name in self._cache.manifests.names()]
+        # What made the entries that are there is needed for those that are lost: without it all would get other keys.
+        made_by = {part for name in names for part in self._cache.manifest(name).common.get("image_encoding") or ()}
+        needed = [name for name, part in self._family.parts.items() if not part.optional or name in made_by]
         missing = [name for name in needed if self._parts.get(name) is None]
         if missing:
             return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"

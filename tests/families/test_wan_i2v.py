@@ -39,6 +39,7 @@ from latentcache.models.vae import first_frames
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
+from latentcache.validation.runner import ValidationRunner
 
 pytestmark = pytest.mark.families
 
@@ -359,6 +360,26 @@ def test_a_miss_says_what_an_entry_has_no_longer(tmp_path: Path) -> None:
         assert "entry lost" not in reasons
         [reason] = [each for each in reasons if f"{gone} changed (" in each]
         assert reasons[reason] == len(TEXTS) and "-> None)" in reason
+
+
+def test_a_validation_without_the_image_encoder_leaves_its_clips_as_they_are(tmp_path: Path) -> None:
+    """A trainer may not have it: then one lost clip is skipped, and the others keep their rows of a picture."""
+    parts, config = wan_2_1_i2v(), family_config(tmp_path, with_clips=True)
+    given: dict[str, Any] = {"prompts": (), "path": tmp_path / "results", "num_timesteps": 2}
+    validation = config.validation.model_copy(update=given)
+    datasets = (config.datasets[0].model_copy(update={"role": "validation"}),)
+    config = config.model_copy(update={"datasets": datasets, "validation": validation})
+    run_precache(config, models=loaded_models(FAMILY, parts))
+    with LatentCache(config.cache.path) as cache:
+        before = [*cache.manifest("photos").rows.values()]
+        cache.store.remove([before[0].images[0].key])
+    own = {name: part for name, part in parts.items() if not name.startswith("image_")}
+    with LatentCache(config.cache.path) as cache:
+        report = ValidationRunner(own, cache, config).run(1)
+        assert report is not None and report.loss is not None and report.num_filled == 0
+        assert [each.sample_id for each in report.loss.skipped] == [before[0].sample_id]
+        cache.refresh()
+        assert [*cache.manifest("photos").rows.values()] == before
 
 
 def test_musubi_tuner_s_files_have_the_rows_of_a_picture(with_clip: FamilyRun, tmp_path: Path) -> None:
