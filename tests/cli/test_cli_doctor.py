@@ -16,7 +16,7 @@ import torch
 
 import latentcache.doctor.environment
 import latentcache.doctor.training_check
-from latentcache.doctor.training_check import training_batch, try_training
+from latentcache.doctor.training_check import try_training
 
 
 @pytest.fixture
@@ -80,19 +80,6 @@ def test_a_training_step_is_audited(run_json: Any) -> None:
     assert training["audit"]["num_tensors"] > 1000
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert run_json("--device", "cpu", "--training")[1]["training"]["loss"] == training["loss"]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_step_that_computes_nonsense_is_an_error(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        batch = training_batch(generator)
-        return {**batch, "pooled_prompt_embeds": batch["pooled_prompt_embeds"] * value}
-
-    monkeypatch.setattr(latentcache.doctor.training_check, "training_batch", broken_batch)
-    found = try_training(torch.device("cpu"))
-    assert [finding.level for finding in found.findings] == ["error"] and "nonsense" in found.findings[0].found
-    assert found.facts["training"]["loss"] is None
-    json.dumps(found.to_json(), allow_nan=False)
 
 
 def test_a_tensor_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

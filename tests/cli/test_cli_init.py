@@ -76,13 +76,6 @@ def test_folders_with_repeats_are_datasets(folder: Path, run_json: RunJson, trai
     assert len(exports) == (trainer == "kohya")
 
 
-def test_one_folder_with_repeats(folder: Path, run_json: RunJson) -> None:
-    folder.rename("10_ohwx style")
-    assert run_json("init", "10_ohwx style")[0] == 0
-    [dataset] = load_config("10_ohwx-style.yaml").datasets
-    assert (dataset.name, dataset.repeats) == ("ohwx-style", 10)
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
 @pytest.mark.parametrize("name", [r"C:\Users\me", "it's: #1, {a}", "null", "two\nlines", "~tilde", "a\udcffb"])
 def test_odd_names_of_folders_are_quoted(folder: Path, run_json: RunJson, name: str) -> None:

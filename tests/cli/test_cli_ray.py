@@ -32,11 +32,6 @@ def test_with_nothing_to_do_no_cluster_is_needed(config_file: Path, run_json: An
     assert again["num_refused"] == 0 and again["misses_by_reason"] == {}
 
 
-def test_a_dry_run_needs_no_cluster(config_file: Path, run_json: Any, tmp_path: Path) -> None:
-    code, report = run_json("precache", config_file, "--ray=auto", "--dry-run")
-    assert code == 0 and report["num_misses"] == 12 and not (tmp_path / "cache").exists()
-
-
 def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
     config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

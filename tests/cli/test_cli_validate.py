@@ -57,17 +57,6 @@ def test_two_checkpoints_are_compared_sample_by_sample(config_file: Path, run_js
     assert (tmp_path / "validation/000030/loss.png").is_file()
 
 
-def test_losses_of_other_settings_are_not_compared(
-    config_file: Path, run_json: RunJson, run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    run_json("validate", config_file)
-    metrics = tmp_path / "validation/000000/metrics.json"
-    code, _, error = run("validate", config_file, "--step", "1", "--against", metrics, "--validation.seed", "3")
-    assert code == 2 and "seed is 3 in one and 0 in the other" in error
-    code, _, error = run("validate", config_file, "--against", tmp_path / "nothing.json")
-    assert code == 2 and "nothing.json" in error
-
-
 def test_what_is_not_cached_names_the_command(
     make_config: Callable[..., Config], photos: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from helpers.photo_files import write_photo
 
 from latentcache.config import Config
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.errors import DatasetError, SampleError, StoreError
 from latentcache.identity import caption_digest, digest, key_of
 from latentcache.interop.importing import import_cache
 from latentcache.interop.reports import ImportReport
@@ -241,12 +241,6 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
         for name in workspace.manifests.names():
             manifest = workspace.manifests.read(name)
             assert manifest is not None and workspace.store.find(manifest.keys()) == manifest.keys()
-
-
-@pytest.mark.parametrize("name", ["", "../up", "a b", "validation-prompts-x", "x" * 65])
-def test_names_are_those_of_a_config(name: str) -> None:
-    with pytest.raises(ConfigError, match="name"):
-        import_cache(Foreign(()), Workspace(), name=name)
 
 
 def test_an_import_replaces_an_import_but_never_what_precache_made(config: Config) -> None:

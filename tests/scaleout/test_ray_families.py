@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.family_walks import assert_same_entries, mask, walk_config
+from helpers.family_walks import assert_same_entries, walk_config
 
 from latentcache.config import Config, RayConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.precache.run import run_precache
-from latentcache.scaleout.ray import RayCluster, precache
+from latentcache.scaleout.ray import precache
 from latentcache.store import DiskStore
 
 RAY = RayConfig(num_gpus=1, num_cpus=0.1, max_encoders=1, wait_s=250)
@@ -33,13 +33,3 @@ def test_a_cluster_makes_what_one_process_makes(family: str, cluster: Any, tmp_p
     of_one, of_many = (ManifestFolder(each.cache.path / "manifests") for each in (alone, shared))
     assert of_one.names() == of_many.names()
     assert all(of_one.read(name) == of_many.read(name) for name in of_one.names())
-
-
-def test_masks_need_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RayCluster, "encode", lambda cluster, work: pytest.fail("the cluster was asked"))
-    config = at(walk_config(tmp_path, "flux"), tmp_path / "cache")
-    run_precache(config)
-    mask(9, (64, 96)).save(tmp_path / "data/masks/0.png")
-    report = precache(config, address="127.0.0.1:1")
-    assert (report.num_misses, report.num_encoded, report.num_refused) == (2, 2, 0)
-    assert precache(config, address="127.0.0.1:1").num_misses == 0

