@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 
 from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, dtype_of
-from latentcache.devices.transfer import Sent, transfer_to
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest, seed_of
@@ -23,7 +20,6 @@ from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import SampleRef, no_texts
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Batch, Padding
-from latentcache.utils.concurrency import Prefetcher
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss_parts import check_controls, check_masked, masked_errors
 from latentcache.validation.metrics import (
@@ -162,11 +158,11 @@ def _data_digest(view: LatentCache, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _TimestepSample:
-    """A pair of a sample (a batch of one, on its way to the device) and an index of the schedule."""
+    """A pair of a sample (a batch of one, on the device) and an index of the schedule."""
 
     sample_id: str
     index: int
-    sent: Sent
+    sample: Batch
 
 
 def _announced(view: LatentCache, refs: Sequence[SampleRef]) -> Iterator[SampleRef]:
@@ -201,7 +197,6 @@ class _Measurement:
         self.settings, self.progress = settings, progress
         self.device, self.autocast = device, autocast
         self.placed_schedule = self.schedule.to(device)
-        self.transfer = transfer_to(device)
         self.dtype = dtype_of(denoiser) or torch.float32
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
@@ -233,12 +228,10 @@ class _Measurement:
             with torch.no_grad(), uncached_autocast(self.device, self.autocast):
                 for name, view in views.items():
                     losses[name], num_skipped = {}, len(self.skipped)
-                    # A thread reads the next batch while the denoiser computes.
-                    with closing(Prefetcher(self._batches(name, view), 1)) as batches:
-                        for pairs in batches:
-                            for pair, loss in zip(pairs, self._losses(pairs), strict=True):
-                                losses[name].setdefault(pair.sample_id, []).append(loss)
-                            self.progress.advance(len(pairs))
+                    for pairs in self._batches(name, view):
+                        for pair, loss in zip(pairs, self._losses(pairs), strict=True):
+                            losses[name].setdefault(pair.sample_id, []).append(loss)
+                        self.progress.advance(len(pairs))
                     self.progress.advance(len(self.strata) * (len(self.skipped) - num_skipped))
         finally:
             self.progress.finish()
@@ -250,7 +243,7 @@ class _Measurement:
             )
         return losses
 
-    def _batches(self, name: str, view: LatentCache) -> Generator[list[_TimestepSample], None, None]:
+    def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
         """Pairs of a sample and a timestep, all of one bucket, parts too. The manifest's order does not count."""
         buckets: dict[tuple[Any, ...], list[SampleRef]] = {}
         for sample_id in sorted(view.sample_ids()):
@@ -260,24 +253,21 @@ class _Measurement:
                 self._skip(name, error)
             else:
                 buckets.setdefault((ref.layout.extent, ref.parts), []).append(ref)
-        try:
-            for bucket in sorted(buckets):
-                pairs = (pair for ref in _announced(view, buckets[bucket]) for pair in self._pairs(name, view, ref))
-                while batch := list(islice(pairs, self.settings.batch_size)):
-                    yield batch
-        finally:
-            self.transfer.finish()
+        for bucket in sorted(buckets):
+            pairs = (pair for ref in _announced(view, buckets[bucket]) for pair in self._pairs(name, view, ref))
+            while batch := list(islice(pairs, self.settings.batch_size)):
+                yield batch
 
     def _pairs(self, name: str, view: LatentCache, ref: SampleRef) -> Iterator[_TimestepSample]:
         """The sample at each of its timesteps, read once; nothing if it cannot be read."""
         try:
-            sent = self.transfer.send(partial(view.gather, [ref], scaled=True), partial(self._placed, ref))
+            sample = self._placed(ref, view.gather([ref], scaled=True))
         except SampleError as error:
             self._skip(name, error)
             return
         offset = seed_of("timesteps", self.settings.seed, ref.sample_id)
         for stratum in self.strata:
-            yield _TimestepSample(ref.sample_id, index_in(stratum, offset), sent)
+            yield _TimestepSample(ref.sample_id, index_in(stratum, offset), sample)
 
     def _placed(self, ref: SampleRef, batch: Batch) -> Batch:
         """The tensors of a sample as the denoiser takes them, on the device."""
@@ -296,12 +286,12 @@ class _Measurement:
 
     def _losses(self, pairs: Sequence[_TimestepSample]) -> list[float]:
         """The loss of each pair: one call of the denoiser, and one wait for the device."""
-        samples = [self.transfer.receive(pair.sent) for pair in pairs]
-        inputs = {name: self._joined(name, [sample[name] for sample in samples]) for name in samples[0]}
+        names = pairs[0].sample
+        inputs = {name: self._joined(name, [pair.sample[name] for pair in pairs]) for name in names}
         latents = inputs.pop("latents")
-        noise = self.transfer.upload(torch.stack([self._noise(pair, latents.shape[1:]) for pair in pairs]))
+        noise = torch.stack([self._noise(pair, latents.shape[1:]) for pair in pairs]).to(self.device)
         index = torch.tensor([pair.index for pair in pairs])
-        placed_index = self.transfer.upload(index)
+        placed_index = index.to(self.device)
         noisy = self.placed_schedule.noised(latents, noise, placed_index).to(self.dtype)
         prediction = self.family.predict(self.denoiser, noisy, self.placed_schedule.timesteps[placed_index], inputs)
         target = self.placed_schedule.target(latents, noise, placed_index)

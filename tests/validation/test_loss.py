@@ -6,7 +6,6 @@ import copy
 import logging
 import random
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -217,28 +216,6 @@ def test_weights_that_changed_inside_a_surrounding_autocast_are_seen(cache: Late
                 parameter.mul_(1.5)
         found = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
     assert found == validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings, autocast=torch.bfloat16)
-
-
-# Reading ahead
-
-
-def test_a_thread_reads_and_ends_with_the_measurement(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    readers, gather = set[str](), LatentCache.gather
-
-    def noting(self: LatentCache, *arguments: Any, **options: Any) -> Any:
-        readers.add(threading.current_thread().name)
-        return gather(self, *arguments, **options)
-
-    def failing(sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(LatentCache, "gather", noting)
-    with pytest.raises(ZeroDivisionError):
-        validation_loss(
-            Recorder(torch.nn.Linear(1, 1), failing), cache, scheduler=SCHEDULER, settings=few(batch_size=1)
-        )
-    assert readers == {"latentcache-prefetch_0"}
-    assert not readers & {thread.name for thread in threading.enumerate()}, "it is not left behind by an error"
 
 
 # Samples that cannot be read
