@@ -7,7 +7,6 @@ itself is not needed here.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,10 +43,7 @@ _RULES: tuple[_Rule, ...] = (
 
 def examine_deepspeed_config(path: Path) -> Diagnosis:
     """Check the config in this file. Raises ConfigError if it cannot be read or is not a JSON object."""
-    config, repeated = _read(path)
-    twice = "is given twice: DeepSpeed refuses the config"
-    findings = [Finding("error", key, twice, "keep one of the two") for key in repeated]
-    findings += check_deepspeed_config(config)
+    findings = check_deepspeed_config(_read(path))
     if not findings:
         findings.append(Finding("ok", "DeepSpeed config", f"{path}: nothing ignored, nothing left to fill in"))
     return Diagnosis(tuple(findings), {"deepspeed_config": str(path)})
@@ -132,23 +128,15 @@ def _device(section: Mapping[str, Any]) -> Any:
     return "none" if device == "auto" else device
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The config, and the names that a section has twice."""
-    repeated: list[str] = []
-
-    def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(name for name, _ in pairs)
-        repeated.extend(sorted(name for name, count in counts.items() if count > 1))
-        return dict(pairs)
-
+def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=section)
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
         problem = f"is not valid JSON: {error}"
     else:
         if isinstance(value, dict):
-            return value, repeated
+            return value
         problem = f"holds {type(value).__name__}, not settings by name"
     raise ConfigError(f"the DeepSpeed config {problem}", source=str(path))
