@@ -282,9 +282,6 @@ RECIPES = {
         {"caption": 1},
         lambda batches: all(each.startswith("another caption") for each in captions_of(batches)),
     ),
-    "dropout to the empty text": Recipe(
-        {}, {}, {"caption_dropout": 0.5}, lambda batches: "" in captions_of(batches) != {""}
-    ),
     "dropout to zeros": Recipe(
         {},
         {},
@@ -301,15 +298,6 @@ RECIPES = {
         {"flips": "random"},
         lambda batches: {batch["num_items"] for batch in batches} == {5},  # and not 10, of both sides
     ),
-    "class images": Recipe(
-        {"loss_weight": 0.25},
-        {},
-        {},
-        lambda batches: all(
-            batch["loss_weight"].tolist() == [{"first": 1.0, "second": 0.25}[name] for name in batch["dataset"]]
-            for batch in batches
-        ),
-    ),
     "variants of captions": Recipe(
         {"captions": {"variants": 8, "shuffle": True, "drop": 0.5}},
         {},
@@ -318,19 +306,6 @@ RECIPES = {
             not re.fullmatch(r"photo \d, a tag, a last one|another caption of \d", text)
             for text in captions_of(batches)
         ),
-    ),
-    "several captions with weights": Recipe(
-        {"captions": {"weights": [0, 1]}},
-        {},
-        {},
-        lambda batches: all(
-            name == "first" or caption.startswith("another")
-            for batch in batches
-            for name, caption in zip(batch["dataset"], batch["caption"], strict=True)
-        ),
-    ),
-    "225 tokens": Recipe(
-        {}, {"max_length": 225}, {}, lambda batches: {batch["prompt_embeds"].shape[1] for batch in batches} == {227}
     ),
     "several resolutions": Recipe(
         {"resolutions": [64, 96], "buckets": {"step": 32}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -434,16 +433,6 @@ def test_damage_is_found_before_anything_is_loaded(
     else:
         assert not cut
         assert_same_bits(weights(other), weights(saved))
-
-
-def test_damage_that_makes_data_look_compressed_is_found(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path / "damaged.pt", model=torch.nn.Linear(4, 4))
-    data = bytearray(path.read_bytes())
-    for header in re.finditer(b"PK\x01\x02", data):
-        data[header.start() + 10] = 8  # the method: deflated
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_checkpoint(path, model=torch.nn.Linear(4, 4))
 
 
 class Trap:
