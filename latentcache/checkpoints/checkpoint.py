@@ -35,6 +35,7 @@ from latentcache.checkpoints.parts import (
     load_named_optimizer_state,
     module_differences,
     module_state,
+    move_items,
     optimizer_differences,
     optimizer_state,
     partitions,
@@ -305,8 +306,12 @@ def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
         load_module_state(ema, saved)
         return
     devices = devices_of(ema.state_dict())
-    ema.load_state_dict(_copied(saved))  # on the CPU first: the device need not have the earlier averages too
-    ema.load_state_dict(to_devices(ema.state_dict(), devices))
+    # Such classes copy what they are given. The copies are moved one by one, so that the device never has a second set.
+    ema.load_state_dict(saved)
+    move_items(ema.state_dict(), devices)
+    if devices_of(ema.state_dict()) != devices:
+        # Its state_dict does not return its own lists.
+        ema.load_state_dict(to_devices(saved, devices))
 
 
 # Import

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils._pytree import KeyPath, tree_flatten_with_path, tree_map_with_path
+from torch.utils._pytree import KeyPath, MappingKey, tree_flatten_with_path, tree_map_with_path
 
 from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
 from latentcache.devices.tensor_location import is_partitioned
@@ -254,6 +255,16 @@ def to_devices(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
         return leaf.to(devices[path]) if isinstance(leaf, torch.Tensor) and path in devices else leaf
 
     return tree_map_with_path(place, tree)
+
+
+def move_items(tree: Any, devices: Mapping[KeyPath, torch.device]) -> None:
+    """As `to_devices`, in the lists and dicts of the tree itself, one tensor after another."""
+    for path in devices_of(tree).keys() & devices.keys():
+        parent = reduce(lambda node, key: key.get(node), path[:-1], tree)
+        last: Any = path[-1]
+        if isinstance(parent, (dict, list)):
+            key = last.key if isinstance(last, MappingKey) else last.idx
+            parent[key] = parent[key].to(devices[path])
 
 
 def _spec(tensor: torch.Tensor) -> str:
