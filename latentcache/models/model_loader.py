@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,7 +175,6 @@ class ModelLoader(Models):
         super().__init__(family or family_named(DEFAULT))
         self.path, self.vae_path, self.config, self.variant, self.revision = path, vae, config, variant, revision
         self._memo: MutableMapping[str, str] = {} if memo is None else memo
-        self._origins: dict[str, ModelOrigin] = {}
         self._first_files: dict[str, list[Any]] = {}
 
     @override
@@ -236,17 +236,16 @@ class ModelLoader(Models):
         module: torch.nn.Module = self._loaded[part, dtype]
         return module
 
+    @cached_property
+    def _model(self) -> ModelOrigin:
+        return find_model(self.family, self.path, self.config, self.variant, self.revision)
+
+    @cached_property
+    def _own_vae(self) -> ModelOrigin:
+        return find_vae(str(self.vae_path), self._model)
+
     def _origin(self, part: str) -> ModelOrigin:
-        if part not in self.family.parts:
-            names = ", ".join(self.family.parts)
-            raise ModelError(f"{part!r} is no part of a model of {self.family.name}: name one of {names}", part=part)
-        name = "vae" if part == self.vae_name and self.vae_path is not None else "model"
-        if name not in self._origins:
-            if name == "model":
-                self._origins[name] = find_model(self.family, self.path, self.config, self.variant, self.revision)
-            else:
-                self._origins[name] = find_vae(str(self.vae_path), self._origin(self.family.names("text_encoder")[0]))
-        return self._origins[name]
+        return self._own_vae if part == self.vae_name and self.vae_path is not None else self._model
 
     def _files(self, part: str) -> list[Any]:
         """What changes when one of the part's files does. ModelError if it has since the first call.
