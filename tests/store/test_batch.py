@@ -88,10 +88,3 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(StoreError, match=match):
             batch_of(chosen, rules)
-    for message, wrong in (
-        ("give 1 or more", {"length": 0}),
-        ("give left or right", {"side": "both"}),
-        ("give 0 or more, and side right", {"side": "left", "num_last": 1}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Padding(**wrong)
