@@ -14,7 +14,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, 
 from latentcache.errors import DatasetError, ReadOnlyError, StoreError
 from latentcache.location import kind_of
 from latentcache.precache.memo import Memo
-from latentcache.remote.store import open_remote
+from latentcache.remote.store import RemoteStore, open_remote
 from latentcache.remote.tier import folder_of, snapshot
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
@@ -81,32 +81,30 @@ class Workspace(AbstractContextManager["Workspace"]):
 
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
+    if config.store == "cpu":
+        return Workspace()
     path = config.path
-    if isinstance(path, str) and config.store == "disk":
-        if kind_of(path) != "hub":
-            return _of_url(path, config, read_only=read_only)
+    if isinstance(path, str) and kind_of(path) == "hub":
         if not read_only:
             raise ReadOnlyError(path, "nothing is written to the hub: precache a directory, and `hf upload` sends it")
         path = snapshot(path, config.local)
-    path = Path(path)
-    is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if config.store == "cpu" or (read_only and is_empty):
+    if read_only and isinstance(path, Path) and not (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         return Workspace()
-    store = DiskStore(path, read_only=read_only)
-    return Workspace(store, ManifestFolder(path / "manifests"), Memo(path / "memo", read_only=read_only), path)
-
-
-def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
     with ExitStack() as stack:
-        store, manifests = open_remote(url, read_only=read_only or None, create=True, **config.remote_options())
-        stack.callback(store.close)
-        if not read_only:
-            store.check_writable()
-        # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
-        folder = folder_of(store.url, config.local)
-        if not read_only:
-            with typed_errors(folder, 0):
-                make_folder(folder)
-        workspace = Workspace(store, manifests, Memo(folder / "memo", read_only=read_only), store.url)
+        store: DiskStore | RemoteStore
+        manifests: Manifests
+        if isinstance(path, Path):
+            store, manifests, folder = DiskStore(path, read_only=read_only), ManifestFolder(path / "manifests"), path
+            stack.callback(store.close)
+        else:
+            store, manifests = open_remote(path, read_only=read_only or None, create=True, **config.remote_options())
+            stack.callback(store.close)
+            # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
+            path, folder = store.url, folder_of(store.url, config.local)
+            if not read_only:
+                store.check_writable()
+                with typed_errors(folder, 0):
+                    make_folder(folder)
+        workspace = Workspace(store, manifests, Memo(folder / "memo", read_only=read_only), path)
         stack.pop_all()
         return workspace
