@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -115,11 +114,6 @@ class Geometry:
             return self.crop_top_left
         top, left = self.crop_top_left
         return Crop(top, self.resized_size.width - self.target_size.width - left)
-
-    @property
-    def kept_share(self) -> float:
-        """The part of the image's area that the crop keeps."""
-        return math.prod(self.target_size) / math.prod(self.resized_size)
 
     @property
     def extent(self) -> Extent:

@@ -392,20 +392,6 @@ class RowTable(Mapping[str, Row]):
         """The numbers of the rows that have these images or captions, ascending: int64 [m]."""
         return np.unique(self.columns[f"{name}/offsets"].searchsorted(places, side="right") - 1)
 
-    def row_of_source(self, source: str) -> Row | None:
-        """The last row whose image has this digest, or None."""
-        order, sources = self._by_source
-        at = int(sources.searchsorted(bytes.fromhex(source), side="right")) - 1
-        row = None if at < 0 else self.row(int(order[at]))
-        return row if row is not None and row.source == source else None
-
-    @cached_property
-    def _by_source(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the rows, sorted by their sources, and these."""
-        sources = _sortable(self.columns["source"])
-        order = np.argsort(sources, kind="stable")
-        return order, sources[order]
-
 
 class RowTableBuilder:
     """Collects rows, whole or with their entries one by one, and makes a table of them. Then it is used up.

@@ -127,15 +127,6 @@ def test_rows_are_found_by_the_keys_of_any_entry() -> None:
     assert table.rows_with([]) == [] == table.rows_with(["e" * 64])
 
 
-def test_the_last_row_of_an_image_is_found_by_its_digest() -> None:
-    sources = "a" * 62 + "00"  # which numpy's strings end before
-    rows = [make_row(0), replace(make_row(1), source=sources), replace(make_row(2), source=sources)]
-    rows.append(replace(make_row(3), source=None))
-    table = RowTable.of(rows)
-    assert table.row_of_source(sources) == rows[2] and table.row_of_source("b" * 64) is None
-    assert table.row_of_source("0" * 64) is None, "an unknown source is no image's"
-
-
 def test_rows_are_refused_afterwards() -> None:
     first, second = (Refusal(f"{number}", "/x", "encode", "NaN") for number in (0, 3))
     rows = [replace(make_row(4), refusal=first), *map(make_row, (1, 2, 3))]
