@@ -178,10 +178,19 @@ class Entry:
 class Padding:
     """How a field of natural length is padded in a batch: to `length` rows, or to the longest of the batch.
 
-    The rows are `value`. They come at this `side`, or before the last `num_last` rows of each entry.
+    The rows are `value`. They come at this `side`, or before the last `num_last` rows of each entry. ValueError for a
+    length below 1, a negative `num_last` and an unknown side.
     """
 
     length: int | None = None
     value: float = 0.0
     side: Literal["left", "right"] = "right"
     num_last: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"padding to length {self.length}: give 1 or more, or None for the longest of the batch")
+        if self.side not in ("left", "right"):
+            raise ValueError(f"padding side {self.side!r}: give left or right")
+        if self.num_last < 0 or (self.num_last and self.side == "left"):
+            raise ValueError(f"padding before the last {self.num_last} rows: give 0 or more, and side right")

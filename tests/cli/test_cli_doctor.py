@@ -75,7 +75,7 @@ def test_a_training_step_is_audited(run_json: Any) -> None:
     assert code == 0 and "training check" in subjects(report, "ok")
     training = report["training"]
     assert training["device"] == "cpu" and 0 < training["loss"] < 10
-    assert training["audit"]["ok"] and training["audit"]["findings"] == []
+    assert training["audit"]["findings"] == []
     # 3 tensors of each parameter's optimizer state, its gradient and itself, and the batch.
     assert training["audit"]["num_tensors"] > 1000
     assert torch.equal(torch.random.get_rng_state(), random_state)
