@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -32,6 +32,7 @@ logger = logging.getLogger("latentcache")
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 32
 """Each batch is prefetched from the store while so many before it are read: in pack order a pack, which takes time."""
+_TOGETHER = 4  # batches that are prefetched at once: it costs about as much for one
 Encode = Callable[..., Any]
 """Encodes the entries of the keys `only` into the dataset's cache, and returns a `Report` with those that it `refused`.
 
@@ -65,26 +66,29 @@ class _BatchMaker:
         """The planned batches. Each is prefetched before the LOOK_AHEAD batches before it are read."""
         waiting: deque[tuple[PlannedBatch, list[SampleRef]]] = deque()
         try:
-            for planned in plan:
-                waiting.append((planned, self._announced(planned)))
-                if len(waiting) > LOOK_AHEAD:
+            while together := [(planned, self._refs_of(planned)) for planned in islice(plan, _TOGETHER)]:
+                self.loader.dataset.prefetch([ref for _, refs in together for ref in refs])
+                waiting += together
+                while len(waiting) > LOOK_AHEAD:
                     yield self._make(*waiting.popleft())
             while waiting:
                 yield self._make(*waiting.popleft())
         finally:
             self.transfer.finish()
 
-    def _announced(self, planned: PlannedBatch) -> list[SampleRef]:
-        """Prefetch what a batch needs. Its samples; none where one is wrong, which is raised when the batch is read."""
+    def _refs_of(self, planned: PlannedBatch) -> list[SampleRef]:
+        """The samples of a batch; none where one is wrong, which is raised when the batch is read."""
         with suppress(StoreError):
-            refs = self.loader.dataset.refs(planned.items)
-            self.loader.dataset.prefetch(refs)
-            return refs
+            return self._refs(planned)
         return []
+
+    def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
+        dataset = self.loader.dataset
+        return dataset.refs(planned.items if dataset.draws else planned.numbers)
 
     def _make(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         try:
-            return self._read(planned, refs or self.loader.dataset.refs(planned.items))
+            return self._read(planned, refs or self._refs(planned))
         except Exception as error:
             items = ", ".join(map(str, planned.numbers[:16]))
             add_note(error, f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")

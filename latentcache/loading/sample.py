@@ -29,6 +29,7 @@ SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 _DTYPES = ("compute_dtype", "store_dtype")
 """What a text's recipe says besides what the text means to the model."""
 _FLOAT32 = np.dtype(np.float32)
+_MAX_KNOWN = 1 << 16  # samples, of some 500 bytes each
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 
 
@@ -163,6 +164,8 @@ class ManifestSamples:
         self._readable[[*self.rows.refusals]] = False
         if not unverified:
             self._readable[self.rows.unverified()] = False
+        self._known: dict[tuple[int, bool, int, int], SampleRef] = {}
+        """By row, flip, caption and crop. Made anew each epoch they take as long as a small batch."""
 
     @cached_property
     def facts(self) -> SampleFacts:
@@ -228,6 +231,20 @@ class ManifestSamples:
         Raises:
             SampleError: One may not be read, or has no such image or caption.
         """
+        several = numbers, flips, captions, np.broadcast_to(crops, numbers.shape)
+        wanted = [*zip(*(each.tolist() for each in several), strict=True)]
+        known = {each: ref for each in wanted if (ref := self._known.get(each)) is not None}
+        lacking = [place for place, each in enumerate(wanted) if each not in known]
+        if lacking:
+            refs = self._refs(*(each[lacking] for each in several))
+            made = dict(zip([wanted[place] for place in lacking], refs, strict=True))
+            if len(self._known) > _MAX_KNOWN:
+                self._known = {}
+            self._known.update(made)
+            known |= made
+        return [known[each] for each in wanted]
+
+    def _refs(self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray) -> list[SampleRef]:
         rows, columns = self.rows, self.rows.columns
         (places, counts), (starts, ends) = self.places(numbers, flips, crops), rows.ranges("caption", numbers)
         images = places[counts.cumsum() - counts]

@@ -147,6 +147,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "qwen-image-21-edit": {},
     "ernie-image": {},
     "ideogram4": {},
+    "ideogram4-projected": {},
 }
 _NAMES["wan-i2v"] = _NAMES["wan"]
 _JOINED = (
