@@ -80,8 +80,10 @@ class ServingModels:
         self._models.release()
 
     def _leave_device(self) -> None:
-        self.loaded = None
-        self._on_device.close()
+        try:
+            self._on_device.close()
+        finally:
+            self.loaded = None
 
     def _place(self, kind: Kind) -> None:
         """Place the encoders of this kind, and them alone, where a stage finds them and leaves them."""
