@@ -2,7 +2,8 @@
 
 n samples have m images and captions; those of sample i are offsets[i] to offsets[i + 1]. Strings are UTF-8.
 
-    sample_id  path  refusal  each has /offsets [n + 1] and /values; a refusal is JSON, and empty where there is none
+    sample_id  path  refusal  each has /offsets [n + 1] and /values; a refusal is JSON, and empty where there is none;
+                              a byte of 0 at the end of a path stands for the sample_id
     source [n, 32]            of the image's bytes; zeros where it is unknown
     image/offsets [n + 1]     the image, then its companions: control images, a mask, the masked image
     image/keys [m, 32]   image/geometry [m, 10]   image/role [m]   image/crop [m]   image/unverified [m]
@@ -52,6 +53,8 @@ _TARGET, _EXTENT, _RESIZED, _FLIP = slice(6, 8), slice(6, 9), slice(2, 4), 9
 _LEAST = np.array([1, 1, 1, 1, 0, 0, 1, 1, 0, 0], np.int32)
 _MOST = np.array([MAX_SIDE] * 9 + [1], np.int32)
 _CODEC, _ERRORS = "utf-8", "surrogatepass"  # a name from a broken archive may hold half of a surrogate pair
+_ITS_ID = "\0"
+"""What stands for the sample_id at the end of a path, where no path has it."""
 _DIGEST_BYTES: Final = 32
 _NO_DIGEST = "0" * 2 * _DIGEST_BYTES
 _CHUNK = 1024
@@ -267,13 +270,17 @@ class RowTable(Mapping[str, Row]):
         images = tuple(map(self._image, range(first, end)))
         return Row(
             self.sample_ids[number],
-            self._paths[number],
+            self._path(number),
             source or None,
             tuple(ref for ref in images if ref.role == "image"),
             captions,
             self.refusals.get(number),
             tuple(ref for ref in images if ref.role != "image"),
         )
+
+    def _path(self, number: int) -> str:
+        path: str = self._paths[number]
+        return f"{path[:-1]}{self.sample_ids[number]}" if path.endswith(_ITS_ID) else path
 
     def _image(self, at: int) -> Ref:
         """The entry of an image or a companion at this place."""
@@ -412,7 +419,8 @@ class RowTableBuilder:
         """Begin a row, whose entries follow by `put`."""
         self._columns["source"].frombytes(_bytes_of("source", _NO_DIGEST if source is None else source))
         self._add_text("sample_id", sample_id)
-        self._add_text("path", path)
+        folder = path.removesuffix(sample_id)
+        self._add_text("path", path if folder == path else folder + _ITS_ID)
         self.add_refusal(refusal)
         for name in ("image/offsets", "caption/offsets"):
             self._columns[name].append(self._columns[name][-1])

@@ -15,6 +15,7 @@ from latentcache.dataset.row_table import ROLES, Ref, Row, RowTable, hex_of
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 TEXTS = st.text(st.characters(), max_size=8)
+PATHS = TEXTS.map(lambda text: text.rstrip("\0"))
 KEYS = st.binary(min_size=32, max_size=32).filter(any).map(bytes.hex)  # no digest is all zeros
 SIDES = st.integers(1, 1 << 24)
 SIZES = st.builds(Size, SIDES, SIDES)
@@ -39,7 +40,7 @@ def tables_of_rows(draw: st.DrawFn) -> dict[str, Row]:
         captions = draw(st.lists(st.builds(Ref.of_text, TEXTS, KEYS, TRUSTS), max_size=3))
         rows[sample_id] = Row(
             sample_id,
-            draw(TEXTS),
+            draw(PATHS) + draw(st.sampled_from(["", sample_id])),
             draw(st.none() | KEYS),
             tuple(ref for ref in refs if ref.role == "image"),
             tuple(captions),
