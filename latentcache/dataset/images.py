@@ -20,7 +20,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageCms, ImageFile, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from latentcache.config import ImagesConfig
@@ -202,8 +202,9 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
             reason: RefusalReason = "not-an-image" if by_suffix in (None, *formats) else "unsupported-format"
             begins = f"it begins with {data[:8]!r}, and Pillow reads none of {', '.join(formats)} in it"
             raise ImageRefused(path, reason, f"{begins}; convert it to one of them, or get it again") from None
-        # A phone's MPO is a JPEG that is followed by further pictures, which do not count.
-        name = "JPEG" if image.format == "MPO" else str(image.format)
+        if image.format == "MPO":  # a phone's: a JPEG that is followed by further pictures, which do not count
+            image = JpegImagePlugin.JpegImageFile(stream := BytesIO(data))
+        name = str(image.format)
         if by_suffix not in (None, name):
             raise ImageRefused(path, "wrong-suffix", f"the bytes are {name}; rename it to end so")
         # Inside a scan 0xFF is always escaped, so that an end mark after its start is one. libjpeg would make the rest
@@ -211,7 +212,7 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
         if name == "JPEG" and data.find(b"\xff\xd9", stream.tell()) < 0:
             raise ImageRefused(path, "truncated", f"the JPEG data ends after {len(data):,} bytes, before its end")
         check_limits(Size(image.height, image.width), path, config)
-        if image.format != "MPO" and getattr(image, "is_animated", False) and config.animated == "refuse":
+        if getattr(image, "is_animated", False) and config.animated == "refuse":
             detail = 'it has several frames or pages; set animated to "first-frame" for the first'
             raise ImageRefused(path, "animated", detail)
         _check_kind(image, path)

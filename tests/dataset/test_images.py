@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_images import HEIGHT, WIDTH, Odd, over, photo
 from odd_rasters import RASTERS
-from PIL import ImageCms
+from PIL import Image, ImageCms
 from skimage.transform import resize as reference_resize
 
 from latentcache.config import ImagesConfig
@@ -105,6 +105,15 @@ def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
     pixels = decode(odd.data, odd.path, ImagesConfig(min_side=16, animated="first-frame"))
     # WebP and AVIF are lossy, GIF has few colours; the second frame is mirrored, and differs by up to 200.
     assert difference(pixels, photo()) <= 40
+
+
+def test_half_a_phones_picture_is_refused() -> None:
+    """Filled up with zeros, as a download that reserves its space leaves it: libjpeg would make the rest grey."""
+    thumbnail = b"Exif\0\0MM\0*\0\0\0\x08" + bytes(6) + odd_images.save(Image.fromarray(photo()), "JPEG")
+    data = odd_images.frames("MPO", quality=95, exif=thumbnail)
+    assert verdict(data, "phone.jpg") is None
+    num_bytes = data.index(b"\xff\xda", len(thumbnail)) + 500
+    assert verdict(data[:num_bytes].ljust(len(data), b"\0"), "phone.jpg") == "truncated"
 
 
 def test_alpha_is_composited_on_the_declared_colour() -> None:
