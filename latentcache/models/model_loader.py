@@ -228,7 +228,6 @@ class ModelLoader(Models):
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
         if (part, dtype) not in self._loaded:
             self._files(part)
-            self._files(part)
             found = self._origin(part).load(part, dtype)
             for name in found:
                 self._files(name)
