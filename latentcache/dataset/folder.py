@@ -237,7 +237,7 @@ def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
         captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1), path)
         return (" ".join(captions),) if joined and captions else captions
     except OSError as error:
-        raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
+        raise ImageRefused(path, "unreadable", f"caption file: {error.strerror or error}") from error
 
 
 class ImageFolderSource(_FileSource):

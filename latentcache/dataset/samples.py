@@ -114,7 +114,12 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
     errors: list[OSError] = []
     for path, folders, names in os.walk(root, onerror=errors.append, followlinks=True):
         yield from _refused_folders(root, errors)
-        status = os.stat(path)
+        try:
+            status = os.stat(path)
+        except OSError as error:  # it went since it was listed
+            errors.append(error)
+            folders.clear()
+            continue
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import resource
+import shutil
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -101,9 +102,23 @@ def test_one_bad_file_never_stops_a_run(tmp_path: Path, make_config: Callable[..
     report = run_precache(config)
     refused = {name: reason for name, reason in expected.items() if reason is not None}
     assert {refusal.sample_id: refusal.reason for refusal in report.refused} == refused
-    assert all(refusal.path and refusal.detail for refusal in report.refused)
+    assert all(refusal.path and "None" not in refusal.detail for refusal in report.refused)
     with LatentCache(config.cache.path, read_only=True) as cache:
         assert cache.sample_ids() == ["captioned by empty.png", "good.png", "second name.png"]
+
+
+def test_a_folder_that_goes_while_it_is_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        write_photo(tmp_path / name / "photo.png", 0, (80, 144))
+    stat = os.stat
+
+    def removing(path: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(tmp_path / "b"):
+            shutil.rmtree(tmp_path / "b", ignore_errors=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", removing)
+    assert found(source_of(tmp_path)) == (["a/photo.png", "c/photo.png"], {"b": "unreadable"})
 
 
 def hostile_images() -> list[tuple[str, bytes, str]]:
