@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,10 @@ class Memo(MutableMapping[str, str]):
             remedy = "Fix the cause, or remove the file: then all files are read again"
             if type(error) is sqlite3.DatabaseError and not self._read_only:  # the file is no database, or damaged
                 self._database.close()
-                self._path.unlink(missing_ok=True)
                 self._read_only = True  # closing it writes nothing
-                remedy = "It is removed now: run precache again, which reads all files again"
+                with suppress(OSError):  # Windows removes no file that another process has open
+                    self._path.unlink(missing_ok=True)
+                    remedy = "It is removed now: run precache again, which reads all files again"
             raise StoreError(f"{self._path}: the memo of digests cannot be used: {error}. {remedy}") from error
 
 

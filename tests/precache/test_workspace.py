@@ -84,6 +84,20 @@ def test_a_damaged_memo_is_named_and_removed_for_the_next_run(tmp_path: Path) ->
     assert Memo(path)["name"] == "value"
 
 
+def test_a_damaged_memo_that_cannot_be_removed_is_left_to_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows refuses to remove what another process has open."""
+    (tmp_path / "memo").write_bytes(b"no database" * 100)
+
+    def refused(path: Path, **options: bool) -> None:
+        raise PermissionError(13, "in use", path)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(StoreError, match=r"memo: .* is not a database\. Fix the cause, or remove the file"):
+        Memo(tmp_path / "memo")
+
+
 def test_a_flipped_bit_gives_no_other_text(tmp_path: Path) -> None:
     """Wherever it is in the database: what is read is right or absent, or the memo is named as damaged."""
     texts = {f"name {number}": f"text {number} " + "é" * 40 for number in range(20)}
