@@ -135,7 +135,12 @@ def part_inside_folder(
         names = module.state_dict().keys()
         for file in filter(lambda each: re.fullmatch(pattern, each.name), sorted(folder.iterdir())):
             with safe_open(file, framework="pt") as opened:
-                state |= {name: opened.get_tensor(name) for name in names & opened.keys()}
+                # With the scales of quantised weights, which have no place.
+                own = [name for name in opened.keys() if name in names or name.startswith(described.weights)]
+                if twice := state.keys() & own:
+                    step = "Remove the files of an earlier save, which diffusers does not read"
+                    raise refused(part, f"{folder} has {min(twice)} in two files, one of them {file.name}. {step}.")
+                state |= {name: opened.get_tensor(name) for name in own}
     fill(part, module, state, dtype, str(folder), f"Name a diffusers folder of {family.name}, with {folder.name}/")
     return module
 

@@ -11,6 +11,7 @@ import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_run
 from helpers.tiny_models import save_diffusers_folder, tiny_folder, tiny_model
+from safetensors.torch import load_file, save_file
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
@@ -146,6 +147,23 @@ def test_the_projection_is_read_from_shards(variant: str | None, tmp_path: Path)
     (folder / "transformer" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json"):
         ModelLoader(str(folder), family=PROJECTED, variant=variant).text_encoders(torch.float32)["projection"]
+
+
+def test_scales_and_files_of_an_earlier_save_are_refused(tmp_path: Path) -> None:
+    """Without its scale a weight in float8 has the same shape and other values."""
+    folder = save_diffusers_folder({}, tmp_path / "model", PROJECTED.name)
+    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    weight, scale = "llm_cond_proj.weight", torch.tensor(0.5)
+    denoiser.save_pretrained(folder / "transformer")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+    save_file({**state, weight: state[weight].to(torch.float8_e4m3fn), f"{weight}_scale": scale}, file)
+    with pytest.raises(ModelError, match=r"projection.*1 without a place, e\.g\. llm_cond_proj\.weight_scale"):
+        ModelLoader(str(folder), family=PROJECTED).text_encoders(torch.float32)
+    save_file(state, file)
+    denoiser.save_pretrained(folder / "transformer", max_shard_size="20KB")
+    with pytest.raises(ModelError, match=r"in two files, one of them diffusion_pytorch_model\.safetensors.*Remove"):
+        ModelLoader(str(folder), family=PROJECTED).text_encoders(torch.float32)
 
 
 def test_a_denoiser_of_another_width_is_named() -> None:
