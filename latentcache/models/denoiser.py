@@ -83,7 +83,7 @@ def load_denoiser(
     denoiser = _Denoisers(family, model, dtype).load(name)
     if family.whole is not None:
         _put_beside(denoiser, family, family_named(family.whole), name, model)
-    if name != model.path:
+    if name != model.path or model.denoiser is not None:
         _check_shared(denoiser, family, name, model)
     return denoiser.eval().requires_grad_(False)
 

@@ -125,6 +125,11 @@ def test_a_denoiser_with_another_projection_is_refused(tmp_path: Path) -> None:
     load_denoiser(tmp_path / "other", dtype=torch.float32, model=ModelConfig(path=model.path, family=WHOLE.name))
     with pytest.raises(ModelError, match=r"other has another projection than .*Name a whole model.*run precache"):
         load_denoiser(tmp_path / "other", dtype=torch.float32, model=model)
+    folder = save_diffusers_folder({}, tmp_path / "model", PROJECTED.name)
+    denoiser.save_pretrained(folder / "transformer_2")
+    model = ModelConfig(path=str(folder), family=PROJECTED.name, denoiser="transformer_2")
+    with pytest.raises(ModelError, match="has another projection"):
+        load_denoiser(dtype=torch.float32, model=model)
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
