@@ -239,10 +239,13 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, fami
     device = device_of(vae)
     facts = vae_facts(vae, family)
     with inference(device):
+        own = vae
         if facts.force_upcast and next(vae.parameters()).dtype == torch.float16:
             vae = copy.deepcopy(vae).float()
         if tiled:
             vae = _tiled(vae)
+        if vae is not own:
+            vars(vae).pop("decode", None)  # a compiled one is bound to the caller's VAE, not to the copy
         unscaled = facts.scaling.undo(latents.to(device, next(vae.parameters()).dtype))
         decoded = vae.decode(unscaled, return_dict=False)[0]
         flat = decoded if decoded.ndim == 4 else decoded.movedim(2, 1).flatten(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,19 @@ def test_a_decode_leaves_the_vae_as_it_was(
     decode_latents(vae, latents, tiled=tiled)
     after = state_of(vae)
     assert all(map(torch.equal, before.pop("values"), after.pop("values"))) and after == before
+
+
+def test_a_compiled_decode_does_not_keep_the_vae_from_tiles_or_float32(
+    vae: torch.nn.Module, latents: torch.Tensor
+) -> None:
+    """What `torch.compile(vae.decode)` gives is bound to the VAE that it was made of, as this is."""
+    for tiled in (False, True):
+        for dtype in (torch.float32, torch.float16):
+            expected = decode_latents(vae.to(dtype), latents, tiled=tiled)
+            vae.decode = partial(type(vae).decode, vae)
+            assert np.array_equal(decode_latents(vae, latents, tiled=tiled), expected)
+            assert isinstance(vae.decode, partial)
+            del vae.decode
 
 
 def pipeline_images(vae: torch.nn.Module, latents: torch.Tensor) -> np.ndarray:
@@ -148,7 +162,7 @@ def _short(error: type[RuntimeError]) -> None:
 def test_tiles_that_do_not_fit_either(
     vae: torch.nn.Module, latents: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vae, "decode", lambda *_, **__: _short(torch.OutOfMemoryError))
+    monkeypatch.setattr(type(vae), "decode", lambda *_, **__: _short(torch.OutOfMemoryError))
     with pytest.raises(EncodeError, match=r"tiles do not fit .* on the CPU") as caught:
         decode_fitting(vae, latents)
     assert caught.value.problem == "out-of-memory"
