@@ -24,7 +24,6 @@ from latentcache.families.base import Family
 from latentcache.identity import PartIdentity, canonical_json, digest
 from latentcache.models.files import (
     MODEL_INDEXES,
-    TINY,
     TINY_PHOTOS_FOLDER,
     check_package,
     config_folder,
@@ -370,7 +369,7 @@ class ModelOrigin:
     """Loads the frozen parts of a model of this family on the CPU. Every method raises ModelError.
 
     `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folder` is a
-    diffusers folder. The weights of `tiny` are made in code. Others come from `file` where there is one, in the
+    diffusers folder. The weights of `tiny` are made `in_code`. Others come from `file` where there is one, in the
     original layout, and only configs and tokenizers from the folder; of a denoiser's file come the parts that it has
     inside. `variant` is that of the folder's weights. `flat`: the folder holds a VAE itself, not in `vae/`. `elsewhere`
     has the folders of parts that the folder's index places elsewhere.
@@ -380,13 +379,14 @@ class ModelOrigin:
     family: Family
     folder: Path
     file: Path | None = None
+    in_code: bool = False
     variant: str | None = None
     flat: bool = False
     elsewhere: Mapping[str, Path] = field(default_factory=dict)
 
     def files(self, part: str) -> list[Path]:
         """The files whose change may change the part."""
-        if self.name == TINY:
+        if self.in_code:
             return []
         own = [] if self.file is None or self.family.parts[part].role == "tokenizer" else [self.file]
         folder = self._folder_of(part)
@@ -405,7 +405,7 @@ class ModelOrigin:
 
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         """The encoder by name, in `dtype`. Of a checkpoint file all text encoders come at once: it is read once."""
-        if self.name == TINY:
+        if self.in_code:
             # torch's own `to`: diffusers' warns of modules to keep in float32.
             return {part: torch.nn.Module.to(tiny_part(part), dtype)}
         described = self.family.parts[part]
@@ -453,7 +453,7 @@ class ModelOrigin:
 def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if is_tiny(path, family):
-        return ModelOrigin(path, family, TINY_PHOTOS_FOLDER)
+        return ModelOrigin(path, family, TINY_PHOTOS_FOLDER, in_code=True)
     folders = {name: family.folder_of(name) for name in family.parts}
     configs = [*MODEL_INDEXES, *(f"{folder}/*.{ending}" for folder in folders.values() for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):

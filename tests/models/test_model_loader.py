@@ -167,6 +167,18 @@ def test_an_unreadable_memo_is_rewritten(folder):
 # The caller's own modules.
 
 
+def test_a_vae_in_a_folder_named_tiny_is_that_of_the_folder(parts, tmp_path, monkeypatch):
+    """`tiny` is the name of a model, and a folder's path where the working directory has one of that name."""
+    monkeypatch.chdir(tmp_path)
+    parts["vae"].save_pretrained("tiny")
+    state = load_file("tiny/diffusion_pytorch_model.safetensors")
+    save_file({name: value + 1 for name, value in state.items()}, "tiny/diffusion_pytorch_model.safetensors")
+    loader = ModelLoader("tiny", vae="tiny")
+    found = loader.vae(F32).state_dict()
+    assert all(torch.equal(found[name], value + 1) for name, value in state.items())
+    assert loader.identity("vae", F32) != ModelLoader("tiny").identity("vae", F32)
+
+
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
 def test_an_encoder_that_is_trained_is_refused(part):
     parts = tiny_parts()
