@@ -85,9 +85,15 @@ def _projecting_nothing(denoiser: Any) -> Iterator[None]:
         raise ModelError(
             f"transformer: it lacks one of {', '.join(_LAYERS)}. Give the model's own.", part="transformer"
         )
+    names, weights = " or ".join(_LAYERS), [[*layer.parameters()] for layer in layers]
+    if not all(weights):
+        raise ModelError(
+            f"transformer: {names} has no parameter of its own, so that nothing shows whether it is trained. Shard "
+            "the model with fully_shard, or with use_orig_params=True.",
+            part="transformer",
+        )
     has_adapters = any(len([*layer.modules()]) > 1 for layer in layers)
-    if has_adapters or any(each.requires_grad for layer in layers for each in layer.parameters()):
-        names = " or ".join(_LAYERS)
+    if has_adapters or any(each.requires_grad for own in weights for each in own):
         raise ModelError(
             f"transformer: {names} is trained or has adapters, which changes no text that is cached behind it. Freeze "
             f"it (requires_grad_(False)) and leave it out of the LoRA's targets, or set model.family to {_WHOLE}.",

@@ -100,6 +100,17 @@ def test_a_projection_that_is_trained_is_refused(runs: list[FamilyRun], layer: s
         PROJECTED.predict(denoiser, *given)
 
 
+def test_a_projection_in_a_flat_parameter_is_refused(runs: list[FamilyRun]) -> None:
+    """FSDP has it with use_orig_params=False: the layers have views of it, which are no parameters."""
+    run, denoiser = runs[0], tiny_model(PROJECTED.name)["transformer"]
+    layer = denoiser.llm_cond_norm
+    denoiser.flat, view = torch.nn.Parameter(layer.weight.detach()), layer.weight.detach()
+    del layer.weight
+    layer.weight = view
+    with pytest.raises(ModelError, match=r"no parameter of its own.*use_orig_params=True"):
+        PROJECTED.predict(denoiser, torch.zeros(run.latent_shape(2)), torch.tensor([5.0, 5.0]), run.batch(PAIR))
+
+
 def test_a_projection_with_adapters_is_refused(runs: list[FamilyRun]) -> None:
     from peft import LoraConfig
 
