@@ -108,9 +108,14 @@ def serve(settings: ServiceSettings, address: Address, announce: Callable[[str],
     server, listener = make_server(settings, address)
     # uvicorn finishes the requests under way first; then it raises the signals again, which would end the process.
     caught: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        caught.append(number)
+        server.should_exit = True  # also of a signal that comes before uvicorn has its own handlers
+
     with handlers_kept(*STOPPING), listener:
         for number in STOPPING:
-            signal.signal(number, lambda caught_now, frame: caught.append(caught_now))
+            signal.signal(number, stop)
         announce(address.url(listener.getsockname()[1]))
         asyncio.run(server.serve(sockets=[listener]))
     return caught[-1] if caught else signal.SIGTERM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 from helpers.serving import serving
@@ -106,3 +107,20 @@ def test_tls(tmp_path):
         connection.request("GET", "/v1/packs", headers={"Authorization": f"Bearer {server.token}"})
         assert connection.getresponse().status == 200
         connection.close()
+
+
+def test_a_signal_at_once_ends_it(tmp_path):
+    """Who waits for its first line may stop it before it has begun to serve."""
+    with DiskStore(tmp_path / "cache"):
+        pass
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from latentcache.service.server import Address, access_for, serve\n"
+        "from latentcache.service.state import ServiceSettings\n"
+        "address = Address(port=0)\n"
+        "settings = ServiceSettings(cache=pathlib.Path(sys.argv[1]), access=access_for(address, None, None))\n"
+        "print(serve(settings, address, lambda url: os.kill(os.getpid(), signal.SIGTERM)))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "cache")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, f"{signal.SIGTERM:d}\n")
