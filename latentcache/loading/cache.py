@@ -77,7 +77,8 @@ class LatentCache(Closing):
         assert store is not None and manifests is not None
         self.store: Store = store
         self.manifests, self.only, self.unverified, self.path = manifests, manifest, unverified, location
-        self._samples = dict[str, ManifestSamples]()  # by manifest; all views of this cache share it
+        # By manifest. All views share the list, whose dict `refresh` replaces: what a thread reads then is not found.
+        self._known = [dict[str, ManifestSamples]()]
         if manifest is not None:
             self.manifest(manifest)
 
@@ -94,7 +95,7 @@ class LatentCache(Closing):
         Entries need no refresh: the store looks up keys that it does not know, and sees at once what it itself removed
         or found damaged.
         """
-        self._samples.clear()
+        self._known[0] = {}
 
     def restricted(self, manifest: str) -> LatentCache:
         """Restrict the cache to the samples of this manifest. The result shares the store; do not close it."""
@@ -109,13 +110,14 @@ class LatentCache(Closing):
 
     def samples(self, name: str) -> ManifestSamples:
         """The samples of the manifest of this name. StoreError naming those that there are."""
-        samples = self._samples.get(name)
+        known = self._known[0]
+        samples = known.get(name)
         if samples is None:
             manifest = self.manifests.read(name)
             if manifest is None:
                 names = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
                 raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {names}")
-            samples = self._samples[name] = ManifestSamples(manifest, unverified=self.unverified)
+            samples = known[name] = ManifestSamples(manifest, unverified=self.unverified)
         return samples
 
     def dataset_names(self) -> list[str]:
@@ -227,7 +229,7 @@ class LatentCache(Closing):
         sample_id = prompt_id(text, negative=negative)
         for name in names:
             # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
-            if name in self._samples or name in self.manifests.names():
+            if name in self._known[0] or name in self.manifests.names():
                 prompts = self.manifest(name)
                 if (row := prompts.rows.get(sample_id)) is not None:
                     return SampleRef(sample_id, (row.captions[0].key,), SampleFacts.of(prompts))

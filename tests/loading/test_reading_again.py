@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from loading import plain
 
 from latentcache import LatentCache, LatentDataset
+from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import Ref
 from latentcache.errors import SampleError
 from latentcache.identity import key_of
@@ -64,6 +66,25 @@ def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache)
     assert torch.equal(batch["prompt_embeds"][0], cache.get(a.captions[1].key).tensors["prompt_embeds"])
     with pytest.raises(SampleError, match=r"'b\.png': was refused"):
         cache.batch(WIDE, device="cpu")
+
+
+def test_what_is_read_during_a_refresh_is_read_again(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread refreshes the cache after this one read a manifest, and before it kept it."""
+    read = cache.manifests.read
+
+    def read_slowly(name: str) -> Manifest | None:
+        found = read(name)
+        assert found is not None
+        cache.manifests.write(replace(found, repeats=7))
+        thread = threading.Thread(target=cache.refresh)
+        thread.start()
+        thread.join()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.manifests, "read", read_slowly)
+        assert cache.manifest("photos").repeats != 7
+    assert cache.manifest("photos").repeats == 7
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
