@@ -356,6 +356,9 @@ class CaptionsConfig(Section):
             raise ValueError("give keep or keep_separator, not both")
         if (self.variants > 1) != (self.shuffle or self.drop > 0):
             raise ValueError(f"variants is {self.variants}; give 2 or more together with shuffle or drop, or neither")
+        unused = [name for name in ("keep", "keep_separator", "secondary_separator") if getattr(self, name)]
+        if self.variants == 1 and unused:
+            raise ValueError(f"variants is 1, the caption itself, which {unused[0]} does not change: give 2 or more")
         return self
 
 

@@ -205,6 +205,7 @@ def test_resolutions_are_one_dataset_each(tmp_path: Path) -> None:
         ),
         (captions(shuffle=True), r"datasets\.0\.captions: variants is 1; give 2 or more together with shuffle or drop"),
         (captions(variants=8), "variants is 8; give 2 or more together with shuffle or drop"),
+        (captions(keep=1), "variants is 1, the caption itself, which keep does not change"),
         (captions(variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
         (captions(variants=2, drop=1), r"captions\.drop: .*less than 1"),
         (captions(weights=[0, 0]), "weights are all 0"),

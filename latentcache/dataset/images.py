@@ -191,7 +191,8 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
         raise ImageRefused(path, "empty", "the file has no bytes")
     by_suffix = _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower())
     formats: tuple[str, ...] = _FORMATS
-    if importlib.util.find_spec("pillow_jxl") is not None:
+    is_jpeg_xl = by_suffix == "JXL" or data.startswith((b"\xff\x0a", b"\0\0\0\x0cJXL "))
+    if is_jpeg_xl and importlib.util.find_spec("pillow_jxl") is not None:  # which takes as long as half a probe
         import pillow_jxl  # noqa: F401  # it registers itself with Pillow
 
         formats += ("JXL",)

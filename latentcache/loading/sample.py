@@ -167,6 +167,9 @@ class ManifestSamples:
         self._known: dict[tuple[int, bool, int, int], SampleRef] = {}
         """By row, flip, caption and crop. Made anew each epoch they take as long as a small batch."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": {}}  # a spawned worker finds its own
+
     @cached_property
     def facts(self) -> SampleFacts:
         """What is said of all samples. StoreError for prompts, and for a family that this version does not know."""

@@ -54,8 +54,8 @@ class ServingModels:
 
         `group_of` says which entries may share a batch, by default those of one size. `stop` leaves the rest undone.
         Returns what the stage counted.
-        Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
-        other ones by now than those from which the keys follow.
+        Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or their
+        files changed since the keys were made of them. A caller's own models are not compared again.
         """
         kind, encode, report = tasks[0].kind, self._encode, Report()
         self._place(kind)

@@ -24,7 +24,7 @@ from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import open_to_read, unreadable
 
 _MAX_RECORDS = 8  # packs whose records are kept open
-_MAX_ADVISED = 128  # packs that are not asked for again: more than are read at the same time, and less than memory has
+_MAX_ADVISED = 32  # packs that are not asked for again, of 2 GB: more than are read at once, and less than memory has
 
 
 class _Mapping(NamedTuple):
