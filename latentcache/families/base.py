@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,6 +159,10 @@ class TextField:
     has_rows: bool = True
     encoder: str = "text_encoder"
     may_be_zero: bool = False
+
+    def width_in(self, config: Mapping[str, Any]) -> int:
+        """The last dimension of a field that has a `width`, as this config of a denoiser states it."""
+        return math.prod(config[setting] for setting in str(self.width).split(" * "))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from latentcache.families.base import (
     TextField,
     TimestepSampling,
     unpadded,
+    user_turn,
 )
 from latentcache.families.flux2 import Flux2
 from latentcache.types import Padding
@@ -86,8 +87,7 @@ class Ideogram4(Family):
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-        return str(parts["tokenizer"].apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return user_turn(parts["tokenizer"], [{"type": "text", "text": text}])
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:

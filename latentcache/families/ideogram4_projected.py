@@ -49,20 +49,20 @@ class Ideogram4Projected(Ideogram4):
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        config = parts["projection"].config
-        return {"prompt_embeds": (recipe["max_length"], config["num_attention_heads"] * config["attention_head_dim"])}
+        config, field = parts["projection"].config, self.fields["prompt_embeds"]
+        return {"prompt_embeds": (recipe["max_length"], field.width_in(config))}
 
     @override
     def predict(
         self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
     ) -> torch.Tensor:
-        """As that of Ideogram 4. ModelError for a denoiser whose projection is trained or has adapters."""
+        """Predict from projected texts. ModelError for a denoiser whose projection is trained or has adapters."""
         with _projecting_nothing(denoiser):
             return super().predict(denoiser, noisy, timesteps, batch)
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """As that of Ideogram 4. With a denoiser it takes projected rows of texts, and is a function."""
+        """Ideogram 4's pipeline; with a denoiser it is a function, which takes projected rows of texts."""
         made = super().pipeline(**parts)
         if "transformer" not in parts:
             return made
@@ -106,9 +106,8 @@ def _projecting_nothing(denoiser: Any) -> Iterator[None]:
         yield
     finally:
         for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
+            del layer.forward
+            if forward is not None:
                 layer.forward = forward
 
 

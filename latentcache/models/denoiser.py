@@ -7,7 +7,6 @@ tensor of the denoiser comes from the file, and every tensor of the file's denoi
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,10 +126,7 @@ def _check_shared(denoiser: Any, family: Family, name: str, model: ModelConfig) 
 def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """ModelError unless the denoiser takes cached fields of these shapes."""
     for name, text in family.fields.items():
-        if text.width is None or name not in shapes:
-            continue
-        wanted = math.prod(denoiser.config[setting] for setting in text.width.split(" * "))
-        if shapes[name][-1] != wanted:
+        if text.width and name in shapes and shapes[name][-1] != (wanted := text.width_in(denoiser.config)):
             met = f"takes {name} of width {wanted}, but the cache has {shapes[name][-1]}"
             raise refused(family.denoiser, f"{met}. Name a {family.denoiser_word} of the model that made the cache.")
 

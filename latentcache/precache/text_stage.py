@@ -44,8 +44,8 @@ class TextStage(EncodingStage):
         self._family = context.encodings.family
         self._parts_ahead: dict[str, Any] = {}
         self._limit = 0
-        """Tokens that the text encoders read. Records say it where these tokenizers cut texts earlier than usual:"""
         self._stated_limit: int | None = None
+        """Tokens that the text encoders read; and for records, where they are fewer than the family's usual number."""
         self._cut: set[str] = set()
         """The samples that count as cut: one counts once, however many variants its caption has."""
 
