@@ -17,11 +17,12 @@ from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import KEY_BYTES, Location, PackRow, key_names
-from latentcache.store.pack import PackBytes, read_row, row_in
+from latentcache.store.pack import Read, read_row, row_in
 from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
 """How long a list of packs is trusted for the keys that it has; a writer trusts it as long for those that it lacks."""
+_HEAD_BYTES = 64 << 10  # read first of a pack: its header, and the keys and digests of a thousand entries
 
 logger = logging.getLogger("latentcache")
 
@@ -109,7 +110,8 @@ class FarIndex:
             with suppress(FileNotFoundError, StoreError):  # what is damaged here is read there
                 row = read_row(self._tier.path(pack))
         if row is None or row.pack.file_bytes != num_bytes:
-            row = row_in(pack, _ranged(self._transport, pack, num_bytes))[0]
+            name = pack_name(pack)
+            row = row_in(f"{self._transport.url}/{name}", num_bytes, _reading(self._transport, name, num_bytes))[0]
         self._rows[pack] = row
         return PackRow.new(row.pack, row.keys, row.digests)
 
@@ -183,14 +185,18 @@ class FarIndex:
             return error  # of this pack alone, as of an archived one
 
 
-def _ranged(transport: Transport, pack: str, num_bytes: int) -> PackBytes:
-    name = pack_name(pack)
+def _reading(transport: Transport, name: str, num_bytes: int) -> Read:
+    """Reads a pack of so many bytes from its start to the last that was asked for, in few requests."""
+    head = b""
 
-    def fetch(start: int, num: int) -> bytes | memoryview:
-        num = min(num, num_bytes - start)  # a range that begins beyond the end is an error of some stores
-        return transport.read(name, start, num)[0] if num > 0 else b""
+    def read(offset: int, number: int) -> bytes:
+        nonlocal head
+        if len(head) < min(offset + number, num_bytes):
+            end = min(max(_HEAD_BYTES, offset + 2 * number), num_bytes)  # what comes next is about as long
+            head += transport.read(name, len(head), end - len(head))[0]
+        return head[offset : offset + number]
 
-    return PackBytes(f"{transport.url}/{name}", num_bytes, fetch)
+    return read
 
 
 def _drop_copies(rows: Sequence[PackRow]) -> None:

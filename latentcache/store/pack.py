@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,8 +56,6 @@ HEADER_BYTES = 16 << 10
 """The header of a pack stays below, whatever the number of its entries."""
 MAX_HEADER_BYTES = 1 << 20
 """A longer header is refused before it is parsed."""
-HEAD_BYTES = 64 << 10
-"""Read first of a pack: its header, and the keys and digests of a thousand entries."""
 _INDEX = _KEYS, _DIGESTS, _OFFSETS, _RECORDS = (
     "_index/keys",
     "_index/digests",
@@ -216,41 +214,17 @@ def _records_digest(offsets: np.ndarray, records: bytes) -> str:
 # Reading
 
 
-class PackBytes:
-    """The bytes of a pack, wherever they are, from its start to the last that was read.
-
-    `fetch(offset, number)` brings them; `path` names the pack in errors.
-    """
-
-    def __init__(self, path: Path | str, num_bytes: int, fetch: Callable[[int, int], bytes | memoryview]):
-        self.path, self.num_bytes, self._fetch, self._data = path, num_bytes, fetch, b""
-
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        """So many bytes. PackError if the pack ends before; FileNotFoundError; StoreError: it cannot be read now."""
-        start, end = len(self._data), offset + num_bytes
-        if end > start:
-            ahead = max(HEAD_BYTES, end + num_bytes)  # what comes next is about as long
-            wanted = max(end, min(ahead, self.num_bytes)) - start
-            try:
-                data = self._fetch(start, wanted)
-            except FileNotFoundError:
-                raise
-            except (OSError, MemoryError, OverflowError) as error:
-                raise unreadable(self.path, error) from error
-            if len(data) != wanted:
-                found = start + len(data)
-                raise PackError(self.path, f"ends after {found:,} bytes, where {start + wanted:,} are needed")
-            self._data += data
-        return memoryview(self._data)[offset:end]
+Read = Callable[[int, int], bytes | memoryview]
+"""Gives bytes of a pack: so many from an offset, and fewer where the pack ends before."""
 
 
-def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
+def _header(read: Read, file_bytes: int) -> tuple[Mapping[str, str], _Tensors]:
     """The metadata and the tensors. ValueError and its like for what is no header, or does not fit the file."""
-    num_bytes = int.from_bytes(source.read(0, 8), "little")
+    num_bytes = int.from_bytes(read(0, 8), "little")
     if num_bytes > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {num_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
     # With a parser of its own a reader depends on no release of safetensors.
-    header = json.loads(str(source.read(8, num_bytes), "utf-8"))
+    header = json.loads(str(read(8, num_bytes), "utf-8"))
     metadata = header.pop("__metadata__", {})
     found = metadata.get("latentcache")
     if found != PACK_FORMAT:
@@ -265,8 +239,8 @@ def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
         if not is_shape or entry["data_offsets"] != [start, end]:
             raise ValueError(f"{name!r:.80} of shape {shape!r:.80} lies at {entry['data_offsets']!r:.80}")
         tensors[name] = dtype, shape, data_start + start
-    if data_start + end != source.num_bytes:
-        raise ValueError(f"it has {source.num_bytes:,} bytes, and its header says {data_start + end:,}")
+    if data_start + end != file_bytes:
+        raise ValueError(f"it has {file_bytes:,} bytes, and its header says {data_start + end:,}")
     return metadata, tensors
 
 
@@ -288,24 +262,34 @@ def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
     return tuple(groups)
 
 
-def row_in(pack_id: str, source: PackBytes) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
-    """The row of a pack, as `read_row` reads it, wherever the bytes are; where its tensors start, and its metadata."""
+def row_in(path: Path | str, file_bytes: int, read: Read) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
+    """The row of a pack of so many bytes, as `read_row` reads it; where its tensors start, and its metadata.
+
+    `path` names it in errors, and its stem is the pack's id. Errors of `read` get through.
+    """
+
+    def exactly(offset: int, number: int) -> bytes | memoryview:
+        data = read(offset, number)
+        if len(data) != number:
+            raise ValueError(f"it ends after {offset + len(data):,} bytes, where {offset + number:,} are needed")
+        return data
+
     try:
-        metadata, tensors = _header(source)
-        pack = Pack(pack_id, source.num_bytes, _groups_of(json.loads(metadata["groups"]), tensors))
+        metadata, tensors = _header(exactly, file_bytes)
+        pack = Pack(PurePath(path).stem, file_bytes, _groups_of(json.loads(metadata["groups"]), tensors))
         num = pack.num_entries
         index = [("uint8", (num, KEY_BYTES)), ("uint8", (num, DIGEST_BYTES)), ("int64", (num + 1,))]
         if [tensors[name][:2] for name in _INDEX[:-1]] != index or tensors[_RECORDS][0] != "uint8":
             raise ValueError(f"its groups have {num:,} entries, and the tensors of its index do not")
         starts = {name: start for name, (_, _, start) in tensors.items()}
-        keys = np.frombuffer(source.read(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
-        digests = np.frombuffer(source.read(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
+        keys = np.frombuffer(exactly(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
+        digests = np.frombuffer(exactly(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
         if metadata["index_digest"] != _index_digest(metadata["groups"], keys, digests):
             raise ValueError("its keys and digests do not have the digest that was stored with them")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise PackError(source.path, f"not a pack: {error!s:.200}") from error
+        raise PackError(path, f"not a pack: {error!s:.200}") from error
     except MemoryError as error:
-        raise unreadable(source.path, error) from error
+        raise unreadable(path, error) from error
     return PackRow.new(pack, keys, digests), starts, metadata
 
 
@@ -316,13 +300,15 @@ def read_row(path: Path) -> PackRow:
     about what it holds.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
-        fd = file.fileno()
 
         def read(offset: int, number: int) -> bytes:
-            os.lseek(fd, offset, os.SEEK_SET)  # Windows has no pread
-            return os.read(fd, number)
+            file.seek(offset)
+            return file.read(number)
 
-        return row_in(path.stem, PackBytes(path, os.fstat(fd).st_size, read))[0]
+        try:
+            return row_in(path, os.fstat(file.fileno()).st_size, read)[0]
+        except OSError as error:
+            raise unreadable(path, error) from error
 
 
 def map_pack(path: Path, num_bytes: int) -> np.ndarray:
@@ -402,16 +388,16 @@ class WholePack:
             data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         except (ValueError, OSError, MemoryError) as error:
             raise unreadable(path, error) from error
-        return cls.in_memory(path.stem, memoryview(data), path)
+        return cls.in_memory(path, data)
 
     @classmethod
-    def in_memory(cls, pack: str, data: bytes | memoryview, path: Path | str = "") -> WholePack:
-        """The pack with this id; its values are views of its bytes. PackError, which names the pack or its `path`."""
-        data, path = memoryview(data).cast("B"), path or pack
+    def in_memory(cls, path: Path | str, data: bytes | memoryview | mmap.mmap) -> WholePack:
+        """The pack of these bytes, of which its values are views. Its id is `path`, or the stem of that. PackError."""
+        data = memoryview(data).cast("B")
         # Copies, but for the values: a file that is cut short later must not take what is kept of its records.
-        source = PackBytes(path, len(data), lambda at, number: bytes(data[at : at + number]))
-        row, starts, metadata = row_in(pack, source)
-        offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
+        row, starts, metadata = row_in(path, len(data), lambda at, number: bytes(data[at : at + number]))
+        first = starts[_OFFSETS]
+        offsets = np.frombuffer(bytes(data[first : first + (len(row.keys) + 1) * _INT64.itemsize]), _INT64)
         if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(data) - starts[_RECORDS]:
             raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
         records = bytes(data[starts[_RECORDS] : starts[_RECORDS] + int(offsets[-1])])
@@ -420,11 +406,9 @@ class WholePack:
         return cls(row, offsets, records, np.frombuffer(data, np.uint8))
 
     def is_at(self, key: str, location: Location) -> bool:
-        """Whether this key and digest are those of the location's row."""
-        own, at = self.row, location.row
-        if at >= len(own.keys) or own.key(at) != key or own.digests[at].tobytes() != location.digest:
-            return False
-        return own.pack.groups == location.pack.groups
+        """Whether the pack has this key where the index says, as the index says."""
+        at = location.row
+        return at < len(self.row.keys) and self.row.key(at) == key and self.row.location(at) == location
 
     def json(self, at: int) -> bytes:
         """The JSON of a row's record."""
