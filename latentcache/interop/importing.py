@@ -34,7 +34,7 @@ from latentcache.interop.readers import (
 from latentcache.interop.reports import ImportReport
 from latentcache.precache.workspace import Workspace
 from latentcache.provenance import now, provenance_json
-from latentcache.store.entry import dtype_name, flat_bytes
+from latentcache.store.entry import as_array, dtype_name
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
@@ -299,7 +299,7 @@ class _Import:
         """
         tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
         described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
-        parts = [canonical_json(described), *(flat_bytes(tensor).tobytes() for tensor in tensors.values())]
+        parts = [canonical_json(described), *(as_array(tensor).tobytes() for tensor in tensors.values())]
         values = item.latents if isinstance(item, ForeignImage) else item.prompt_embeds
         identity = {
             "kind": kind,

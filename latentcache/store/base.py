@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import Self
 
 from latentcache.errors import StoreError
-from latentcache.store.entry import Description
+from latentcache.store.entry import Description, EntryArrays
 from latentcache.types import Entry, Record
 
 if TYPE_CHECKING:
@@ -36,18 +36,6 @@ class StoreStats(Report):
     num_packs: int
     payload_bytes: int
     file_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EntryArrays:
-    """One entry's verified bytes: an array [1, *shape] for each field of `description`, in its order.
-
-    Arrays are of the dtypes in ARRAY_DTYPES and must not be written to. Entries with equal fields share one
-    description. There may be very many of these in memory.
-    """
-
-    description: Description
-    arrays: tuple[np.ndarray, ...]
 
 
 class Closing(Protocol):

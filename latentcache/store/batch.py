@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import EntryArrays, Store
-from latentcache.store.entry import ARRAY_DTYPES, as_array
-from latentcache.types import Padding
+from latentcache.store.base import Store
+from latentcache.store.entry import ARRAY_DTYPES, EntryArrays, as_array
+from latentcache.types import Entry, Padding, Record
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ARRAY_DTYPES}
 """The dtypes that can be stored, by name."""
@@ -33,6 +33,11 @@ def read_batch(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
 def stack(keys: Sequence[str], rows: Sequence[EntryArrays]) -> dict[str, torch.Tensor]:
     """One CPU tensor per field of rows that were read; see `read_batch`. `keys` name the entries in errors."""
     return stack_columns(keys, columns_of(keys, rows, {}), {})[0]
+
+
+def own_tensors(record: Record, values: EntryArrays, ragged: frozenset[str]) -> Entry:
+    """The entry with tensors that the caller owns."""
+    return Entry(record, {name: tensor[0] for name, tensor in stack([record.key], [values]).items()}, ragged)
 
 
 def columns_of(keys: Sequence[str], rows: Sequence[EntryArrays], padding: Mapping[str, Padding]) -> dict[str, Column]:

@@ -37,6 +37,7 @@ ARRAY_DTYPES = {
 }
 """The dtypes that can be stored, by torch's name, and numpy's for each: an integer of that size where it has none."""
 
+_MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 _FIELD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
@@ -77,11 +78,6 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous CPU tensor as a flat uint8 array that shares its memory."""
-    return as_array(tensor).reshape(-1).view(np.uint8)
-
-
 Description = Mapping[str, tuple[str, tuple[int, ...]]]
 """Field -> (dtype name, shape), in the order of the names."""
 
@@ -103,33 +99,50 @@ def _fields_json(fields: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...]) ->
     return canonical_json([[name, dtype, list(shape)] for name, (dtype, shape) in fields])
 
 
+@lru_cache(_MAX_DESCRIPTIONS)
+def description_of(*fields: tuple[str, str, tuple[int, ...]]) -> Description:
+    """The description with these fields (name, dtype, shape). Equal ones are the same object: never change one."""
+    return {name: (dtype, shape) for name, dtype, shape in fields}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryArrays:
+    """One entry's verified bytes: an array [1, *shape] for each field of `description`, in its order.
+
+    Arrays are of the dtypes in ARRAY_DTYPES and must not be written to. Entries with equal fields share one
+    description. There may be very many of these in memory.
+    """
+
+    description: Description
+    arrays: tuple[np.ndarray, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class OwnedEntry:
-    """A copy of an entry that a store owns: its record as JSON, contiguous CPU tensors, and its ragged fields."""
+    """An entry that is to be written: its record as JSON, its values, which nobody changes, and its ragged fields."""
 
     key: str
     kind: str
     record: bytes
-    tensors: Mapping[str, torch.Tensor]
+    values: EntryArrays
     ragged: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of the values."""
+        return sum(array.nbytes for array in self.values.arrays)
 
     def spec(self) -> tuple[Any, ...]:
         """What entries of one group of a pack share: the kind, and each field's name, dtype, shape and raggedness."""
         fields = []
-        for name, tensor in self.tensors.items():
+        for name, (dtype, shape) in self.values.description.items():
             is_ragged = name in self.ragged
-            fields.append((name, dtype_name(tensor), tuple(tensor.shape[1:] if is_ragged else tensor.shape), is_ragged))
+            fields.append((name, dtype, shape[1:] if is_ragged else shape, is_ragged))
         return self.kind, tuple(fields)
 
     def digest(self) -> bytes:
         """The payload's digest."""
-        description = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in self.tensors.items()}
-        return payload_digest(self.key, description, map(as_array, self.tensors.values()))
+        return payload_digest(self.key, self.values.description, self.values.arrays)
 
 
 def own_entry(entry: Entry) -> OwnedEntry:
@@ -155,11 +168,14 @@ def own_entry(entry: Entry) -> OwnedEntry:
         raise StoreError(f"entry {key}: it holds no tensor")
     if not entry.ragged <= entry.tensors.keys():
         raise StoreError(f"entry {key}: ragged {sorted(entry.ragged)} names fields that it lacks")
-    tensors = {name: _own_tensor(key, name, entry.tensors[name]) for name in sorted(entry.tensors)}
     for name in entry.ragged:
-        if tensors[name].ndim == 0:
+        if entry.tensors[name].ndim == 0:
             raise StoreError(f"entry {key}: field {name} is a scalar, and has no length that could be ragged")
-    return OwnedEntry(key, record.kind, record_json(identity, provenance), tensors, entry.ragged)
+    names = sorted(entry.tensors)
+    arrays = tuple([_own_array(key, name, entry.tensors[name]) for name in names])
+    fields = [(name, dtype_name(entry.tensors[name]), tuple(entry.tensors[name].shape)) for name in names]
+    values = EntryArrays(description_of(*fields), arrays)
+    return OwnedEntry(key, record.kind, record_json(identity, provenance), values, entry.ragged)
 
 
 def record_json(identity: bytes, provenance: bytes) -> bytes:
@@ -181,7 +197,7 @@ def record_of(key: str, kind: str, data: bytes) -> Record:
     return Record(key, kind, identity, provenance)
 
 
-def _own_tensor(key: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _own_array(key: str, name: str, tensor: torch.Tensor) -> np.ndarray:
     import torch  # here: `status` and its like make no entry, and need not wait for it
 
     if not is_field(name):
@@ -192,4 +208,4 @@ def _own_tensor(key: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise StoreError(f"entry {key}: field {name} has dtype {tensor.dtype}, allowed: {', '.join(ARRAY_DTYPES)}")
     if tensor.numel() == 0:
         raise StoreError(f"entry {key}: field {name} of shape {tuple(tensor.shape)} has no element")
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return as_array(tensor.detach().clone(memory_format=torch.contiguous_format))[None]

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from latentcache.store.entry import ARRAY_DTYPES, Description
+from latentcache.store.entry import ARRAY_DTYPES, Description, description_of
 
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
 _CRC_BYTES = 8
-_MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,6 @@ class RowGroup:
     def mean_bytes(self) -> int:
         """Bytes of the values of an entry; where a field is ragged, the mean over all entries."""
         return self.payload_bytes // self.num
-
-
-@lru_cache(_MAX_DESCRIPTIONS)
-def description_of(*fields: tuple[str, str, tuple[int, ...]]) -> Description:
-    """The description with these fields (name, dtype, shape). Equal ones are the same object: never change one."""
-    return {name: (dtype, shape) for name, dtype, shape in fields}
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from contextlib import nullcontext
 from typing_extensions import override
 
 from latentcache.errors import EntryMissingError, StoreError
-from latentcache.store.base import EntryArrays, Store, StoreStats
-from latentcache.store.entry import OwnedEntry, as_array, check_key, dtype_name, record_of
-from latentcache.store.layout import description_of
+from latentcache.store.base import Store, StoreStats
+from latentcache.store.entry import EntryArrays, OwnedEntry, check_key, record_of
 from latentcache.store.writer import Writer
 from latentcache.types import Entry
 
@@ -22,10 +21,10 @@ class MemoryStore(Store):
     read_only = False
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[OwnedEntry, EntryArrays]] | None = {}
+        self._entries: dict[str, OwnedEntry] | None = {}
 
     @property
-    def _open(self) -> dict[str, tuple[OwnedEntry, EntryArrays]]:
+    def _open(self) -> dict[str, OwnedEntry]:
         if self._entries is None:
             raise StoreError("the store is closed; its entries are gone")
         return self._entries
@@ -36,10 +35,7 @@ class MemoryStore(Store):
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         new = [entry for entry in entries if entry.key not in self._open]
-        for entry in new:
-            fields = [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()]
-            arrays = tuple([as_array(tensor[None]) for tensor in entry.tensors.values()])
-            self._open[entry.key] = entry, EntryArrays(description_of(*fields), arrays)
+        self._open.update({entry.key: entry for entry in new})
         return len(new), sum(entry.num_bytes for entry in new)
 
     @override
@@ -50,7 +46,7 @@ class MemoryStore(Store):
     def keys(self) -> Iterator[str]:
         return iter(list(self._open))
 
-    def _stored(self, key: str) -> tuple[OwnedEntry, EntryArrays]:
+    def _stored(self, key: str) -> OwnedEntry:
         stored = self._open.get(check_key(key))
         if stored is None:
             raise EntryMissingError(key)
@@ -58,13 +54,14 @@ class MemoryStore(Store):
 
     @override
     def get(self, key: str) -> Entry:
-        entry, _ = self._stored(key)
-        tensors = {name: tensor.clone() for name, tensor in entry.tensors.items()}
-        return Entry(record_of(key, entry.kind, entry.record), tensors, entry.ragged)
+        from latentcache.store.batch import own_tensors  # imports torch
+
+        entry = self._stored(key)
+        return own_tensors(record_of(key, entry.kind, entry.record), entry.values, entry.ragged)
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return [self._stored(key)[1] for key in keys]
+        return [self._stored(key).values for key in keys]
 
     def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
         """All is in memory."""
@@ -80,7 +77,7 @@ class MemoryStore(Store):
 
     @override
     def stats(self) -> StoreStats:
-        entries = [entry for entry, _ in self._open.values()]
+        entries = self._open.values()
         return StoreStats(
             num_entries=dict(Counter(entry.kind for entry in entries)),
             num_damaged=0,

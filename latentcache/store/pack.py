@@ -28,12 +28,12 @@ import numpy as np
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
-from latentcache.store.base import EntryArrays
 from latentcache.store.entry import (
     ALIGNMENT,
     ARRAY_DTYPES,
+    EntryArrays,
     OwnedEntry,
-    flat_bytes,
+    description_of,
     payload_digest,
     record_of,
 )
@@ -45,7 +45,6 @@ from latentcache.store.layout import (
     Pack,
     PackRow,
     RowGroup,
-    description_of,
 )
 from latentcache.types import Record
 from latentcache.utils.durable_files import open_to_read, sealed_file, unreadable, write_all
@@ -140,23 +139,15 @@ def _document(metadata: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> tu
     return placed, first + end, [len(text).to_bytes(8, "little") + text, *parts]
 
 
-def _buffers(parts: Sequence[Any]) -> Iterator[bytes | memoryview]:
-    for part in parts:
-        if isinstance(part, bytes):
-            yield part
-        else:
-            yield part.reshape(-1).view(np.uint8).data if isinstance(part, np.ndarray) else flat_bytes(part).data
-
-
-def _offsets_of(parts: Sequence[Any]) -> np.ndarray:
-    """Where each of the parts begins, and where the last one ends: int64 [n + 1]."""
-    return np.fromiter(accumulate(map(len, parts), initial=0), _INT64, len(parts) + 1)
+def _offsets_of(lengths: Sequence[int]) -> np.ndarray:
+    """Where each of n parts begins, and where the last one ends: int64 [n + 1]."""
+    return np.fromiter(accumulate(lengths, initial=0), _INT64, len(lengths) + 1)
 
 
 def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
     """What `write_pack` writes: the row, how many bytes there are, and these, one buffer after the other.
 
-    The buffers are views of the entries' tensors: nothing is copied, and the tensors must not change meanwhile.
+    The buffers are views of the entries' arrays: nothing is copied, and these must not change meanwhile.
     """
     groups: dict[Any, list[OwnedEntry]] = {}
     for entry in entries:
@@ -165,19 +156,18 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
     keys = np.frombuffer(bytes.fromhex("".join([entry.key for entry in ordered])), np.uint8).reshape(-1, KEY_BYTES)
     digests = np.frombuffer(b"".join([entry.digest() for entry in ordered]), np.uint8).reshape(-1, DIGEST_BYTES)
     records = [entry.record for entry in ordered]
-    record_offsets = _offsets_of(records)
+    record_offsets = _offsets_of([len(record) for record in records])
 
     listed: list[Any] = []
     columns: dict[str, _Tensor] = {}
     for number, ((kind, fields), members) in enumerate(groups.items()):
         names = []
-        for name, dtype, shape, is_ragged in fields:
-            parts = [entry.tensors[name] for entry in members]
+        for (name, dtype, shape, is_ragged), *parts in zip(fields, *[m.values.arrays for m in members], strict=True):
             title = f"{name}/values" if is_ragged else f"{name}/{'x'.join(map(str, shape)) or 'scalar'}"
             ending = f"/{number}" if title in columns else ""  # groups that differ elsewhere, or in the dtype
             title, offsets_title, num_rows = title + ending, None, len(parts)
             if is_ragged:
-                offsets_title, offsets = f"{name}/offsets{ending}", _offsets_of(parts)
+                offsets_title, offsets = f"{name}/offsets{ending}", _offsets_of([part.shape[1] for part in parts])
                 columns[offsets_title] = _Tensor("int64", offsets.shape, [offsets])
                 num_rows = int(offsets[-1])
             columns[title] = _Tensor(dtype, (num_rows, *shape), parts)
@@ -200,7 +190,7 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
     by_ending = sorted(columns.items(), key=lambda item: (item[1].num_bytes % ALIGNMENT != 0, item[0]))
     placed, num_bytes, buffers = _document(metadata, dict(zip(_INDEX, index, strict=True)) | dict(by_ending))
     row = PackRow.new(Pack(pack_id, num_bytes, _groups_of(listed, placed)), keys, digests)
-    return row, num_bytes, _buffers(buffers)
+    return row, num_bytes, (b if isinstance(b, bytes) else b.reshape(-1).view(np.uint8).data for b in buffers)
 
 
 def _index_digest(groups: str, keys: np.ndarray, digests: np.ndarray) -> str:
@@ -445,27 +435,19 @@ class WholePack:
             raise PackError(path, f"entry {key}: {problem}")
         return self.row
 
-    def copy(self, key: str, location: Location) -> OwnedEntry | str:
-        """A copy of an entry, or why it is not what was stored."""
-        import torch
-
-        found = self.verified(key, location)
+    def entry(self, key: str, location: Location) -> OwnedEntry | str:
+        """An entry whose values are views of the pack, or why it is not what was stored."""
+        found, group = self.verified(key, location), location.group
         if isinstance(found, str):
             return found
-        tensors = {}
-        for (name, (dtype, shape)), array in zip(found.description.items(), found.arrays, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-            np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
-            tensors[name] = tensor
-        group = location.group
-        return OwnedEntry(key, group.kind, self.json(location.row), tensors, group.ragged)
+        return OwnedEntry(key, group.kind, self.json(location.row), found, group.ragged)
 
     def part(self, keys: Collection[str]) -> tuple[PackRow, bytes]:
         """A new pack, in memory, of these entries. PackError if one is not what was stored."""
         entries = []
         for at, key in enumerate(self.row.names()):
             if key in keys:
-                entry = self.copy(key, self.row.location(at))
+                entry = self.entry(key, self.row.location(at))
                 if isinstance(entry, str):
                     raise PackError(self.row.pack.id, f"entry {key}: {entry}")
                 entries.append(entry)

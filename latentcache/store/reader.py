@@ -15,8 +15,8 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError
-from latentcache.store.base import EntryArrays, Store, StoreStats
-from latentcache.store.entry import Description
+from latentcache.store.base import Store, StoreStats
+from latentcache.store.entry import Description, EntryArrays
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack, verified_arrays
 from latentcache.store.table import LocationTable
@@ -111,10 +111,10 @@ class PackReader(Store):
 
     @override
     def get(self, key: str) -> Entry:
-        from latentcache.store.batch import stack  # imports torch
+        from latentcache.store.batch import own_tensors  # imports torch
 
-        [location], record, rows = self.locate([key]), self.record(key), self.rows([key])
-        return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
+        [location], record, [values] = self.locate([key]), self.record(key), self.rows([key])
+        return own_tensors(record, values, location.group.ragged)
 
     @override
     def record(self, key: str) -> Record:

@@ -363,12 +363,9 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
     old: dict[str, Location] = {}
     copies, num_copied = _copies(disk, frozenset(chosen), old, damaged, unreadable), 0
     while True:
+        buffer = PackBuffer()  # before: the entries of the last one have their packs mapped
         disk.drop_empty()
-        buffer = PackBuffer()
-        for copy in copies:
-            buffer.add(copy)
-            if buffer.is_full():
-                break
+        buffer.fill(copies)
         if not buffer.entries:
             disk.drop_empty()
             return num_copied
@@ -384,7 +381,7 @@ def _copies(
     damaged: dict[str, str],
     unreadable: dict[str, str],
 ) -> Iterator[OwnedEntry]:
-    """Copies of the entries of these packs. Where each was is noted in `old`."""
+    """The entries of these packs. Where each is is noted in `old`."""
     for pack, entries in disk.table.by_pack(chosen):
         try:
             whole = WholePack.in_file(disk.directory.pack_path(pack))
@@ -393,10 +390,10 @@ def _copies(
                 unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
-            copy = whole.copy(key, location)
-            if isinstance(copy, str):
-                disk.mark_damaged({key: (location, copy)})
-                damaged[key] = copy
+            entry = whole.entry(key, location)
+            if isinstance(entry, str):
+                disk.mark_damaged({key: (location, entry)})
+                damaged[key] = entry
             else:
                 old[key] = location
-                yield copy
+                yield entry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
@@ -36,6 +36,13 @@ class PackBuffer:
         self.entries[entry.key] = entry
         self._num_bytes += entry.num_bytes + len(entry.record)
         self._specs.add(entry.spec())
+
+    def fill(self, entries: Iterator[OwnedEntry]) -> None:
+        """Add entries until it is full, or there are no more."""
+        for entry in entries:
+            self.add(entry)
+            if self.is_full():
+                return
 
     def is_full(self) -> bool:
         """Whether the entries should be sealed, because there are many, or because they wait for long."""

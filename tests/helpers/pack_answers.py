@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from latentcache.store.batch import own_tensors
 from latentcache.store.pack import WholePack
 from latentcache.types import Entry
 
@@ -12,7 +13,7 @@ def entries_in(body: bytes) -> dict[str, Entry]:
     for at, key in enumerate(whole.row.names()):
         location = whole.row.location(at)
         assert (problem := whole.problem(key, location)) is None, problem
-        copy = whole.copy(key, location)
-        assert not isinstance(copy, str)
-        found[key] = Entry(whole.record(at), copy.tensors, copy.ragged)
+        owned = whole.entry(key, location)
+        assert not isinstance(owned, str)
+        found[key] = own_tensors(whole.record(at), owned.values, owned.ragged)
     return found

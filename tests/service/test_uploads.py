@@ -89,7 +89,7 @@ def liars():
         def digest(self):
             return b"0" * 16
 
-    forged = Forger(honest.key, honest.kind, honest.record, honest.tensors)
+    forged = Forger(honest.key, honest.kind, honest.record, honest.values)
     yield "a wrong digest", [forged], "digest"
 
 

@@ -19,7 +19,7 @@ from store_samples import packs, same, sample, samples
 from latentcache.errors import EntryDamagedError, PackError
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
-from latentcache.store.batch import DTYPES, read_batch
+from latentcache.store.batch import DTYPES, own_tensors, read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.pack import (
     WholePack,
@@ -63,8 +63,8 @@ def read_at(whole, key, location):
     """The entry, or why it cannot be read, by the checks of a store, `verify` and `rebuild`."""
     if (problem := whole.problem(key, location)) is not None:
         return problem
-    owned = whole.copy(key, location)
-    return Entry(whole.record(location.row), owned.tensors, owned.ragged)
+    owned = whole.entry(key, location)
+    return own_tensors(whole.record(location.row), owned.values, owned.ragged)
 
 
 def read_all(path):
