@@ -81,7 +81,7 @@ def verify(
         elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
         good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
         # In the table these packs are the last in which a key counts.
-        only_there = [(key, pack) for pack, entries in index.table.by_pack(earlier) for key in entries]
+        only_there = [(key, pack) for pack in earlier for key in index.table.entries_in(pack)]
         known = {key: f"was found damaged in pack {pack}" for key, pack in only_there if key not in suspects}
     num_entries = len(good | suspects.keys())
     damaged = {key: problem for key, problem in suspects.items() if key not in good}
@@ -183,7 +183,7 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
 
     # What was listed long enough ago. In the table these packs are the last in which a key counts.
     due = {pack for pack, note in listed.items() if note.modified <= limit} - report.unreadable.keys()
-    counts = {pack for pack, entries in table.by_pack(due) if not in_use.isdisjoint(entries)}
+    counts = {pack for pack in due if not in_use.isdisjoint(table.entries_in(pack))}
     removed, needed = due - counts, {pack for pack in counts if not listed[pack].num_bytes}  # damaged: not made again
     if not dry_run:
         # Another run may have removed a pack since, and a push sent it again: then it is younger than its note.
@@ -200,9 +200,10 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
     # What is to be listed. Younger packs may be of a push that goes on, and are in no manifest yet.
     table.drop_packs(index.leaving.keys() - needed)
     new = table.empty_packs()
-    for pack, entries in table.by_pack({pack for pack, each in written.items() if each.modified <= limit}):
+    for pack in [pack for pack, each in written.items() if each.modified <= limit]:
+        entries = table.entries_in(pack)
         report.num_unused += len(entries.keys() - in_use)
-        if in_use.isdisjoint(entries):
+        if entries and in_use.isdisjoint(entries):
             new.add(pack)
     report.num_listed, report.listed_bytes = len(new), sum(sizes[pack] for pack in new)
     if not dry_run:

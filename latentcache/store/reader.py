@@ -84,7 +84,7 @@ class PackReader(Store):
         locations = list[Location]()
         for key, location in zip(keys, self.look_up(keys), strict=True):
             if location is None:
-                reason = self.table.reason(key)
+                reason = self.table.damaged().get(key)
                 raise EntryMissingError(key) if reason is None else self._damaged_error(key, reason)
             locations.append(location)
         return locations

@@ -49,13 +49,14 @@ def _joined(columns: Iterable[_Columns]) -> _Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The rows of some packs, one pack after the other: that of number i begins at `starts[i]`.
+    """The rows of some packs, one pack after the other: that of number i (`numbers`, by id) begins at `starts[i]`.
 
     `order` has the rows that were live when the part was made, by key, and `first_words` the first word of each of
     these, to search in: 64 bits of a digest, which no two keys of a part share. `live` is changed.
     """
 
     packs: list[Pack]
+    numbers: dict[str, int]
     starts: np.ndarray
     keys: np.ndarray
     digests: np.ndarray
@@ -71,7 +72,8 @@ class _Part:
         order = np.flatnonzero(live)
         first_words = keys[order, 0]
         by_key = first_words.argsort()
-        return cls(packs, starts, keys, digests, live, order[by_key].astype(np.int32), first_words[by_key])
+        numbers = {pack.id: number for number, pack in enumerate(packs)}
+        return cls(packs, numbers, starts, keys, digests, live, order[by_key].astype(np.int32), first_words[by_key])
 
     def compacted(self) -> tuple[list[Pack], _Columns]:
         """The packs in which something is live, and their columns."""
@@ -187,23 +189,15 @@ class LocationTable:
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Forget packs, and what lies in them."""
-        known = self.packs.keys() & packs
-        for part in self._parts if known else ():
-            for number, pack in enumerate(part.packs):
-                if pack.id in known:
-                    part.live[part.starts[number] : part.starts[number + 1]] = False
-        for pack_id in packs:
-            self.packs.pop(pack_id, None)
-            self._reasons.pop(pack_id, None)
-
-    def reason(self, key: str) -> str | None:
-        """Why an entry that is not here is damaged, or None."""
-        # Of a list: another thread may change the dict.
-        found = [reasons[key] for reasons in list(self._reasons.values()) if key in reasons]
-        return found[-1] if found else None
+        for pack in packs:
+            for part, rows in self._rows_of(pack):
+                part.live[rows] = False
+            self.packs.pop(pack, None)
+            self._reasons.pop(pack, None)
 
     def damaged(self) -> dict[str, str]:
         """Why each entry that is not here is damaged, by key."""
+        # Of lists: another thread may change the dicts.
         known = dict(chain.from_iterable([list(reasons.items()) for reasons in list(self._reasons.values())]))
         live = self.find(list(known))
         return {key: reason for key, reason in known.items() if key not in live}
@@ -225,16 +219,19 @@ class LocationTable:
         """The packs in which no entry is live."""
         return self.packs.keys() - self.live_sizes().keys()
 
-    def by_pack(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Location]]]:
-        """The entries of each pack that has some, pack by pack, oldest first; of the `chosen` packs alone if given.
+    def entries_in(self, pack: str) -> dict[str, Location]:
+        """The entries that lie in a pack, by key."""
+        for part, rows in self._rows_of(pack):
+            if part.live[rows].any():
+                positions = rows.start + np.flatnonzero(part.live[rows])
+                return dict(zip(part.names(positions), part.locations(positions), strict=True))
+        return {}
 
-        They are those of when it begins: what is changed meanwhile moves to other parts.
-        """
-        for part, live in [(part, part.live.copy()) for part in self._parts]:
-            for pack, start, end in zip(part.packs, part.starts[:-1].tolist(), part.starts[1:].tolist(), strict=True):
-                positions = start + np.flatnonzero(live[start:end])
-                if len(positions) and (chosen is None or pack.id in chosen):
-                    yield pack.id, dict(zip(part.names(positions), part.locations(positions), strict=True))
+    def _rows_of(self, pack: str) -> Iterator[tuple[_Part, slice]]:
+        """Where a pack's rows are. Of several parts one has those that count."""
+        for part in self._parts:
+            if (number := part.numbers.get(pack)) is not None:
+                yield part, slice(int(part.starts[number]), int(part.starts[number + 1]))
 
     def live_sizes(self) -> dict[str, tuple[int, int]]:
         """By pack that has live entries: how many, and the bytes of their values (`RowGroup.mean_bytes` each)."""

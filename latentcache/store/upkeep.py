@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -117,11 +116,9 @@ def verify(
         table = disk.table
         known, live = table.damaged(), table.live_sizes()
         packs = packs_in_subset(disk.directory.pack_sizes().keys() | table.packs.keys(), subset)
-        empty = [(pack, dict[str, Location]()) for pack in packs if pack not in live]
-        entries = chain(empty, table.by_pack(set(packs)))
         progress = progress or Progress()
         progress.start("verify packs", len(packs))
-        damaged, unreadable = _check(disk, entries, progress)
+        damaged, unreadable = _check(disk, packs, progress)
         progress.finish()
         read = [live[pack] for pack in packs if pack in live]
         return VerifyReport(
@@ -161,17 +158,15 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
     return damaged
 
 
-def _check(
-    disk: DiskStore, packs: Iterable[tuple[str, Mapping[str, Location]]], progress: Progress
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Compare these entries with their digests and records, pack by pack, and mark those that are damaged.
+def _check(disk: DiskStore, packs: Iterable[str], progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
+    """Compare the entries of these packs with their digests and records, and mark those that are damaged.
 
     Returns why entries are damaged, by key, and why packs cannot be read.
     """
     found: dict[str, tuple[Location, str]] = {}
     unreadable: dict[str, str] = {}
-    for pack, entries in packs:
-        path, problem = disk.directory.pack_path(pack), ""
+    for pack in packs:
+        path, entries, problem = disk.directory.pack_path(pack), disk.table.entries_in(pack), ""
         try:
             whole = WholePack.in_file(path)
             problems = ((location, whole.problem(key, location)) for key, location in entries.items())
@@ -227,26 +222,26 @@ def prune(
         if not dry_run:
             _check_readers(disk.directory)
         sizes = disk.directory.pack_sizes()
-        bytes_left, present = sum(sizes.values()), dict(sizes)
-        num_removed, removed_bytes, gone, unreadable = 0, 0, set[str](), dict[str, str]()
-        while max_bytes is None or bytes_left > max_bytes:
+        num_removed, removed_bytes, gone, bytes_left = 0, 0, set[str](), sum(sizes.values())
+        for pack in sorted(disk.table.packs, key=disk.directory.last_use):
+            others, others_bytes, is_all, frees = _unneeded(disk.table, pack, kept)
+            if max_bytes is not None and (bytes_left <= max_bytes or frees <= 0):
+                continue
+            num_removed, removed_bytes = num_removed + len(others), removed_bytes + others_bytes
+            gone |= {pack} if is_all else set()
+            bytes_left -= frees if is_all or max_bytes is not None else 0
+            if others and not dry_run:
+                disk.remove(others)  # pack by pack: where millions of entries lie would take gigabytes
+            if max_bytes is not None and not dry_run:
+                rewrite(disk, {pack}, {}, {})
+                # Entries of natural length may have been larger than their pack's average; what could not go stays.
+                bytes_left = sum(disk.directory.pack_sizes().values())
+        if not dry_run:
+            disk.drop_empty(gone)
+            gone -= disk.table.packs.keys()
             if max_bytes is None:
-                chosen = {pack: 0 for pack in disk.table.packs}
-            else:
-                chosen = _longest_unused(disk, present, kept, bytes_left - max_bytes)
-            num, num_bytes, empty = _remove_others(disk, chosen.keys(), kept, dry_run=dry_run)
-            num_removed, removed_bytes = num_removed + num, removed_bytes + num_bytes
-            gone |= empty
-            bytes_left -= sum(sizes.get(pack, 0) for pack in empty) if max_bytes is None else sum(chosen.values())
-            if max_bytes is None or dry_run or not chosen:
-                break
-            rewrite(disk, chosen, {}, unreadable)
-            # Again where entries of natural length were larger than their pack's average; what could not go stays.
-            present = disk.directory.pack_sizes()
-            bytes_left = sum(present.values())
-            present = {pack: size for pack, size in present.items() if pack not in unreadable and pack not in chosen}
-        if max_bytes is None and not dry_run:
-            disk.remove([key for key in disk.table.damaged() if key not in kept])
+                disk.remove([key for key in disk.table.damaged() if key not in kept])
+            bytes_left = sum(disk.directory.pack_sizes().values())
         return PruneReport(
             num_entries=num_removed,
             num_bytes=removed_bytes,
@@ -255,26 +250,6 @@ def prune(
             file_bytes_left=bytes_left,
             dry_run=dry_run,
         )
-
-
-def _remove_others(
-    disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool
-) -> tuple[int, int, set[str]]:
-    """Remove from these packs what is not kept, and those in which nothing stays.
-
-    Returns how many entries go, the bytes of their values, and the packs that go.
-    """
-    num, num_bytes, empty = 0, 0, set(packs)
-    for pack, entries in disk.table.by_pack(set(packs)):
-        others = [key for key in entries if key not in kept]
-        num, num_bytes = num + len(others), num_bytes + sum([entries[key].group.mean_bytes for key in others])
-        if len(others) < len(entries):
-            empty.remove(pack)
-        if others and not dry_run:
-            disk.remove(others)  # pack by pack: where millions of entries lie would take gigabytes
-    if not dry_run:
-        empty = disk.drop_empty(packs)
-    return num, num_bytes, empty
 
 
 def _check_readers(directory: CacheDirectory) -> None:
@@ -290,23 +265,18 @@ def _check_readers(directory: CacheDirectory) -> None:
         )
 
 
-def _longest_unused(disk: DiskStore, sizes: Mapping[str, int], kept: Collection[str], too_many: int) -> dict[str, int]:
-    """The packs to take so many bytes from, the longest unused first, and how many bytes that frees of each."""
-    table = disk.table
-    stays: dict[str, int] = {}
-    for pack, entries in table.by_pack():
-        stays[pack] = sum([place.group.mean_bytes for key, place in entries.items() if key in kept])
-    chosen: dict[str, int] = {}
-    for pack in sorted(table.packs.keys() & sizes.keys(), key=disk.directory.last_use):
-        if too_many <= 0:
-            break
-        stay = stays.get(pack)
-        # A pack that is rewritten frees its values that are removed or dead, but for the header of the new pack.
-        frees = table.packs[pack].payload_bytes - stay - HEADER_BYTES if stay else sizes[pack]
-        if frees > 0:
-            chosen[pack] = frees
-            too_many -= frees
-    return chosen
+def _unneeded(table: LocationTable, pack: str, kept: Collection[str]) -> tuple[list[str], int, bool, int]:
+    """The entries of a pack that are not kept, the bytes of their values, and whether they are all that it has.
+
+    And the bytes that are freed without them: by removing the pack, or by a new one with the others.
+    """
+    entries, layout = table.entries_in(pack), table.packs[pack]
+    others = [key for key in entries if key not in kept]
+    num_bytes, all_bytes = (sum([entries[key].group.mean_bytes for key in keys]) for keys in (others, entries))
+    if len(others) == len(entries):
+        return others, num_bytes, True, layout.file_bytes
+    # What is removed or dead, but for the header of the new pack.
+    return others, num_bytes, False, layout.payload_bytes - (all_bytes - num_bytes) - HEADER_BYTES
 
 
 def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
@@ -382,12 +352,13 @@ def _copies(
     unreadable: dict[str, str],
 ) -> Iterator[OwnedEntry]:
     """The entries of these packs. Where each is is noted in `old`."""
-    for pack, entries in disk.table.by_pack(chosen):
+    for pack in chosen:
+        if not (entries := disk.table.entries_in(pack)):  # all of it was removed meanwhile
+            continue
         try:
             whole = WholePack.in_file(disk.directory.pack_path(pack))
         except (StoreError, FileNotFoundError) as error:
-            if pack in disk.table.packs:  # else all of it was removed meanwhile
-                unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
+            unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
             entry = whole.entry(key, location)
