@@ -130,10 +130,10 @@ class FarIndex:
             self.sizes[row.pack.id] = row.pack.file_bytes
             self._leaving_keys -= set(row.names())
 
-    def lose(self, pack: str, damaged: Mapping[int, str]) -> None:
-        """For this process rows of a pack that are damaged there are gone, and other copies count if there are any."""
+    def lose(self, pack: str, row: int, problem: str) -> None:
+        """For this process a row of a pack that is damaged there is gone, and another copy counts if there is one."""
         with self._lock:
-            self._damaged.setdefault(pack, {}).update(damaged)
+            self._damaged.setdefault(pack, {})[row] = problem
             self._rebuild(self.sizes, self.leaving)
 
     def _marked(self, row: PackRow) -> PackRow:

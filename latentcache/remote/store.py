@@ -9,26 +9,25 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import numpy as np
 from typing_extensions import Unpack, override
 
 from latentcache.config import RETRY_S, RemoteOptions
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
-from latentcache.errors import EntryDamagedError, PackError, ReadOnlyError, StoreError
+from latentcache.errors import EntryDamagedError, ReadOnlyError, StoreError
 from latentcache.location import kind_of
 from latentcache.remote.index import LISTED_S, FarIndex
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.tier import Tier, snapshot
 from latentcache.remote.transport import ANY_VERSION, Transport, open_transport
-from latentcache.store.base import Store, StoreStats
+from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
 from latentcache.store.entry import OwnedEntry, check_key
-from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import WholePack, new_pack_id, pack_buffers
+from latentcache.store.layout import Location
+from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
@@ -122,20 +121,22 @@ class RemoteStore(PackReader):
         self.index.refresh(LISTED_S)
         return not self.index.unreadable
 
+    @contextmanager
     @override
-    def keys(self) -> Iterator[str]:
+    def current(self) -> Iterator[LocationTable]:
         self.check_open()
         self.index.refresh()
-        keys = self.index.table.keys()
-        found = self.transport.find(keys)
-        return iter(keys if found is None else [key for key in keys if key in found])
+        yield self.index.table
 
     @override
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        self.check_open()
-        self.index.refresh(LISTED_S)
-        self.index.look_up(keys)  # again for what is not there
-        return self.index.table.places(keys)
+    def pack_sizes(self) -> dict[str, int]:
+        return self.index.sizes
+
+    @override
+    def keys(self) -> Iterator[str]:
+        keys = list(super().keys())
+        found = self.transport.find(keys)
+        return iter(keys if found is None else [key for key in keys if key in found])
 
     # Reading
 
@@ -176,50 +177,21 @@ class RemoteStore(PackReader):
     @override
     def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
         """Where an entry lies that is not what was stored, or raise that it is damaged or gone."""
-        pack, damaged = location.pack, dict[int, str]()
+        pack = location.pack.id
         with self._repairing:
             self.invalidate([location])
-            if not self.tier.has(pack.id):  # another process made room, or it is gone there
+            if num_looks <= _MAX_LOOKS and not self.tier.has(pack):  # another process made room, or it is gone there
                 self.index.refresh()
-            elif pack.id not in self._fetched_again:
-                logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack.id, problem)
-                self._fetched_again.add(pack.id)
-                self.tier.fetch_again(pack.id)
+            elif pack not in self._fetched_again:
+                logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack, problem)
+                self._fetched_again.add(pack)
+                self.tier.fetch_again(pack)
             else:
-                self.release([pack.id])
-                damaged = self._problems(pack)
-            if num_looks > _MAX_LOOKS:
-                damaged.setdefault(location.row, problem)
-            if damaged:
-                logger.warning("%s: pack %s has %d damaged entries: %s", self.url, pack.id, len(damaged), problem)
-                self.index.lose(pack.id, damaged)
+                self.release([pack])
+                if num_looks > 1:  # else another thread fetched it again just now
+                    logger.warning("%s: entry %s in pack %s is damaged: %s", self.url, key, pack, problem)
+                    self.index.lose(pack, location.row, problem)
             return self.locate([key])[0]
-
-    def _problems(self, pack: Pack) -> dict[int, str]:
-        """Why rows of a pack are not what was stored, of those that are so. A pack that went says nothing of them."""
-        row = self.index.row(pack.id, pack.file_bytes)
-        try:
-            whole = WholePack.in_file(self.tier.path(pack.id))
-        except FileNotFoundError:
-            return {}
-        except PackError as error:
-            return dict.fromkeys(range(pack.num_entries), str(error))
-        found = ((at, whole.problem(key, row.location(at))) for at, key in enumerate(row.names()))
-        return {at: problem for at, problem in found if problem is not None}
-
-    # The whole
-
-    @override
-    def damaged(self) -> dict[str, str]:
-        """Entries that this process found damaged, with the reason."""
-        self.check_open()
-        return self.index.table.damaged()
-
-    @override
-    def stats(self) -> StoreStats:
-        self.check_open()
-        self.index.refresh()
-        return self._stats(self.index.sizes)
 
     @override
     def close(self) -> None:

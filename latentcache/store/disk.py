@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import (
@@ -20,7 +19,6 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
-from latentcache.store.base import StoreStats
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entry import OwnedEntry
 from latentcache.store.index import Index, Position, Rows, Transaction, process_lock
@@ -192,8 +190,8 @@ class DiskStore(PackReader):
         return self._table
 
     @contextmanager
+    @override
     def current(self) -> Iterator[LocationTable]:
-        """The table, as the index is now. It does not change while the block runs."""
         with process_lock:  # memory and the index change together, and a fork waits for it
             self.reload()
             yield self.table
@@ -236,24 +234,8 @@ class DiskStore(PackReader):
         return found
 
     @override
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        with self.current() as table:
-            return table.places(keys)
-
-    @override
-    def keys(self) -> Iterator[str]:
-        with self.current() as table:
-            return iter(table.keys())
-
-    @override
-    def damaged(self) -> dict[str, str]:
-        with self.current() as table:
-            return table.damaged()
-
-    @override
-    def stats(self) -> StoreStats:
-        with self.current():
-            return self._stats(self.directory.pack_sizes())
+    def pack_sizes(self) -> dict[str, int]:
+        return self.directory.pack_sizes()
 
     # Reading
 

@@ -23,9 +23,7 @@ from diskcache.core import DBNAME, MODE_RAW
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store.entry import is_pack_id
 from latentcache.store.layout import PackRow
-from latentcache.utils import sqlite_codes
 from latentcache.utils.locks import locked
-from latentcache.utils.sqlite_codes import primary_code
 
 TIMEOUT_S = 60.0
 JOURNAL_MODE = "delete"
@@ -54,7 +52,12 @@ MAX_VALUE_BYTES = 1 << 23
 _BEFORE_ALL = -(1 << 63)
 _PAGE_BYTES = 4096
 _PASSING_S, _POLL_S = 2.0, 0.05
-_UNREACHABLE = (sqlite_codes.IOERR, sqlite_codes.CANTOPEN, sqlite_codes.NOMEM)
+# What SQLite says. Errors of Python 3.10 have no code, only this.
+_BUSY = ("database is locked", "database table is locked")
+_FULL = "database or disk is full"
+_READ_ONLY = ("attempt to write a readonly database", "access permission denied")
+_CANNOT_OPEN = "unable to open database file"
+_UNREACHABLE = ("disk I/O error", _CANNOT_OPEN, "out of memory")
 
 
 process_lock = threading.RLock()
@@ -243,7 +246,7 @@ class Index:
             except BaseException as error:
                 connection.close()
                 # A live writer's journal can look like a dead one's for a moment, which a reader may not roll back.
-                passes = self.read_only and primary_code(error) in (sqlite_codes.READONLY, sqlite_codes.CANTOPEN)
+                passes = self.read_only and str(error).startswith((*_READ_ONLY, _CANNOT_OPEN))
                 if not passes or time.monotonic() >= until:
                     raise
             time.sleep(_POLL_S)
@@ -260,16 +263,16 @@ class Index:
 
     def _typed(self, error: BaseException) -> StoreError:
         """What an error of SQLite, of diskcache or of the system means for the index."""
-        code = primary_code(error)
-        if isinstance(error, diskcache.Timeout) or code in (sqlite_codes.BUSY, sqlite_codes.LOCKED):
+        text = str(error)
+        if isinstance(error, diskcache.Timeout) or text.startswith(_BUSY):
             detail = f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
             return StoreBusyError(self.path, detail)
-        if code == sqlite_codes.FULL:
+        if text.startswith(_FULL):
             return StorageFullError(self.path, _PAGE_BYTES)
-        if code in (sqlite_codes.READONLY, sqlite_codes.PERM) or isinstance(error, PermissionError):
+        if text.startswith(_READ_ONLY) or isinstance(error, PermissionError):
             # Where the file can be written it is the database's header that says no.
             if self.read_only or not os.access(self._database, os.W_OK):
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
-        elif self._database.exists() and (isinstance(error, OSError) or code in _UNREACHABLE):
+        elif self._database.exists() and (isinstance(error, OSError) or text.startswith(_UNREACHABLE)):
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter
@@ -58,6 +58,14 @@ class PackReader(Store):
         """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
         raise NotImplementedError
 
+    def current(self) -> AbstractContextManager[LocationTable]:
+        """The table, as the index is now. It does not change while the block runs."""
+        raise NotImplementedError
+
+    def pack_sizes(self) -> Mapping[str, int]:
+        """Bytes of the file of each pack that there is, by id."""
+        raise NotImplementedError
+
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
         """Where the entries lie, None for those that are not there. StoreError for what is no key."""
         raise NotImplementedError
@@ -88,6 +96,33 @@ class PackReader(Store):
                 raise EntryMissingError(key) if reason is None else self._damaged_error(key, reason)
             locations.append(location)
         return locations
+
+    @override
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        with self.current() as table:
+            return table.places(keys)
+
+    @override
+    def keys(self) -> Iterator[str]:
+        with self.current() as table:
+            return iter(table.keys())
+
+    @override
+    def damaged(self) -> dict[str, str]:
+        with self.current() as table:
+            return table.damaged()
+
+    @override
+    def stats(self) -> StoreStats:
+        with self.current() as table:
+            counts, sizes = table.counts(), self.pack_sizes()
+        return StoreStats(
+            num_entries={kind: num for kind, (num, _) in counts.items()},
+            num_damaged=len(table.damaged()),
+            num_packs=len(sizes),
+            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
+            file_bytes=sum(sizes.values()),
+        )
 
     def _damaged_error(self, key: str, reason: str) -> EntryDamagedError:
         return EntryDamagedError(key, reason, is_marked=not self.read_only)
@@ -231,15 +266,3 @@ class PackReader(Store):
         """StoreError if it was closed."""
         if self._is_closed:
             raise StoreError(f"{self._name}: the store is closed; open it again")
-
-    def _stats(self, sizes: Mapping[str, int]) -> StoreStats:
-        """Counts and sizes. `sizes`: bytes of each pack's file."""
-        table = self.table
-        counts = table.counts()
-        return StoreStats(
-            num_entries={kind: num for kind, (num, _) in counts.items()},
-            num_damaged=len(table.damaged()),
-            num_packs=len(sizes),
-            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
-            file_bytes=sum(sizes.values()),
-        )
