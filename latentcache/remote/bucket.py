@@ -207,7 +207,7 @@ class BucketTransport(Transport):
             with suppress(FileNotFoundError), self._errors(f"{name} cannot be removed"):
                 obstore.delete(self._store, name)
 
-        in_threads(remove, names)
+        list(in_threads(remove, names))
 
     def close(self) -> None:
         """Nothing is open between calls."""

@@ -8,15 +8,13 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain
-
-import numpy as np
+from itertools import chain
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.layout import KEY_BYTES, Location, PackRow, key_names
+from latentcache.store.layout import Location, PackRow, drop_copies, key_names
 from latentcache.store.pack import Read, read_row, row_in
 from latentcache.store.table import LocationTable
 
@@ -147,7 +145,7 @@ class FarIndex:
         rows = [self._marked(row) for row in self._read_rows(sizes)]
         # Full packs first: what a compaction copied that died counts in its new pack. Damaged ones last.
         rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
-        _drop_copies(rows)
+        drop_copies(rows)
         going = [key_names(row.keys[row.live]) for row in rows if row.pack.id in leaving]
         table = LocationTable(rows)
         # Before the table: a writer that finds a key there must see that it goes.
@@ -161,7 +159,7 @@ class FarIndex:
     def _read_rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
         """The rows of these packs. What cannot be read is left out, with a warning."""
         refusals: list[RemoteError] = []
-        for pack, found in zip(packs, in_threads(self._row_or_reason, packs.items()), strict=True):
+        for (pack, _), found in in_threads(self._row_or_reason, packs.items()):
             if isinstance(found, PackRow):
                 yield found
             elif found is not None:
@@ -197,15 +195,3 @@ def _reading(transport: Transport, name: str, num_bytes: int) -> Read:
         return head[offset : offset + number]
 
     return read
-
-
-def _drop_copies(rows: Sequence[PackRow]) -> None:
-    """Let a key that is live in several rows be live in the first of these alone."""
-    if not rows:
-        return
-    live = np.flatnonzero(np.concatenate([row.live for row in rows]))
-    keys = np.concatenate([row.keys for row in rows])[live]
-    first = np.zeros(sum(len(row.keys) for row in rows), bool)
-    first[live[np.unique(keys.view(f"S{KEY_BYTES}").ravel(), return_index=True)[1]]] = True
-    for row, end in zip(rows, accumulate(len(row.keys) for row in rows), strict=True):
-        row.live[:] = first[end - len(row.keys) : end]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 import urllib3
@@ -39,15 +39,6 @@ _PASSING = (408, 429, 502, 503, 504)  # while a service, or a proxy before it, i
 _PARTIAL, _UNAUTHORIZED, _MISSING, _CHANGED = 206, 401, 404, 412
 
 logger = logging.getLogger("latentcache")
-
-
-class _Answer(NamedTuple):
-    """What a service answered: its status, its headers (a name in any case), and its bytes."""
-
-    url: str
-    status: int
-    headers: Mapping[str, str]
-    data: bytes
 
 
 class ServiceTransport(Transport):
@@ -81,7 +72,7 @@ class ServiceTransport(Transport):
         headers: Mapping[str, str] | None = None,
         also: Sequence[int] = (),
         answer_s: float = 0.0,
-    ) -> _Answer:
+    ) -> urllib3.BaseHTTPResponse:
         """The answer to a request of `/v1/<route>`. An error's is raised, but for those with a status in `also`.
 
         `document` is sent as JSON, `body` as it is. An attempt ends when no byte comes for a third of the time for
@@ -98,7 +89,7 @@ class ServiceTransport(Transport):
         while True:
             answer, cause = None, None
             try:
-                response = self._pool.request(
+                answer = self._pool.request(
                     method,
                     url,
                     body=body,  # type: ignore[arg-type]  # it takes views too
@@ -107,7 +98,6 @@ class ServiceTransport(Transport):
                     retries=False,
                     redirect=False,
                 )
-                answer = _Answer(url, response.status, response.headers, response.data)
             except urllib3.exceptions.SSLError as error:
                 step = "Check the URL, and the certificate: SSL_CERT_FILE names the file of an authority of your own."
                 raise RemoteError(self.url, f"no secure connection: {error}", step) from error
@@ -136,7 +126,17 @@ class ServiceTransport(Transport):
             self._pools = os.getpid(), urllib3.PoolManager(num_pools=1, maxsize=_MAX_CONNECTIONS)
         return self._pools[1]
 
-    def _refused(self, answer: _Answer) -> NoReturn:
+    @contextmanager
+    def _understood(self, answer: urllib3.BaseHTTPResponse) -> Iterator[Any]:
+        """The answer's document. RemoteError if it is none, or if the block does not find in it what it needs."""
+        try:
+            yield json.loads(answer.data)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            what = f"{answer.url} answers with a document that is not what was requested ({error!r:.200})"
+            step = "Check that the URL is that of `latentcache serve`, and that both are of one version of latentcache."
+            raise RemoteError(self.url, what, step) from error
+
+    def _refused(self, answer: urllib3.BaseHTTPResponse) -> NoReturn:
         """Raise the error that the service answered with."""
         try:
             found = json.loads(answer.data)
@@ -165,12 +165,12 @@ class ServiceTransport(Transport):
     @override
     def list(self, folder: str) -> dict[str, Listed]:
         if folder == "packs":
-            with _understood(self.request("GET", "packs")) as document:
+            with self._understood(self.request("GET", "packs")) as document:
                 sizes = {each["id"]: int(each["num_bytes"]) for each in document["packs"] if is_pack_id(each["id"])}
                 return {pack_name(pack): Listed(num_bytes) for pack, num_bytes in sizes.items()}
         if folder != "manifests":
             return {}
-        with _understood(self.request("GET", "manifests")) as document:
+        with self._understood(self.request("GET", "manifests")) as document:
             names = [str(each["name"]) for each in document["manifests"]]
             return {f"manifests/{name}{SUFFIX}": Listed(0) for name in names}
 
@@ -230,7 +230,7 @@ class ServiceTransport(Transport):
     def find(self, keys: Sequence[str]) -> set[str]:
         found: set[str] = set()
         for chunk in _chunks(keys):
-            with _understood(self.request("POST", "entries:find", document={"keys": chunk})) as document:
+            with self._understood(self.request("POST", "entries:find", document={"keys": chunk})) as document:
                 found.update(chunk if len(document["found"]) == len(chunk) else document["found"])
         return found
 
@@ -239,7 +239,7 @@ class ServiceTransport(Transport):
         damaged: dict[str, str] = {}
         for chunk in _chunks(keys) or [[]]:
             answer = self.request("POST", "verify", document={"keys": chunk}, answer_s=UPLOAD_ANSWER_S)
-            with _understood(answer) as document:
+            with self._understood(answer) as document:
                 damaged |= {str(key): str(reason) for key, reason in document["damaged"].items()}
         return damaged
 
@@ -249,27 +249,13 @@ class ServiceTransport(Transport):
         answer = self.request("POST", "prompts:encode", document=document, also=[_MISSING], answer_s=ENCODE_S)
         if answer.status == _MISSING:  # it runs without `--encode`
             return None
-        with _understood(answer) as found:
+        with self._understood(answer) as found:
             return check_key(found["entries"][0]["key"])
 
     def close(self) -> None:
         """Close the connections."""
         if self._pools is not None:
             self._pools[1].clear()
-
-
-@contextmanager
-def _understood(answer: _Answer) -> Iterator[Any]:
-    """The answer's document. RemoteError if it is none, or if the block does not find in it what it needs."""
-    try:
-        yield json.loads(answer.data)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _strange(answer.url, f"a document that is not what was requested ({error!r:.200})") from error
-
-
-def _strange(url: str, what: str) -> RemoteError:
-    step = "Check that the URL is that of `latentcache serve`, and that both are of one version of latentcache."
-    return RemoteError(url, f"answers with {what}", step)
 
 
 def _route(name: str) -> str:

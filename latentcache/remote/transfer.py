@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +35,7 @@ from latentcache.remote.transport import (
     ANY_VERSION,
     Listed,
     Transport,
+    in_threads,
     open_transport,
     packs_in,
     read_checked,
@@ -46,7 +45,6 @@ from latentcache.store.base import Report
 from latentcache.store.directory import pack_name
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack, map_pack
-from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.progress import Progress
 
 NUM_THREADS = 8
@@ -230,16 +228,10 @@ class Move:
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
     ) -> Iterator[tuple[str, int]]:
         """Move these packs, several at a time, and count what was moved. Yields each with what `_move` returns."""
-        move = partial(self._move, sizes, wanted)
-        with (
-            ThreadPoolExecutor(NUM_THREADS, "latentcache-transfer") as executor,
-            closing(bounded_map(executor, move, chosen, 2 * NUM_THREADS)) as moved,
-        ):
-            for pack, future in moved:
-                if num_bytes := future.result():
-                    self.report.num_packs += 1
-                    self.report.num_bytes += num_bytes
-                yield pack, num_bytes
+        for pack, num_bytes in in_threads(partial(self._move, sizes, wanted), chosen, NUM_THREADS):
+            self.report.num_packs += num_bytes > 0
+            self.report.num_bytes += num_bytes
+            yield pack, num_bytes
 
     def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> int:
         """Move what is wanted of a pack and not there. Errors that other packs would have too are raised.

@@ -7,8 +7,9 @@ A cache has the same files everywhere: `CACHE.json`, `packs/<xx>/<pack>.safetens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import NamedTuple, Protocol, TypeVar
 
 from latentcache.config import RETRY_S
@@ -149,7 +150,13 @@ def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, 
     raise AssertionError
 
 
-def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What `function` returns for each of the items, in their order, by NUM_THREADS threads. Its error ends it."""
-    with ThreadPoolExecutor(NUM_THREADS, "latentcache-remote") as executor:
-        return [future.result() for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS)]
+def in_threads(
+    function: Callable[[Item], Result], items: Iterable[Item], num_threads: int = NUM_THREADS
+) -> Iterator[tuple[Item, Result]]:
+    """Yield each of the items, in their order, with what `function` returns for it. Its error ends it."""
+    with (
+        ThreadPoolExecutor(num_threads, "latentcache-remote") as executor,
+        closing(bounded_map(executor, function, items, 2 * num_threads)) as found,
+    ):
+        for item, future in found:
+            yield item, future.result()

@@ -207,7 +207,7 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
             new.add(pack)
     report.num_listed, report.listed_bytes = len(new), sum(sizes[pack] for pack in new)
     if not dry_run:
-        in_threads(lambda pack: transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION), sorted(new))
+        list(in_threads(lambda pack: transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION), sorted(new)))
         transport.remove([name for name, each in transport.list(PROBES).items() if each.modified <= limit])
         if unfinished:
             manifests.give_up(oldest)

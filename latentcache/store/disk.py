@@ -22,7 +22,7 @@ from latentcache.errors import (
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entry import OwnedEntry
 from latentcache.store.index import Index, Position, Rows, Transaction, process_lock
-from latentcache.store.layout import Location, PackRow
+from latentcache.store.layout import Location, PackRow, drop_copies
 from latentcache.store.pack import WholePack, new_pack_id, read_row, write_pack
 from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
@@ -50,9 +50,9 @@ class DiskStore(PackReader):
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
         super().__init__(str(path))
         self.read_only = read_only
-        self._table = LocationTable()
-        self._position: Position | None = None
-        self._index: Index | None = None
+        self._table: LocationTable
+        self._position: Position | None
+        self._index: Index | None
         """None for a reader that can use none: memory then has what the packs say, until one of them is gone."""
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
@@ -62,9 +62,12 @@ class DiskStore(PackReader):
             except (IndexDamagedError, ReadOnlyError) as error:
                 # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
                 if read_only:
-                    self._read_packs(error)
+                    # A snapshot of the hub has no index.
+                    level = logging.WARNING if self.directory.index.exists() else logging.INFO
+                    logger.log(level, "%s The packs' headers are read instead; nothing is written.", error)
+                    self._read_packs()
                 elif isinstance(error, IndexDamagedError):
-                    self._replace_index(error)
+                    self._remove_index(error)
                     self._open()
                 else:
                     raise
@@ -84,7 +87,7 @@ class DiskStore(PackReader):
     # Opening
 
     def _open(self) -> None:
-        self._index = Index(self.directory.index, read_only=self.read_only)
+        self._begin()
         if self.read_only:
             self.reload()
             return
@@ -100,38 +103,30 @@ class DiskStore(PackReader):
         except StorageFullError as error:
             logger.warning("%s", error)  # what is there can be read all the same, and removed
 
-    def _read_packs(self, error: StoreError) -> None:
-        # A snapshot of the hub has no index.
-        level = logging.WARNING if self.directory.index.exists() else logging.INFO
-        logger.log(level, "%s The packs' headers are read instead; nothing is written.", error)
-        self._index = None
-        self._reread_packs()
+    def _begin(self) -> None:
+        """Know nothing yet, and make an empty index if there is none: `_reconcile` adds what it lacks."""
+        self._table, self._position = LocationTable(), None
+        self._index = Index(self.directory.index, read_only=self.read_only)
 
-    def _reread_packs(self) -> None:
+    def _read_packs(self) -> None:
+        self._index = None
         rows, refused = read_rows(self.directory, self.directory.pack_sizes())
         self._table = LocationTable(rows.values())
         for reason in refused.values():
             logger.warning("%s Its entries are missing.", reason)
 
-    def _replace_index(self, error: IndexDamagedError) -> None:
+    def _remove_index(self, error: IndexDamagedError) -> None:
         operation = "replacing a damaged index"
         with (
             locked(self.path / "index.lock", operation, shared=False, wait=True),
             locked(self.directory.lock, operation, shared=True, is_brief=True),
         ):
             try:
-                self._load_index()  # another process may have replaced it while this one waited
+                self._begin()
+                self.reload()  # another process may have replaced it while this one waited
             except IndexDamagedError:
                 logger.warning("%s It is removed, and made again from the packs.", error)
-                self._load_index(anew=True)
-
-    def _load_index(self, *, anew: bool = False) -> None:
-        """Read the whole index, or begin an empty one: what it lacks is added by `_reconcile`, also after a death."""
-        if anew:
-            remove_whole(self.directory.index)
-        self._table, self._position = LocationTable(), None
-        self._index = Index(self.directory.index)
-        self.reload()
+                remove_whole(self.directory.index)
 
     def _reconcile(self, *, anew: bool = False) -> dict[str, StoreError]:
         """Forget the packs that are gone, and add those that the index lacks, or `anew` all that can be read.
@@ -178,7 +173,8 @@ class DiskStore(PackReader):
         if self.directory.index.exists():
             with suppress(IndexDamagedError):
                 return self._reconcile(anew=True)
-        self._load_index(anew=True)
+        remove_whole(self.directory.index)
+        self._begin()
         return self._reconcile()
 
     # Looking up
@@ -255,7 +251,7 @@ class DiskStore(PackReader):
         self.invalidate([location])
         if self._index is None and not self.path_of(location.pack.id).exists():  # another process compacted the cache
             with process_lock:
-                self._reread_packs()
+                self._read_packs()
         moved = self.look_up([key], again=True)[0]
         if moved is None:
             [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
@@ -440,7 +436,6 @@ def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str
     """
     rows: dict[str, PackRow] = {}
     refused: dict[str, StoreError] = {}
-    seen: set[bytes] = set()
     for pack in sorted(packs):
         try:
             row = read_row(directory.pack_path(pack))
@@ -449,8 +444,6 @@ def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str
         except StoreError as error:
             refused[pack] = error
             continue
-        keys = [key.tobytes() for key in row.keys]
-        row.live[:] = [key not in seen for key in keys]
-        seen.update(keys)
         rows[pack] = row
+    drop_copies(list(rows.values()))
     return rows, refused

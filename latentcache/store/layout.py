@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -207,6 +209,18 @@ class PackRow:
     def damaged(self) -> dict[str, str]:
         """Why each damaged entry is one, by key."""
         return dict(zip(key_names(self.keys[list(self.reasons)]), self.reasons.values(), strict=True))
+
+
+def drop_copies(rows: Sequence[PackRow]) -> None:
+    """Let a key that is live in several rows be live in the first of these alone."""
+    if not rows:
+        return
+    live = np.flatnonzero(np.concatenate([row.live for row in rows]))
+    keys = np.concatenate([row.keys for row in rows])[live]
+    first = np.zeros(sum(len(row.keys) for row in rows), bool)
+    first[live[np.unique(keys.view(f"S{KEY_BYTES}").ravel(), return_index=True)[1]]] = True
+    for row, end in zip(rows, accumulate(len(row.keys) for row in rows), strict=True):
+        row.live[:] = first[end - len(row.keys) : end]
 
 
 @lru_cache(256)  # of damaged entries they are long
