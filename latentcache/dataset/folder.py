@@ -9,7 +9,6 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any
 
 from typing_extensions import override
@@ -17,19 +16,16 @@ from typing_extensions import override
 from latentcache.config import PartConfig, part_names
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.samples import (
-    MAX_CAPTION_BYTES,
     CaptionColumns,
     Sample,
     SampleSource,
-    captions_in_text,
+    captions_at,
     is_hidden,
     is_image,
-    not_empty,
     read_image,
-    read_range,
     refusal_of,
-    refuse_read,
     signature_of,
+    unreadable,
     walk,
 )
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
@@ -53,13 +49,13 @@ class PartFiles:
     """
 
     def __init__(self, root: str, parts: Sequence[PartConfig]):
-        self._root, self._parts = root, tuple(parts)
-        self._folders = [root if part.path is None else os.path.abspath(part.path) for part in parts]
-        self._names = part_names(self._parts)
+        self._root, self._configs = root, tuple(parts)
+        folders = [root if part.path is None else os.path.abspath(part.path) for part in parts]
+        self._parts = [*zip(part_names(parts), self._configs, folders, strict=True)]
         self.columns = tuple(part.column for part in parts if part.column is not None)
         """The columns of metadata that name files of parts."""
         self._images_in = lru_cache(REMEMBERED_FOLDERS)(_images_in)
-        for name, part, folder in zip(self._names, self._parts, self._folders, strict=True):
+        for name, part, folder in self._parts:
             if folder == root and not part.suffix and part.column is None:
                 message = f"{name} is in the folder of the images, and has their names; give it a suffix"
                 raise ConfigError(message, key=name.split()[0])
@@ -68,69 +64,60 @@ class PartFiles:
                 raise DatasetError(folder, f"{problem}; correct path of {name}, which begins where the command runs")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._root, self._parts)  # another process has no use for the names
+        return type(self), (self._root, self._configs)  # another process has no use for the names
 
     def is_part(self, sample_id: str) -> bool:
         """Whether an image of the dataset's folder is a part of others, and so no sample."""
-        if not self._parts:
-            return False
-        stem = os.path.splitext(sample_id)[0]
-        for part, folder in zip(self._parts, self._folders, strict=True):
-            if part.column is not None:
-                continue
-            inner = os.path.join(folder, "")
-            if folder == self._root:
+        path = os.path.join(self._root, sample_id)
+        for _, part, folder in self._parts:
+            if part.column is None and folder == self._root:
                 # Of what ends so, but has no image that it is a part of, a sample is refused by name.
-                where, base = os.path.split(os.path.join(self._root, stem.removesuffix(part.suffix)))
+                stem = os.path.splitext(path)[0]
+                where, base = os.path.split(stem.removesuffix(part.suffix))
                 if stem.endswith(part.suffix) and base in self._images_in(where):
                     return True
-            elif not self._root.startswith(inner) and os.path.join(self._root, sample_id).startswith(inner):
-                return True
+            elif part.column is None:
+                inner = os.path.join(folder, "")
+                if path.startswith(inner) and not self._root.startswith(inner):
+                    return True
         return False
 
-    def of(self, sample_id: str, row: Mapping[str, Any] | None = None, folder: str = "") -> tuple[Sample, ...]:
+    def of(self, sample_id: str, row: Mapping[str, Any], folder: str) -> tuple[Sample, ...]:
         """The parts of a sample, each as a sample without captions. `row` is its metadata, which lies in `folder`.
 
         Raises ImageRefused, naming the part, for one that is not there.
         """
         found = []
-        for name, part, place in zip(self._names, self._parts, self._folders, strict=True):
-            if part.column is None:
-                path = self._file(name, place, part.suffix, sample_id)
-            else:
-                path = self._listed(name, sample_id, (row or {}).get(part.column), part.column, folder)
+        for name, part, place in self._parts:
+            path = os.path.join(self._root, sample_id)
             try:
-                signature = signature_of(path)
+                if part.column is None:
+                    path = self._file(place, part.suffix, sample_id)
+                elif row.get(part.column) is None:
+                    raise ImageRefused(path, "missing", f"its metadata has no {part.column!r}")
+                else:
+                    path = os.path.join(self._root, name_below(folder, row[part.column]))
+                found.append(Sample(sample_id, path, signature=signature_of(path), locator=path))
+            except ValueError as error:
+                raise ImageRefused(path, "unreadable", f"{name}: {part.column} {error}") from error
             except ImageRefused as refused:
-                raise ImageRefused(path, refused.reason, f"{name}: {refused.detail}") from refused
-            found.append(Sample(sample_id, path, signature=signature, locator=path))
+                raise ImageRefused(refused.path, refused.reason, f"{name}: {refused.detail}") from refused
         return tuple(found)
 
-    def _file(self, name: str, place: str, suffix: str, sample_id: str) -> str:
-        folder, base = os.path.split(sample_id)
+    def _file(self, place: str, suffix: str, sample_id: str) -> str:
+        """The path of the part below `place` that is named as the image is. Raises ImageRefused."""
+        where, base = os.path.split(os.path.join(place, sample_id))
         stem, ending = os.path.splitext(base)
-        where, stem = os.path.join(place, folder), stem + suffix
-        present = self._images_in(where).get(stem, [])
-        if stem + ending in present:
-            return os.path.join(where, stem + ending)
-        if len(present) == 1:
-            return os.path.join(where, present[0])
-        path = os.path.join(where, stem + ending)
-        if present:
-            detail = f"{name}: the folder has several, {', '.join(present)}; keep one"
-            raise ImageRefused(path, "duplicate", detail)
-        raise ImageRefused(
-            path, "missing", f"{name}: there is no image {stem} in {where}; add it, or remove the sample"
-        )
-
-    def _listed(self, name: str, sample_id: str, value: Any, column: str, folder: str) -> str:
-        path = os.path.join(self._root, sample_id)
-        if value is None:
-            raise ImageRefused(path, "missing", f"{name}: its metadata has no {column!r}")
-        try:
-            return os.path.join(self._root, name_below(folder, value))
-        except ValueError as error:
-            raise ImageRefused(path, "unreadable", f"{name}: {column} {error}") from error
+        path = os.path.join(where, stem + suffix + ending)
+        present = self._images_in(where).get(stem + suffix, [])
+        if stem + suffix + ending in present:
+            return path
+        if len(present) > 1:
+            raise ImageRefused(path, "duplicate", f"the folder has several, {', '.join(present)}; keep one")
+        if not present:
+            detail = f"there is no image {stem}{suffix} in {where}; add it, or remove the sample"
+            raise ImageRefused(path, "missing", detail)
+        return os.path.join(where, present[0])
 
 
 def _images_in(folder: str) -> dict[str, list[str]]:
@@ -141,7 +128,7 @@ def _images_in(folder: str) -> dict[str, list[str]]:
     except FileNotFoundError:
         names = []
     except OSError as error:
-        refuse_read(folder, error)
+        raise unreadable(folder, error) from error
     for each in names:
         if is_image(each) and not is_hidden(each):
             found.setdefault(os.path.splitext(each)[0], []).append(each)
@@ -162,19 +149,19 @@ class _FileSource(SampleSource):
     """Images that are files in a folder, whose captions are found in its files."""
 
     def __init__(self, root: str, parts: PartFiles | None = None):
-        self._root, self._prefix = root, os.path.join(root, "")
+        self.path, self._prefix = root, os.path.join(root, "")
         self._parts = parts or PartFiles(root, ())
 
     @override
     def read(self, sample: Sample) -> bytes:
-        return read_image(sample.locator)
+        return read_image(sample.path, sample.locator)
 
     def _sample(
         self,
         sample_id: str,
         read_captions: Callable[[], tuple[str, ...]],
-        row: Mapping[str, Any] | None = None,
-        folder: str = "",
+        row: Mapping[str, Any],
+        folder: str,
     ) -> Sample | Refusal:
         """The sample with these captions, and with the companions that `row` names, its metadata in `folder`."""
         path = self._prefix + sample_id
@@ -194,6 +181,8 @@ class CaptionFileSource(_FileSource):
     `videos` these are samples too.
     """
 
+    kind = "folder"
+
     def __init__(
         self,
         root: str,
@@ -208,19 +197,19 @@ class CaptionFileSource(_FileSource):
         self._suffixes = IMAGE_SUFFIXES.union(VIDEO_SUFFIXES if videos else ())
 
     @override
-    def samples(self) -> Iterator[Sample | Refusal]:
-        listed = ([each] if isinstance(each, Refusal) else self._samples_in(*each) for each in walk(self._root))
-        return not_empty(chain.from_iterable(listed), self._root, "folder")
-
-    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
-        prefix, caption_of = f"{folder}/" if folder else "", self._caption_files(names)
-        for name in names:
-            stem, suffix = os.path.splitext(name)
-            if suffix.lower() not in self._suffixes or self._parts.is_part(prefix + name):
+    def _listed(self) -> Iterator[Sample | Refusal]:
+        for found in walk(self.path):
+            if isinstance(found, Refusal):
+                yield found
                 continue
-            caption_path = f"{self._prefix}{prefix}{caption_of.get(stem, '')}"
-            read_captions = partial(_captions_at, caption_path, self._joined) if stem in caption_of else tuple
-            yield self._sample(prefix + name, read_captions)
+            folder, names = found
+            caption_of = self._caption_files(names)
+            for name in names:
+                stem, suffix = os.path.splitext(name)
+                sample_id = posixpath.join(folder, name)
+                if suffix.lower() in self._suffixes and not self._parts.is_part(sample_id):
+                    caption = caption_of.get(stem)
+                    yield self._sample(sample_id, partial(self._captions, folder, caption), {}, folder)
 
     def _caption_files(self, names: list[str]) -> dict[str, str]:
         """The names of caption files by their stems. `cat.TXT` is one, unless there is a `cat.txt`."""
@@ -231,13 +220,15 @@ class CaptionFileSource(_FileSource):
                 found[stem] = name
         return found
 
-
-def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
-    try:
-        captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1), path)
-        return (" ".join(captions),) if joined and captions else captions
-    except OSError as error:
-        raise ImageRefused(path, "unreadable", f"caption file: {error.strerror or error}") from error
+    def _captions(self, folder: str, name: str | None) -> tuple[str, ...]:
+        if name is None:
+            return ()
+        path = self._prefix + posixpath.join(folder, name)
+        try:
+            captions = captions_at(path)
+        except OSError as error:
+            raise ImageRefused(path, "unreadable", f"caption file: {error.strerror or error}") from error
+        return (" ".join(captions),) if self._joined and captions else captions
 
 
 class ImageFolderSource(_FileSource):
@@ -248,19 +239,18 @@ class ImageFolderSource(_FileSource):
     DatasetError at the end for a folder without METADATA, and for a configured caption column that no line has.
     """
 
+    kind = "imagefolder"
+
     def __init__(self, root: str, caption_columns: tuple[str, ...] | None, parts: PartFiles | None = None):
         super().__init__(root, parts)
         self._columns = caption_columns
 
     @override
-    def samples(self) -> Iterator[Sample | Refusal]:
-        return not_empty(self._samples(), self._root, "imagefolder")
-
-    def _samples(self) -> Iterator[Sample | Refusal]:
+    def _listed(self) -> Iterator[Sample | Refusal]:
         images: set[str] = set()
         named: set[str] = set()
         columns, has_metadata = CaptionColumns(self._columns), False
-        for found in walk(self._root):
+        for found in walk(self.path):
             if isinstance(found, Refusal):
                 yield found
                 continue
@@ -272,36 +262,36 @@ class ImageFolderSource(_FileSource):
                 yield from self._samples_in(folder, named, columns)
         if not has_metadata:
             message = f"has no {METADATA}; for caption files next to the images use kind 'folder'"
-            raise DatasetError(self._root, message)
+            raise DatasetError(self.path, message)
         if left_out := len(images - named):
-            _log.warning("%s: %d images are in no %s, and are left out", self._root, left_out, METADATA)
-        columns.check(os.path.join(self._root, METADATA))
+            _log.warning("%s: %d images are in no %s, and are left out", self.path, left_out, METADATA)
+        columns.check(self._prefix + METADATA)
 
     def _samples_in(self, folder: str, named: set[str], columns: CaptionColumns) -> Iterator[Sample | Refusal]:
         """The samples of a folder's metadata. What it names is added to `named`."""
-        path, name = os.path.join(self._root, folder, METADATA), posixpath.join(folder, METADATA)
+        name = posixpath.join(folder, METADATA)
         try:
             # Read as bytes: text mode would end at the first line that is not UTF-8.
-            with open(path, "rb") as file:
+            with open(self._prefix + name, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield self._from_line(folder, f"{name}:{number}", f"{path}:{number}", line, named, columns)
+                        yield self._from_line(folder, f"{name}:{number}", line, named, columns)
         except OSError as error:
-            yield refusal_of(name, path, error)
+            yield refusal_of(name, self._prefix + name, error)
 
     def _from_line(
-        self, folder: str, line_id: str, place: str, line: bytes, named: set[str], columns: CaptionColumns
+        self, folder: str, line_id: str, line: bytes, named: set[str], columns: CaptionColumns
     ) -> Sample | Refusal:
-        """`line_id` and `place` name the line, for a refusal."""
+        """`line_id` names the line, for a refusal."""
+        place = self._prefix + line_id
         try:
             row: Any = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             return Refusal(line_id, place, "corrupt", f"not a JSON line: {error}")
-        file_name = row.get("file_name") if isinstance(row, dict) else None
-        if not isinstance(file_name, str) or not file_name:
+        if not isinstance(row, dict) or not row.get("file_name"):
             return Refusal(line_id, place, "corrupt", "it has no file_name")
         try:
-            sample_id = name_below(folder, file_name)
+            sample_id = name_below(folder, row["file_name"])
         except ValueError as error:
             return Refusal(line_id, place, "unreadable", f"file_name {error}")
         named.add(sample_id)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import os
+import posixpath
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar
 
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.errors import DatasetError, ImageRefused
@@ -28,51 +29,41 @@ SETTLED_NS = 2_000_000_000
 _MAX_SHOWN = 20
 
 
+# Captions
+
+
 def bad_caption(place: str, detail: str) -> ImageRefused:
     """The refusal of a sample whose caption at `place` cannot be used: a wrong caption is worse than none."""
     return ImageRefused(place, "bad-caption", detail)
 
 
-def captions_in_text(data: bytes, place: str) -> tuple[str, ...]:
-    """The captions of a caption file: UTF-8, with or without a byte order mark, one a line; empty lines are none.
+def captions_at(path: str, place: tuple[int, int] | None = None) -> tuple[str, ...]:
+    """The captions of a file, or at (offset, bytes) in a tar: UTF-8 with or without a byte order mark, one a line.
 
-    Raises ImageRefused, naming `place`.
+    Empty lines are none. Raises OSError, and ImageRefused for what cannot be used.
     """
-    if len(data) > MAX_CAPTION_BYTES:
-        raise bad_caption(place, f"it has {len(data):,} bytes; a caption file may have {MAX_CAPTION_BYTES:,}")
+    data = caption_bytes(path, place)
     try:
         text = data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         detail = f"it is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        raise bad_caption(place, detail) from error
+        raise bad_caption(path, detail) from error
     # Not str.splitlines, which also splits at characters that may be part of a caption.
-    return _stripped(text.replace("\r", "\n").split("\n"), place)
+    return _stripped(text.replace("\r", "\n").split("\n"), path)
 
 
-def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None, place: str) -> tuple[str, ...]:
-    """The captions in a row's columns: a string is one caption, a list of strings several, None is none.
-
-    Without `columns`: `text`, else `caption`. A column that the row lacks gives none. Raises ImageRefused, naming
-    `place`.
-    """
-    if columns is None:
-        columns = ("text",) if "text" in row else ("caption",)
-    found: list[str] = []
-    for column in columns:
-        value = row.get(column)
-        values = value if isinstance(value, list) else [value]
-        for caption in values:
-            if caption is not None and not isinstance(caption, str):
-                kind = type(caption).__name__
-                raise bad_caption(place, f"column {column!r} holds a {kind}; a caption is a string")
-            found.append(caption or "")
-    return _stripped(found, place)
+def caption_bytes(path: str, place: tuple[int, int] | None = None) -> bytes:
+    """The bytes of a caption file, or those at (offset, bytes) in a tar. Raises OSError and ImageRefused."""
+    offset, num_bytes = place or (0, MAX_CAPTION_BYTES + 1)
+    if len(data := read_range(path, offset, min(num_bytes, MAX_CAPTION_BYTES + 1))) > MAX_CAPTION_BYTES:
+        raise bad_caption(path, f"its caption has more than {MAX_CAPTION_BYTES:,} bytes, which are allowed")
+    return data
 
 
 class CaptionColumns:
-    """The configured caption columns of a list of samples, of which each has to occur: a slip would train without text.
+    """The columns with captions in the rows of a dataset. Without `configured` ones: `text`, else `caption`.
 
-    `configured` None: those of `captions_in_columns`, which need not be there. `check` when the list has ended.
+    Each of the configured columns has to occur, or a slip would train without text: `check` when the rows have ended.
     """
 
     def __init__(self, configured: tuple[str, ...] | None):
@@ -82,16 +73,42 @@ class CaptionColumns:
         """The columns of the first row, for the message."""
 
     def captions(self, row: Mapping[str, Any], place: str) -> tuple[str, ...]:
-        """The captions in a row's columns. Raises ImageRefused, naming `place`."""
+        """The captions in a row: a string is one, a list of strings several, None is none. ImageRefused names `place`.
+
+        A column that the row lacks gives none.
+        """
         self._missing.difference_update(row)
         self._there = self._there or sorted(row)[:_MAX_SHOWN]
-        return captions_in_columns(row, self._configured, place)
+        found: list[str] = []
+        for column in self._configured or (("text",) if "text" in row else ("caption",)):
+            value = row.get(column)
+            for caption in value if isinstance(value, list) else [value]:
+                if caption is not None and not isinstance(caption, str):
+                    kind = type(caption).__name__
+                    raise bad_caption(place, f"column {column!r} holds a {kind}; a caption is a string")
+                found.append(caption or "")
+        return _stripped(found, place)
 
     def check(self, path: str) -> None:
         """Raise DatasetError, naming `path`, for a column that no row has."""
         if self._missing and self._there:
             there = ", ".join(self._there)
             raise DatasetError(path, f"no sample has the caption column {min(self._missing)!r}, but: {there}")
+
+
+def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:
+    stripped = tuple(caption.strip() for caption in captions if caption.strip())
+    for caption in stripped:
+        try:
+            num_bytes = len(caption.encode())
+        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
+            raise bad_caption(place, f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
+        if num_bytes > MAX_ONE_CAPTION_BYTES:
+            raise bad_caption(place, f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
+    return stripped
+
+
+# Files
 
 
 def is_image(name: str) -> bool:
@@ -110,65 +127,51 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
     Hidden files and folders are skipped. Links to folders are followed, but a folder that is reached twice is read
     once, so that a loop of links ends. A folder that cannot be read is a Refusal, but for the root DatasetError.
     """
-    seen: set[tuple[int, int]] = set()
-    errors: list[OSError] = []
-    for path, folders, names in os.walk(root, onerror=errors.append, followlinks=True):
-        yield from _refused_folders(root, errors)
+    seen, waiting = set[tuple[int, int]](), [""]
+    while waiting:
+        folder = waiting.pop()
+        path = os.path.join(root, folder) if folder else root
         try:
             status = os.stat(path)
-        except OSError as error:  # it went since it was listed
-            errors.append(error)
-            folders.clear()
+            _, folders, names = next(os.walk(path, onerror=_raise))
+        except OSError as error:
+            if not folder:
+                raise DatasetError(root, f"cannot be read: {error.strerror}") from error
+            yield Refusal(folder, path, "unreadable", f"the folder cannot be read: {error.strerror}")
             continue
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
-        yield _below(root, path), sorted(name for name in names if not is_hidden(name))
-    yield from _refused_folders(root, errors)
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            yield folder, sorted(name for name in names if not is_hidden(name))
+            inner = sorted((name for name in folders if not is_hidden(name)), reverse=True)
+            waiting += [posixpath.join(folder, name) for name in inner]
 
 
-def _below(root: str, path: str) -> str:
-    """A folder relative to the one that it is in, with `/`."""
-    return path[len(root) :].replace(os.sep, "/").strip("/")
-
-
-def _refused_folders(root: str, errors: list[OSError]) -> Iterator[Refusal]:
-    """The folders that could not be listed, which are forgotten then."""
-    while errors:
-        error, path = errors[0], os.fspath(errors.pop(0).filename)
-        if path == root:
-            raise DatasetError(root, f"cannot be read: {error.strerror}") from error
-        yield Refusal(_below(root, path), path, "unreadable", f"the folder cannot be read: {error.strerror}")
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def refusal_of(sample_id: str, path: str, error: ImageRefused | OSError) -> Refusal:
     """The Refusal for what was raised while the file at `path` was read."""
-    if isinstance(error, ImageRefused):
-        return Refusal(sample_id, path, error.reason, error.detail)
-    return Refusal(sample_id, path, "unreadable", error.strerror or str(error))
+    refused = error if isinstance(error, ImageRefused) else unreadable(path, error)
+    return Refusal(sample_id, path, refused.reason, refused.detail)
 
 
-def refuse_read(path: str, error: OSError) -> NoReturn:
-    """The ImageRefused for an error of the operating system."""
+def unreadable(path: str, error: OSError) -> ImageRefused:
+    """The refusal for an error of the operating system."""
     reason: RefusalReason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-    raise ImageRefused(path, reason, error.strerror or str(error)) from error
+    return ImageRefused(path, reason, error.strerror or str(error))
 
 
-def read_image(path: str) -> bytes:
-    """The bytes of an image's file. Raises ImageRefused."""
+def read_image(path: str, file: str, offset: int = 0, num_bytes: int | None = None) -> bytes:
+    """The bytes of an image, which are a whole file or a place in a tar. ImageRefused names `path`."""
     try:
-        if (num_bytes := os.path.getsize(path)) > MAX_IMAGE_BYTES:
-            raise ImageRefused(path, "unreadable", too_large(num_bytes))
-        return read_range(path, 0, num_bytes)
+        num_bytes = os.path.getsize(file) if num_bytes is None else num_bytes
+        if num_bytes > MAX_IMAGE_BYTES:
+            detail = f"it has {num_bytes:,} bytes; {MAX_IMAGE_BYTES:,} are allowed"
+            raise ImageRefused(path, "unreadable", f"{detail}. Save an image compressed, cut a video")
+        return read_range(file, offset, num_bytes)
     except OSError as error:
-        refuse_read(path, error)
-
-
-def too_large(num_bytes: int) -> str:
-    """The detail of a refusal of an image or a video with so many bytes."""
-    return f"it has {num_bytes:,} bytes; {MAX_IMAGE_BYTES:,} are allowed. Save an image compressed, cut a video"
+        raise unreadable(path, error) from error
 
 
 def read_range(path: str, offset: int, num_bytes: int) -> bytes:
@@ -176,18 +179,6 @@ def read_range(path: str, offset: int, num_bytes: int) -> bytes:
     with open(path, "rb", opener=lambda name, _: os.open(name, READ_FLAGS)) as file:  # a pipe is not waited for
         file.seek(offset)
         return file.read(max(0, min(num_bytes, os.fstat(file.fileno()).st_size - offset)))
-
-
-def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:
-    stripped = tuple(caption.strip() for caption in captions if caption.strip())
-    for caption in stripped:
-        try:
-            num_bytes = len(caption.encode())
-        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
-            raise bad_caption(place, f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
-        if num_bytes > MAX_ONE_CAPTION_BYTES:
-            raise bad_caption(place, f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
-    return stripped
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +218,9 @@ def signature_of(path: str) -> Signature:
     return Signature.of(status)
 
 
+# Samples
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One training item: where its image's bytes are, and its captions.
@@ -256,26 +250,28 @@ class Sample:
         return signature_of(file) == self.signature
 
 
-class SampleSource(Protocol):
-    """A dataset as the user keeps it. Both methods may be called from several threads."""
+class SampleSource:
+    """A dataset as the user keeps it, of this `kind`, at this `path`. Several threads may call both methods."""
+
+    kind: ClassVar[str] = ""
+    path = ""
 
     def samples(self) -> Iterator[Sample | Refusal]:
         """All samples, in the same order each time. What cannot be used is a Refusal, and never ends the iteration.
 
         Raises DatasetError at the end if there was nothing at all.
         """
-        ...
+        is_empty = True
+        for item in self._listed():
+            is_empty = False
+            yield item
+        if is_empty:
+            raise DatasetError(self.path, f"holds no images for a source of kind {self.kind!r}")
+
+    def _listed(self) -> Iterator[Sample | Refusal]:
+        """What `samples` gives, of each kind of source."""
+        return iter(())
 
     def read(self, sample: Sample) -> bytes:
         """The bytes of the sample's image. Raises ImageRefused."""
-        ...
-
-
-def not_empty(items: Iterator[Sample | Refusal], path: str, kind: str) -> Iterator[Sample | Refusal]:
-    """These items of a dataset at `path`. Raises DatasetError at their end if there were none."""
-    is_empty = True
-    for item in items:
-        is_empty = False
-        yield item
-    if is_empty:
-        raise DatasetError(path, f"holds no images for a source of kind {kind!r}")
+        raise NotImplementedError

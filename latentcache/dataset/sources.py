@@ -25,10 +25,12 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
     """
     root = os.path.abspath(config.path)
     if config.kind in ("webdataset", "parquet"):
-        columns = tuple(zip(part_names(parts), (str(part.column) for part in parts), strict=True))
-        if config.kind == "webdataset":  # compressed tars are found too, so that they are refused by name
-            return WebDatasetSource(_files(root, (".tar", *COMPRESSED_SUFFIXES)), config.caption_columns, columns)
-        return ParquetSource(_files(root, (".parquet",)), config.image_column, config.caption_columns, columns)
+        columns = [str(part.column) for part in parts]
+        if config.kind == "parquet":
+            return ParquetSource(_files(root, (".parquet",)), config.image_column, config.caption_columns, columns)
+        companions = tuple(zip(part_names(parts), columns, strict=True))
+        # Compressed tars are found too, so that they are refused by name.
+        return WebDatasetSource(_files(root, (".tar", *COMPRESSED_SUFFIXES)), config.caption_columns, companions)
     files = PartFiles(root, parts)
     if not os.path.isdir(root):
         problem = "is not a folder" if os.path.exists(root) else "does not exist"

@@ -10,22 +10,20 @@ from collections.abc import Iterator, Sequence
 from typing_extensions import override
 
 from latentcache.dataset.samples import (
-    MAX_CAPTION_BYTES,
-    MAX_IMAGE_BYTES,
     CaptionColumns,
     Sample,
     SampleSource,
     Signature,
     bad_caption,
-    captions_in_text,
+    caption_bytes,
+    captions_at,
     is_hidden,
     is_image,
-    not_empty,
+    read_image,
     read_range,
     refusal_of,
-    refuse_read,
     signature_of,
-    too_large,
+    unreadable,
 )
 from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal
@@ -37,7 +35,7 @@ _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionE
 _Member = tuple[str, int, int]
 """The name of a member, where its bytes begin, and how many it has."""
 _Group = dict[str, list[_Member]]
-"""The members of a key by their endings, in small letters and without the first dot: `jpg`, `depth.png`, `txt`."""
+"""The members of a key: `txt`, `json`, `.image`, and `depth.image` of `depth.png`. All in small letters."""
 
 
 def members(path: str) -> Iterator[tarfile.TarInfo]:
@@ -45,21 +43,20 @@ def members(path: str) -> Iterator[tarfile.TarInfo]:
 
     Raises OSError, and ImageRefused where the tar ends early or is damaged, if so then after the member that is cut.
     """
-    end, size = -1, os.path.getsize(path)
+    size = os.path.getsize(path)
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
-                if member.size < 0 or tar.offset <= end:  # it would lead back
+                if member.size < 0:  # it would lead back
                     raise tarfile.HeaderError(f"member {member.name!r:.80} has {member.size:,} bytes")
-                end = tar.offset
                 yield member
                 if member.offset_data + member.size > size:
                     raise ImageRefused(path, "truncated", f"the tar ends inside its member {member.name}")
             end = tar.offset
     except _TAR_ERRORS as error:
-        detail = f"it cannot be read from byte {max(end, 0):,} on: {error}. A compressed tar has no random access"
-        raise ImageRefused(path, "truncated", f"{detail}: decompress it") from error
+        detail = f"it cannot be read: {error}. A compressed tar has no random access: decompress it"
+        raise ImageRefused(path, "truncated", detail) from error
     mark = read_range(path, end, tarfile.BLOCKSIZE)  # tarfile stops silently at anything
     if len(mark) < tarfile.BLOCKSIZE or any(mark):
         raise ImageRefused(path, "truncated", f"the tar is cut or damaged at byte {end:,}: it has no end mark there")
@@ -76,6 +73,8 @@ class WebDatasetSource(SampleSource):
     the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
     """
 
+    kind = "webdataset"
+
     def __init__(
         self,
         shards: Sequence[tuple[str, str]],
@@ -86,33 +85,30 @@ class WebDatasetSource(SampleSource):
 
         DatasetError for a compressed tar, which has no random access.
         """
-        self._shards, self._columns, self._companions = tuple(shards), caption_columns, companions
+        self.path = shards[0][1]
+        self._shards, self._columns = tuple(shards), caption_columns
+        self._companions = [(name, column.lower()) for name, column in companions]
         for _, path in self._shards:
             if path.lower().endswith(COMPRESSED_SUFFIXES):
                 raise DatasetError(path, "is compressed; decompress it: images do not get smaller by it")
 
     @override
-    def samples(self) -> Iterator[Sample | Refusal]:
-        return not_empty(self._samples(), self._shards[0][1], "webdataset")
-
-    def _samples(self) -> Iterator[Sample | Refusal]:
+    def _listed(self) -> Iterator[Sample | Refusal]:
         columns = CaptionColumns(self._columns)
         for name, path in self._shards:
             try:
                 yield from self._samples_of(name, path, signature_of(path), columns)
             except (ImageRefused, OSError) as error:
                 yield refusal_of(name, path, error)
-        columns.check(self._shards[0][1])
+        columns.check(self.path)
 
     @override
     def read(self, sample: Sample) -> bytes:
-        tar, offset, num_bytes = sample.locator
+        data, then = read_image(sample.path, *sample.locator), sample.signature
         try:
-            status = os.stat(tar)
-            data = read_range(tar, offset, num_bytes)
+            now = Signature.of(os.stat(sample.locator[0]))
         except OSError as error:
-            refuse_read(sample.path, error)
-        now, then = Signature.of(status), sample.signature
+            raise unreadable(sample.path, error) from error
         if then is not None and (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
             raise ImageRefused(sample.path, "changed", "the tar was changed during the run; run precache again")
         return data
@@ -127,22 +123,19 @@ class WebDatasetSource(SampleSource):
         try:
             for member in members(path):
                 folder, _, base = member.name.removeprefix("./").rpartition("/")
-                stem, _, ending = base.partition(".")
-                ending = ending.lower()
-                if member.isdir() or is_hidden(base) or not (is_image(base) or ending in ("txt", "json")):
+                stem, _, what = base.partition(".")
+                what = f"{what.rpartition('.')[0]}.image".lower() if is_image(base) else what.lower()
+                if member.isdir() or is_hidden(base) or not (is_image(base) or what in ("txt", "json")):
                     continue
                 key = f"{folder}/{stem}" if folder else stem
-                if not member.isreg() or member.issparse():
-                    problem = "not a regular member of the tar"
-                elif is_image(base) and member.size > MAX_IMAGE_BYTES:
-                    problem = too_large(member.size)
-                else:
+                if member.isreg() and not member.issparse():
                     place = member.name, member.offset_data, member.size
-                    groups.setdefault(key, {}).setdefault(ending, []).append(place)
-                    continue
-                refused.append(Refusal(f"{name}/{key}", f"{path}#{member.name}", "unreadable", problem))
+                    groups.setdefault(key, {}).setdefault(what, []).append(place)
+                else:
+                    problem = "not a regular member of the tar"
+                    refused.append(Refusal(f"{name}/{key}", f"{path}#{member.name}", "unreadable", problem))
         except ImageRefused as damage:
-            if cut := _images(groups.pop(key, {})):
+            if cut := groups.pop(key, {}).get(".image"):
                 detail = "the tar is cut or damaged after this image, where its caption may have been"
                 refused.append(Refusal(f"{name}/{key}", f"{path}#{cut[0][0]}", "truncated", detail))
             refused.append(refusal_of(name, path, damage))
@@ -153,23 +146,22 @@ class WebDatasetSource(SampleSource):
     def _samples_in(
         self, sample_id: str, path: str, signature: Signature, group: _Group, columns: CaptionColumns
     ) -> Iterator[Sample | Refusal]:
-        images = _images(group)
-        if not images:
-            known = (None, *(column.lower() for _, column in self._companions))
-            if others := [ending for ending in group if _column(ending) not in known]:
+        if ".image" not in group:
+            known = [f"{column}.image" for _, column in self._companions]
+            if others := [what for what in group if what.endswith(".image") and what not in known]:
                 detail = (
                     "its name has a dot before the suffix, so it is no image of its key: rename it, or name the column"
                 )
                 yield Refusal(sample_id, f"{path}#{group[others[0]][0][0]}", "missing", detail)
             return
-        (member, offset, num_bytes), *again = images
+        (member, *image), *again = group[".image"]
         place = f"{path}#{member}"
         try:
             captions, companions = self._captions(path, group, columns), self._companions_of(path, group)
             parts = tuple(
                 Sample(sample_id, f"{path}#{at[0]}", signature=signature, locator=(path, *at[1:])) for at in companions
             )
-            yield Sample(sample_id, place, captions or ("",), signature, (path, offset, num_bytes), parts)
+            yield Sample(sample_id, place, captions or ("",), signature, (path, *image), parts)
         except ImageRefused as error:
             yield refusal_of(sample_id, place, error)
         for file, _, _ in again:
@@ -179,7 +171,7 @@ class WebDatasetSource(SampleSource):
         """Raises ImageRefused, naming the companion, for one that is not there or there twice."""
         found = []
         for name, column in self._companions:
-            places = _images(group, column.lower())
+            places = group.get(f"{column}.image", [])
             if not places:
                 raise ImageRefused(path, "missing", f"{name}: its key has no member .{column} of an image")
             if len(places) > 1:
@@ -190,33 +182,16 @@ class WebDatasetSource(SampleSource):
 
     def _captions(self, path: str, group: _Group, columns: CaptionColumns) -> tuple[str, ...]:
         """Raises ImageRefused."""
-        for ending in ("txt", "json"):
-            if len(group.get(ending, ())) > 1:
-                raise bad_caption(path, f"the tar has two members {group[ending][1][0]}")
-        if "json" in group and (self._columns is not None or "txt" not in group):
+        places = {what: group[what] for what in ("txt", "json") if what in group}
+        for several in places.values():
+            if len(several) > 1:
+                raise bad_caption(path, f"the tar has two members {several[1][0]}")
+        if "json" in places and (self._columns is not None or "txt" not in places):
             try:
-                row = json.loads(_caption_member(path, group["json"][0]))
+                row = json.loads(caption_bytes(path, places["json"][0][1:]))
             except (ValueError, RecursionError) as error:
                 raise bad_caption(path, f"its .json cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise bad_caption(path, f"its .json holds a {type(row).__name__}; an object is needed")
             return columns.captions(row, path)
-        return captions_in_text(_caption_member(path, group["txt"][0]), path) if "txt" in group else ()
-
-
-def _column(ending: str) -> str | None:
-    """What an image's ending has before its suffix: "" of `jpg`, `depth` of `depth.jpg`; None of no image."""
-    column, _, suffix = ending.rpartition(".")
-    return column if is_image(f"a.{suffix}") else None
-
-
-def _images(group: _Group, column: str = "") -> list[_Member]:
-    """The images of a key whose ending has this before its suffix, in their order."""
-    return [place for ending, places in group.items() if _column(ending) == column for place in places]
-
-
-def _caption_member(path: str, member: _Member) -> bytes:
-    _, offset, num_bytes = member
-    if num_bytes > MAX_CAPTION_BYTES:
-        raise bad_caption(path, f"its caption has {num_bytes:,} bytes; {MAX_CAPTION_BYTES:,} are allowed")
-    return read_range(path, offset, num_bytes)
+        return captions_at(path, places["txt"][0][1:]) if "txt" in places else ()

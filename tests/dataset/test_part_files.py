@@ -69,7 +69,7 @@ def test_a_folder_of_the_same_names_with_any_ending(tmp_path: Path) -> None:
     assert found == {"cat.png": [cat], "sub/dog.png": [dog]}
     assert refused["owl.png"] == (
         "missing",
-        f"control 1: there is no image owl in {tmp_path / 'before'}/; add it, or remove the sample",
+        f"control 1: there is no image owl in {tmp_path / 'before'}; add it, or remove the sample",
     )
     reason, detail = refused["sub/fox.png"]
     assert reason == "duplicate" and "control 1: the folder has several, fox.bmp, fox.webp" in detail
