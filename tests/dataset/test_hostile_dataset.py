@@ -146,80 +146,44 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **more: Any) -> None
     tar.addfile(member, io.BytesIO(data))
 
 
-def test_names_and_kinds_of_members(tmp_path: Path) -> None:
-    path, image = tmp_path / "s.tar", png()
-    odd = ["/etc/passwd.png", "../../up.png", "a/../../b.png", "CON.png", "\u202egnp.png", "new\nline.png", "é.png"]
-    odd += ["\udcff\udc80.png", "x" * 250 + ".png", "//double.png", "./.png.png", " .png"]
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
-        for name in odd:
-            add(tar, name, image)
-        add(tar, "nul.png", image, pax_headers={"path": "nul\0.png"})
-        kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}
-        kinds |= {"fifo": tarfile.FIFOTYPE, "sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
+def test_kinds_of_members(tmp_path: Path) -> None:
+    kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "fifo": tarfile.FIFOTYPE}
+    kinds |= {"sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in ("/etc/passwd.png", "../../up.png", "new\nline.png", "\udcff\udc80.png", "x" * 250 + ".png"):
+            add(tar, name, png())
         for name, kind in kinds.items():
             add(tar, f"{name}.png", type=kind, linkname="/etc/hostname")
-            add(tar, f"{name}.txt", type=kind, linkname="/etc/hostname")
-        add(tar, "twice.png", image)
-        add(tar, "twice.png", png(1))
-        add(tar, "captions.png", image)
-        add(tar, "captions.txt", b"one")
-        add(tar, "captions.txt", b"two")
-        add(tar, "last.png", image)
-        add(tar, "last.txt", b"the last")
-    source = source_of(path, "webdataset")
-    ids, refused = found(source)
-    assert "s.tar/last" in ids and "s.tar/twice" in ids and len(ids) >= len(odd)
-    expected = {f"s.tar/{name}": "unreadable" for name in kinds}
-    expected |= {"s.tar/twice": "duplicate", "s.tar/captions": "bad-caption"}
-    assert refused == expected
+        for name in ("captions.png", "captions.txt", "captions.txt"):
+            add(tar, name, png())
+    ids, refused = found(source_of(tmp_path / "s.tar", "webdataset"))
+    assert len(ids) == 5 and refused == {
+        **{f"s.tar/{name}": "unreadable" for name in kinds},
+        "s.tar/captions": "bad-caption",
+    }
 
 
-def header(name: str, kind: bytes, num_bytes: int) -> bytes:
-    """A member's header with any size, that GNU's way has room for."""
-    member = tarfile.TarInfo(name)
-    member.type, member.size = kind, num_bytes
-    return member.tobuf(tarfile.GNU_FORMAT)
+@pytest.mark.parametrize(
+    "headers",
+    [{"size": "-512"}, {"size": "1e9999"}, {"size": "9" * 30}, {"GNU.sparse.map": "x,y", "GNU.sparse.size": "-1"}],
+)
+def test_headers_with_odd_numbers(tmp_path: Path, headers: dict[str, str]) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        add(tar, "first.png", png())
+        add(tar, "odd.png", png(), pax_headers=headers)
+    ids, refused = found(source_of(tmp_path / "s.tar", "webdataset"))
+    assert refused and "s.tar/first" in {*ids, *refused}
 
 
-def block(data: bytes) -> bytes:
-    return data + bytes(-len(data) % 512)
-
-
-def pax(**records: str) -> bytes:
-    """An extended header of these records."""
-    data = b""
-    for name, value in records.items():
-        rest = f" {name}={value}\n".encode("utf-8", "surrogateescape")
-        length = len(rest) + 1
-        while len(str(length)) + len(rest) != length:
-            length = len(str(length)) + len(rest)
-        data += str(length).encode() + rest
-    return header("pax", tarfile.XHDTYPE, len(data)) + block(data)
-
-
-GOOD = header("good.png", tarfile.REGTYPE, len(png())) + block(png())
-NINES = b"9" * 512
-HOSTILE_TARS: dict[str, bytes] = {
-    "a name of 100 GB": header("long", tarfile.GNUTYPE_LONGNAME, 100 << 30),
-    "an extended header of 100 GB": header("pax", tarfile.XHDTYPE, 100 << 30),
-    "an image of 100 GB": header("huge.png", tarfile.REGTYPE, 100 << 30),
-    "headers of headers": pax(comment="x") * 5000 + GOOD,
-    "a negative size": pax(size="-512") + GOOD,
-    "a size that is no number": pax(size="1e9999") + GOOD,
-    "a size beyond 64 bits": pax(size="9" * 30) + GOOD,
-    "a map of holes": pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}) + header("s.png", b"0", 512) + NINES,
-    "a map of no numbers": pax(**{"GNU.sparse.map": "x,y", "GNU.sparse.size": "-1"}) + GOOD,
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE_TARS)
-def test_headers_that_ask_for_too_much(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "s.tar"
-    first = header("aaaa.png", tarfile.REGTYPE, len(png())) + block(png())
-    path.write_bytes(first + HOSTILE_TARS[name] + bytes(1024))
-    ids, refused = found(source_of(path, "webdataset"))
-    assert set(ids) | set(refused) >= {"s.tar/aaaa"}
-    assert refused or ids == ["s.tar/aaaa", "s.tar/good"]
+def test_a_name_of_100_gigabytes(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        add(tar, "first.png", png())
+    name = tarfile.TarInfo("long")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, 100 << 30
+    data = (tmp_path / "s.tar").read_bytes().rstrip(b"\0")
+    (tmp_path / "s.tar").write_bytes(data + bytes(-len(data) % 512) + name.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    ids, refused = found(source_of(tmp_path / "s.tar", "webdataset"))
+    assert ids == [] and refused == {"s.tar/first": "truncated", "s.tar": "truncated"}
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

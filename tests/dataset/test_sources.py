@@ -486,7 +486,7 @@ class TestWebDataset:
         assert caught.value.reason == "changed"
 
     @given(data=st.data())
-    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     def test_damaged_tars_never_raise(self, tmp_path: Path, data: st.DataObject) -> None:
         path = tmp_path / "s.tar"
         long = "long/" * 30
