@@ -21,7 +21,7 @@ from latentcache.phases.phases import Phases
 from latentcache.precache.encodings import load_models
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss_parts import check_controls
-from latentcache.validation.metrics import Estimate, LossReport, Metrics, paired_difference
+from latentcache.validation.metrics import Estimate, LossReport, paired_difference, read_losses
 from latentcache.validation.results import ResultPaths, ValidationReport
 from latentcache.validation.runner import ValidationRunner, validation_sets
 
@@ -115,7 +115,7 @@ def _step_of(path: str | None) -> int:
 
 def _losses_in(path: Path) -> LossReport:
     """The losses in a metrics.json, or a link to one. MetricsError, or ConfigError if it has none."""
-    loss = Metrics.read(path.resolve()).loss_report
+    loss = read_losses(path.resolve())
     if loss is None:
         raise ConfigError(
             "is the metrics.json of a validation that measured no loss; name one that did, in validation.path/<step>/",

@@ -89,7 +89,6 @@ def validation_loss(
     by_sample = {name: {key: mean_of(row) for key, row in samples.items()} for name, samples in losses.items()}
     return LossReport(
         measurement_settings=measurement.described({name: _data_digest(view, name) for name, view in views.items()}),
-        loss=Estimate.of([loss for samples in by_sample.values() for loss in samples.values()]),
         by_timestep=tuple(
             TimestepBin.of([row[number] for row in by_timestep], first=part.start, end=part.stop)
             for number, part in enumerate(measurement.strata)
@@ -97,6 +96,7 @@ def validation_loss(
         by_dataset={name: Estimate.of(list(samples.values())) for name, samples in by_sample.items()},
         by_sample=by_sample,
         skipped=tuple(measurement.skipped),
+        **Estimate.of([loss for samples in by_sample.values() for loss in samples.values()]).model_dump(),
     )
 
 

@@ -1,6 +1,6 @@
-"""The numbers of a validation: estimates, the report of a loss, and the one schema of metrics.json. They need no torch.
+"""The numbers of a validation: estimates, and the report of a loss, which metrics.json has. They need no torch.
 
-`Metrics` writes metrics.json and reads it back: for the curve of the earlier steps, and to compare two checkpoints.
+A report is read back from metrics.json for the curve of the earlier steps, and to compare two checkpoints.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 from typing_extensions import Self
 
-from latentcache.errors import ConfigError, MetricsError, StoreError, UnsafeStoreError
-from latentcache.utils.durable_files import read_small_file
-from latentcache.utils.json_document import first_fault, plain
+from latentcache.errors import ConfigError, MetricsError
+from latentcache.utils.json_document import first_fault
 
 METRICS_NAME = "metrics.json"
-GRID_NAME, PLOT_NAME = "samples.png", "loss.png"
-MAX_BYTES = 1 << 28
-"""A larger metrics.json is refused before it is read: that of a million samples has about 60 MB."""
 
 logger = logging.getLogger("latentcache")
 
@@ -119,102 +115,55 @@ class MeasurementSettings(_Schema):
 
 
 class LossReport(_Schema):
-    """What `validation_loss` found.
+    """What `validation_loss` found, as metrics.json has it.
 
     A sample's loss is the mean over its timesteps, `loss` the mean over samples: a sample of two datasets counts in
     each. `by_sample` goes by dataset, then sample_id. `skipped` lists the samples that are in no mean.
     """
 
+    mean: Loss = Field(alias="loss")
+    standard_error: Annotated[float, Field(ge=0)] | None = Field(alias="loss_standard_error")
+    num: Count = Field(alias="num_samples")
+    by_timestep: Rows[TimestepBin] = Field(alias="loss_by_timestep")
+    by_dataset: dict[str, Estimate] = Field(alias="loss_by_dataset")
+    by_sample: dict[str, dict[str, Loss]] = Field(alias="loss_by_sample")
+    skipped: Rows[SkippedSample]
     measurement_settings: MeasurementSettings
-    loss: Estimate
-    by_timestep: Rows[TimestepBin]
-    by_dataset: dict[str, Estimate]
-    by_sample: dict[str, dict[str, Loss]]
-    skipped: Rows[SkippedSample]
-
-
-class ImageMetrics(_Schema):
-    """A sample image: what it was made from, and its file."""
-
-    prompt: str
-    negative_prompt: str | None
-    seed: int
-    path: str
-    tiled: bool
-
-
-class Metrics(_Schema):
-    """metrics.json, and the `--json` document of `latentcache validate`.
-
-    A loss that is NaN or infinite is null, and so is one that was not measured: then `measurement_settings` is null
-    too. `images[].path` are file names in the step's folder, which may be moved; with `folder` they are joined to it.
-    """
-
-    step: Count
-    folder: str | None
-    loss: Loss
-    loss_standard_error: Annotated[float, Field(ge=0)] | None
-    loss_by_timestep: Rows[TimestepBin]
-    loss_by_dataset: dict[str, Estimate]
-    num_samples: Count
-    images: Rows[ImageMetrics]
-    skipped: Rows[SkippedSample]
-    measurement_settings: MeasurementSettings | None
-    loss_by_sample: dict[str, dict[str, Loss]]
-    num_filled: Count
-    placement: dict[str, Rows[str]]
-    seconds: dict[str, float]
-    notes: Rows[str]
-
-    @classmethod
-    def read(cls, path: Path) -> Metrics:
-        """The metrics.json at `path`.
-
-        MetricsError for a file that cannot be read, that is damaged, or that another program wrote.
-        """
-        try:
-            return cls.model_validate(json.loads(read_small_file(path, MAX_BYTES, "run that validation again")))
-        except UnsafeStoreError as error:
-            raise MetricsError(path, error.detail) from error
-        except ValidationError as error:
-            field, value, detail = first_fault(error)
-            raise MetricsError(path, detail, field=field, value=value) from error
-        except (OSError, StoreError, ValueError, RecursionError) as error:
-            raise MetricsError(path, str(error) or type(error).__name__) from error
 
     @property
-    def loss_report(self) -> LossReport | None:
-        """The report of the loss, or None if none was measured."""
-        if self.measurement_settings is None:
-            return None
-        return LossReport(
-            measurement_settings=self.measurement_settings,
-            loss=Estimate(mean=self.loss, standard_error=self.loss_standard_error, num=self.num_samples),
-            by_timestep=self.loss_by_timestep,
-            by_dataset=self.loss_by_dataset,
-            by_sample=self.loss_by_sample,
-            skipped=self.skipped,
-        )
+    def loss(self) -> Estimate:
+        """The mean over samples, with its standard error."""
+        return Estimate(mean=self.mean, standard_error=self.standard_error, num=self.num)
 
-    def to_json(self) -> dict[str, Any]:
-        """The document: valid JSON, without NaN and infinity."""
-        document: dict[str, Any] = plain(self.model_dump(by_alias=True))
-        return document
+
+class _MeasuredStep(LossReport):
+    """What is read back of a metrics.json."""
+
+    step: Count
 
 
 def loss_fields(report: LossReport | None) -> dict[str, Any]:
-    """The fields of `Metrics` about the loss: the inverse of `Metrics.loss_report`."""
-    loss = Estimate.of([]) if report is None else report.loss
-    return {
-        "loss": loss.mean,
-        "loss_standard_error": loss.standard_error,
-        "loss_by_timestep": () if report is None else report.by_timestep,
-        "loss_by_dataset": {} if report is None else report.by_dataset,
-        "num_samples": loss.num,
-        "skipped": () if report is None else report.skipped,
-        "measurement_settings": report and report.measurement_settings,
-        "loss_by_sample": {} if report is None else report.by_sample,
-    }
+    """The fields of metrics.json about the loss: null where none was measured, as is a loss that is NaN."""
+    if report is None:
+        return dict.fromkeys(field.alias or name for name, field in LossReport.model_fields.items())
+    return report.model_dump(by_alias=True)
+
+
+def read_losses(path: Path) -> LossReport | None:
+    """The losses in the metrics.json at `path`, or None if none was measured.
+
+    MetricsError for a file that cannot be read, that is damaged, or that another program wrote.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        if isinstance(document, dict) and document.get("measurement_settings", "absent") is None:
+            return None
+        return _MeasuredStep.model_validate(document)
+    except ValidationError as error:
+        field, value, detail = first_fault(error)
+        raise MetricsError(path, detail, field=field, value=value) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise MetricsError(path, str(error) or type(error).__name__) from error
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -253,11 +202,6 @@ def step_folder(step: int) -> str:
     return f"{step:06d}"
 
 
-def image_name(number: int) -> str:
-    """The file name of a step's image `number`, counted from 0."""
-    return f"sample-{number:02d}.png"
-
-
 def read_history(folder: Path) -> dict[int, LossReport]:
     """The losses of the steps in a folder of results, by step, in order. Steps without a loss are left out.
 
@@ -267,11 +211,10 @@ def read_history(folder: Path) -> dict[int, LossReport]:
     history = {}
     for path in folder.glob(f"*/{METRICS_NAME}"):
         try:
-            metrics = Metrics.read(path)
+            losses = read_losses(path)
         except MetricsError as error:
             logger.warning("an earlier validation is left out: %s", error)
             continue
-        loss = metrics.loss_report
-        if loss is not None and path.parent.name == step_folder(metrics.step):
-            history[metrics.step] = loss
+        if isinstance(losses, _MeasuredStep) and path.parent.name == step_folder(losses.step):
+            history[losses.step] = losses
     return dict(sorted(history.items()))

@@ -25,15 +25,10 @@ from latentcache.utils.durable_files import (
     typed_errors,
     write_sealed,
 )
-from latentcache.utils.json_document import to_bytes
+from latentcache.utils.json_document import plain, to_bytes
 from latentcache.validation.metrics import (
-    GRID_NAME,
     METRICS_NAME,
-    PLOT_NAME,
-    ImageMetrics,
     LossReport,
-    Metrics,
-    image_name,
     loss_fields,
     read_history,
     step_folder,
@@ -41,6 +36,7 @@ from latentcache.validation.metrics import (
 from latentcache.validation.pictures import caption_of, image_png, loss_plot, png_bytes, sample_grid
 from latentcache.validation.sample_images import SampleImage
 
+GRID_NAME, PLOT_NAME = "samples.png", "loss.png"
 SCALAR, SAMPLES = "validation/loss", "validation/samples"
 _OUR_PICTURES = re.compile(r"sample-\d{2,}\.png|samples\.png|loss\.png")
 
@@ -77,32 +73,34 @@ class ValidationReport:
     def __post_init__(self) -> None:
         checked_step(self.step)
 
-    def metrics(self, folder: Path | None = None) -> Metrics:
-        """All numbers. The images' paths are file names in the step's folder; with `folder` they are joined to it."""
+    def to_json(self, folder: Path | None = None) -> dict[str, Any]:
+        """The document of metrics.json, without NaN and infinity, which are null there.
+
+        The images' paths are file names in the step's folder, which may be moved; with `folder` they are joined to it.
+        """
         images = [
-            ImageMetrics(
-                prompt=sample.prompt,
-                negative_prompt=sample.negative_prompt,
-                seed=sample.seed,
-                path=str((folder or Path()) / image_name(number)),
-                tiled=sample.tiled,
-            )
+            {
+                "prompt": sample.prompt,
+                "negative_prompt": sample.negative_prompt,
+                "seed": sample.seed,
+                "path": str((folder or Path()) / image_name(number)),
+                "tiled": sample.tiled,
+            }
             for number, sample in enumerate(self.images)
         ]
-        return Metrics(
-            step=operator.index(self.step),
-            folder=None if folder is None else str(folder),
-            **loss_fields(self.loss),
-            images=tuple(images),
-            num_filled=self.num_filled,
-            placement=dict(self.placement),
-            seconds={stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
-            notes=self.notes,
+        document: dict[str, Any] = plain(
+            {
+                "step": self.step,
+                "folder": None if folder is None else str(folder),
+                **loss_fields(self.loss),
+                "images": images,
+                "num_filled": self.num_filled,
+                "placement": self.placement,
+                "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+                "notes": self.notes,
+            }
         )
-
-    def to_json(self, folder: Path | None = None) -> dict[str, Any]:
-        """The document of `metrics`."""
-        return self.metrics(folder).to_json()
+        return document
 
     def to_text(self) -> str:
         """The report for people."""
@@ -140,6 +138,11 @@ class ResultPaths:
     images: tuple[Path, ...]
     grid: Path | None
     plot: Path | None
+
+
+def image_name(number: int) -> str:
+    """The file name of a step's image `number`, counted from 0."""
+    return f"sample-{number:02d}.png"
 
 
 def prepare_folder(folder: Path) -> None:

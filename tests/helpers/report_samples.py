@@ -33,7 +33,6 @@ def losses(step: int = 100, *, settings: MeasurementSettings = SETTINGS, nan: bo
     by_sample["faces"] = {f"{n}.png": float(v) for n, v in enumerate(values[3:])}
     return LossReport(
         measurement_settings=settings,
-        loss=Estimate.of(values.tolist()),
         by_timestep=(
             TimestepBin.of((values * 2).tolist(), first=0, end=500),
             TimestepBin.of((values / 3).tolist(), first=500, end=1000),
@@ -41,6 +40,7 @@ def losses(step: int = 100, *, settings: MeasurementSettings = SETTINGS, nan: bo
         by_dataset={name: Estimate.of(list(found.values())) for name, found in by_sample.items()},
         by_sample=by_sample,
         skipped=(SkippedSample(dataset="photos", sample_id="broken.png", reason="damaged"),),
+        **Estimate.of(values.tolist()).model_dump(),
     )
 
 
