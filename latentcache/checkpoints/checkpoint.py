@@ -17,8 +17,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,26 +28,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from latentcache.checkpoints.parts import (
     Modules,
     PlainData,
-    devices_of,
     differences,
     load_module_state,
-    load_named_optimizer_state,
     module_differences,
     module_state,
-    move_items,
     optimizer_differences,
     optimizer_state,
     partitions,
-    to_devices,
 )
-from latentcache.devices.optimizer import inner_optimizer
+from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
 from latentcache.devices.rng import rng_state, set_rng_state
 from latentcache.devices.tensor_location import is_swapped_in
 from latentcache.errors import CheckpointError, StoreError
 from latentcache.provenance import now, software_versions
 from latentcache.utils.durable_files import make_folder, sealed_file, sweep_temporaries
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 _MARK = "latentcache checkpoint"
 """The first key of the file. It holds the format."""
 
@@ -98,7 +93,7 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
         optimizer: Its parameters go by the names that `model` has for them.
         scaler: A GradScaler.
         scheduler: An object with `state_dict`.
-        ema: A module, or an object with `state_dict`.
+        ema: A module, or an EMA with `shadow_params`, as diffusers' EMAModel has them.
         rng: Whether to save the state of the global random generators.
         epoch: What `load_checkpoint` returns as the epoch.
         step: What `load_checkpoint` returns as the step.
@@ -125,7 +120,7 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
         if is_swapped_in(ema):
             detail = "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
             raise CheckpointError(path, detail)
-        parts["ema"] = module_state(ema) if isinstance(ema, torch.nn.Module) else ema.state_dict()
+        parts["ema"] = _ema_state(ema)
     if scaler is not None:
         parts["scaler"] = scaler.state_dict()
     if scheduler is not None:
@@ -188,10 +183,10 @@ def load_checkpoint(
     Args:
         path: The file.
         model: One module, or several by name, as when it was saved.
-        optimizer: An optimizer over the model's parameters, in any order within their groups.
+        optimizer: An optimizer over the model's parameters, built as when it was saved.
         scaler: A GradScaler.
         scheduler: An object with `state_dict` and `load_state_dict`.
-        ema: A module, or an object with `state_dict` and `load_state_dict`.
+        ema: A module, or an EMA with `shadow_params`, as when it was saved.
         rng: Whether to set the global random generators.
 
     Returns:
@@ -219,10 +214,10 @@ def load_checkpoint(
     if ema is not None:
         _load_ema(ema, saved["ema"])
     if optimizer is not None:
-        load_named_optimizer_state(optimizer, saved["optimizer"], model)
+        load_optimizer_state(optimizer, saved["optimizer"]["state_dict"])
     # After the optimizer: a scheduler's constructor has changed its lr.
     if scheduler is not None:
-        scheduler.load_state_dict(to_devices(_copied(saved["scheduler"]), devices_of(scheduler.state_dict())))
+        scheduler.load_state_dict(_copied(saved["scheduler"]))
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
     if rng:
@@ -284,10 +279,8 @@ def _mismatches(
         return found
     if given["optimizer"] is not None:
         found += optimizer_differences(saved["optimizer"], given["optimizer"], model)
-    if isinstance(given["ema"], torch.nn.Module):
-        found += module_differences(saved["ema"], given["ema"], "ema")
-    elif given["ema"] is not None:
-        found += differences(saved["ema"], given["ema"].state_dict(), "ema")
+    if given["ema"] is not None:
+        found += differences(saved["ema"], _ema_state(given["ema"]), "ema")
     if given["scaler"] is not None and bool(saved["scaler"]) != bool(given["scaler"].state_dict()):
         found.append(f"scaler: enabled={bool(saved['scaler'])} in the file; build it so, or leave scaler=None")
     return found
@@ -301,17 +294,25 @@ def _classes(**parts: Any) -> dict[str, str]:
     return {part: f"{kind.__module__}.{kind.__qualname__}" for part, kind in kinds.items()}
 
 
+def _ema_state(ema: Any) -> dict[str, Any]:
+    if isinstance(ema, torch.nn.Module):
+        return module_state(ema)
+    if not hasattr(ema, "shadow_params"):
+        detail = f"is a {type(ema).__name__}: give a module, or an EMA with shadow_params such as diffusers' EMAModel"
+        raise CheckpointError("ema", detail)
+    state: dict[str, Any] = ema.state_dict()
+    return state
+
+
 def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
     if isinstance(ema, torch.nn.Module):
         load_module_state(ema, saved)
         return
-    devices = devices_of(ema.state_dict())
+    devices = [average.device for average in ema.shadow_params]
     # Such classes copy what they are given. The copies are moved one by one, so that the device never has a second set.
     ema.load_state_dict(saved)
-    move_items(ema.state_dict(), devices)
-    if devices_of(ema.state_dict()) != devices:
-        # Its state_dict does not return its own lists.
-        ema.load_state_dict(to_devices(saved, devices))
+    for number, device in enumerate(devices):
+        ema.shadow_params[number] = ema.shadow_params[number].to(device)
 
 
 # Import
@@ -362,24 +363,11 @@ def import_checkpoint(path: str | Path) -> ImportedCheckpoint:
     return ImportedCheckpoint(path, content, **parts)
 
 
-@contextmanager
-def _allowed(classes: list[Any]) -> Iterator[None]:
-    """`torch.load` reads these classes too. torch 2.4 cannot take that back, and allows them from then on."""
-    if not hasattr(torch.serialization, "safe_globals"):  # it came with torch 2.5
-        torch.serialization.add_safe_globals(classes)
-        yield
-        return
-    with torch.serialization.safe_globals(classes):
-        yield
-
-
 def _read(path: Path, *, mmap: bool = False) -> Any:
     if path.suffix == ".safetensors":
         raise CheckpointError(path, "is no torch.save file; read it with safetensors.torch.load_file")
     try:
-        # An empty `bytes` is pickled as a call of its class, which is the only plain data that torch refuses.
-        with _allowed([bytes]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}") from error
     # torch's reader raises errors of many classes for bad bytes. With each of them the file cannot be used.

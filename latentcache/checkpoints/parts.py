@@ -1,22 +1,20 @@
 """The parts of a training run as names and values: modules, and an optimizer whose parameters go by the modules' names.
 
-They are saved as plain data, compared with what is here, and moved to the devices that are here.
+They are saved as plain data, and compared with what is here.
 Names do not depend on wrappers: DistributedDataParallel and torch.compile add prefixes, which are taken off.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils._pytree import KeyPath, MappingKey, tree_flatten_with_path, tree_map_with_path
 
-from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
+from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.tensor_location import is_partitioned
 from latentcache.errors import CheckpointError
 
@@ -64,62 +62,43 @@ def partitions(modules: Modules) -> list[str]:
 
 
 def module_differences(saved: Mapping[str, Any], modules: Modules, part: str) -> list[str]:
-    """Each tensor whose name, shape, dtype or tying differs between a saved state and the modules."""
+    """Each tensor whose name, shape or dtype differs, and tied ones that have several values in a saved state."""
     live = module_state(modules)
     found = differences(saved, live, part)
-    for names in _tied(live):
-        if len({id(saved[name]) for name in names if name in saved}) > 1:
-            found.append(f"{part}: {', '.join(names)} are one tensor here and several in the file")
-    for names in _tied(saved):
-        here = [live[name] for name in names if isinstance(live.get(name), torch.Tensor)]
-        if len({_place(tensor) for tensor in here}) > 1:
-            found.append(f"{part}: {', '.join(names)} are one tensor in the file and several here")
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in live.items():
+        other = first.setdefault(_place(value), name) if _has_place(value) else name
+        if other != name and {name, other} <= saved.keys() and not torch.equal(saved[name], saved[other]):
+            found.append(f"{part}: {other}, {name} are one tensor here, and have two values in the file")
     return found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple[dict[str, Any], list[str]]:
-    """The optimizer's state by the modules' names for its parameters, and the parameters that no module has."""
+    """The optimizer's state with the modules' names for its parameters, and the parameters that no module has."""
     names, orphans = _parameter_names(optimizer, modules)
-    state = inner_optimizer(optimizer).state_dict()
-    name_of: dict[Any, str] = {}
-    groups = []
-    for group, group_names in zip(state["param_groups"], names, strict=True):
-        name_of |= dict(zip(group["params"], group_names, strict=True))
-        settings = {key: value for key, value in group.items() if key != "param_names"}
-        groups.append({**settings, "params": group_names})
-    by_name = {name_of[key]: value for key, value in state["state"].items() if key in name_of}
-    others = {key: value for key, value in state["state"].items() if key not in name_of}
-    rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    return {"state": by_name, "other_state": others, "groups": groups, "rest": rest}, orphans
+    return {"names": names, "state_dict": inner_optimizer(optimizer).state_dict()}, orphans
 
 
 def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, modules: Modules) -> list[str]:
-    """Each parameter that is in another group, or only in one of the file and the optimizer."""
+    """Each parameter that is at another place of another group, or only in one of the file and the optimizer."""
     names, orphans = _parameter_names(optimizer, modules)
     found = [f"optimizer: {orphan} belongs to no module of `model`" for orphan in orphans]
-    here = {name: number for number, group in enumerate(names) for name in group}
-    there = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
-    found += differences(there, here, "optimizer")
-    if len(saved["groups"]) != len(names):
-        found.append(f"optimizer: {len(saved['groups'])} groups in the file, {len(names)} here")
-    for name in sorted(here.keys() & there.keys()):
-        if here[name] != there[name]:
-            found.append(f"optimizer.{name}: group {there[name]} in the file, group {here[name]} here")
+    if len(saved["names"]) != len(names):
+        found.append(f"optimizer: {len(saved['names'])} groups in the file, {len(names)} here")
+    there, here = _places(saved["names"]), _places(names)
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            found.append(
+                f"optimizer.{name}: {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} here"
+            )
     return found
 
 
-def load_named_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], modules: Modules) -> None:
-    """Load what `optimizer_state` returned; parameters may be in another order. The names were compared before."""
-    names, _ = _parameter_names(optimizer, modules)
-    number_of: dict[str, int] = {}
-    groups = []
-    for group, group_names in zip(saved["groups"], names, strict=True):
-        number_of |= {name: len(number_of) + offset for offset, name in enumerate(group_names)}
-        groups.append({**group, "params": [number_of[name] for name in group_names]})
-    state = {number_of[name]: value for name, value in saved["state"].items()}
-    load_optimizer_state(
-        optimizer, {**saved["rest"], "state": {**state, **saved["other_state"]}, "param_groups": groups}
-    )
+def _places(names: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Where each parameter is in an optimizer, by its name."""
+    return {
+        name: f"group {number}, place {place}" for number, group in enumerate(names) for place, name in enumerate(group)
+    }
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple[list[list[str]], list[str]]:
@@ -154,12 +133,6 @@ def _by_prefix(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
             yield f"{name}.", unwrapped_module(module)
 
 
-def _tied(state: Mapping[str, Any]) -> list[list[str]]:
-    places = {name: _place(value) for name, value in state.items() if _has_place(value)}
-    shared = {place for place, count in Counter(places.values()).items() if count > 1}
-    return [[name for name, place in places.items() if place == tied] for tied in shared]
-
-
 def _has_place(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel() > 0
 
@@ -171,7 +144,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 # Plain data
 
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(slots=True)
@@ -241,30 +214,6 @@ def differences(saved: Any, live: Any, name: str) -> list[str]:
     if isinstance(saved, torch.Tensor) or isinstance(live, torch.Tensor):
         return [f"{name}: {type(saved).__name__} in the file, {type(live).__name__} here"]
     return []
-
-
-def devices_of(tree: Any) -> dict[KeyPath, torch.device]:
-    """The device of each tensor in nested dicts, lists and tuples, by its path."""
-    return {path: leaf.device for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, torch.Tensor)}
-
-
-def to_devices(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
-    """A copy of the tree with each tensor on the device of its path; where there is none, it stays."""
-
-    def place(path: KeyPath, leaf: Any) -> Any:
-        return leaf.to(devices[path]) if isinstance(leaf, torch.Tensor) and path in devices else leaf
-
-    return tree_map_with_path(place, tree)
-
-
-def move_items(tree: Any, devices: Mapping[KeyPath, torch.device]) -> None:
-    """As `to_devices`, in the lists and dicts of the tree itself, one tensor after another."""
-    for path in devices_of(tree).keys() & devices.keys():
-        parent = reduce(lambda node, key: key.get(node), path[:-1], tree)
-        last: Any = path[-1]
-        if isinstance(parent, (dict, list)):
-            key = last.key if isinstance(last, MappingKey) else last.idx
-            parent[key] = parent[key].to(devices[path])
 
 
 def _spec(tensor: torch.Tensor) -> str:

@@ -80,13 +80,10 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     assert saved["head.weight"].data_ptr() == saved["embedding.weight"].data_ptr()
 
 
-def test_tied_and_untied_do_not_fit_each_other(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "tied", model=Tied())
-    save_checkpoint(tmp_path / "untied", model=Tied(tie=False))
-    with pytest.raises(CheckpointError, match=r"embedding\.weight, head\.weight are one tensor in the file"):
-        load_checkpoint(tmp_path / "tied", model=Tied(tie=False))
-    with pytest.raises(CheckpointError, match=r"embedding\.weight, head\.weight are one tensor here"):
-        load_checkpoint(tmp_path / "untied", model=Tied())
+def test_one_tensor_takes_no_two_values(tmp_path: Path) -> None:
+    untied = save_checkpoint(tmp_path / "untied", model=Tied(tie=False))
+    with pytest.raises(CheckpointError, match=r"embedding\.weight, head\.weight are one tensor here, and have two"):
+        load_checkpoint(untied, model=Tied())
 
 
 def test_every_offender_is_named_and_nothing_has_changed(tmp_path: Path) -> None:
@@ -111,35 +108,20 @@ def test_every_offender_is_named_and_nothing_has_changed(tmp_path: Path) -> None
     assert_same_bits(weights(live), before)
 
 
-def test_optimizer_parameters_go_by_name_not_by_place(tmp_path: Path) -> None:
-    def build(reverse: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        params = list(model.parameters())
-        return model, torch.optim.Adam(params[::-1] if reverse else params)
-
-    model, optimizer = build(reverse=False)
-    model(torch.randn(3, 2)).square().sum().backward()
-    optimizer.step()
-    folder = save_checkpoint(tmp_path / "checkpoint", model=model, optimizer=optimizer)
-    other, reversed_optimizer = build(reverse=True)
-    load_checkpoint(folder, model=other, optimizer=reversed_optimizer)
-    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(optimizer.state[param]["exp_avg"], reversed_optimizer.state[twin]["exp_avg"])
-
-
-def test_parameters_in_other_groups_are_named(tmp_path: Path) -> None:
+def test_parameters_at_other_places_are_named(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, second = (list(part.parameters()) for part in model)
     optimizer = torch.optim.Adam([{"params": first}, {"params": second}])
     folder = save_checkpoint(tmp_path / "checkpoint", model=model, optimizer=optimizer)
-    other = torch.optim.Adam([{"params": second}, {"params": first[:1]}])
+    other = torch.optim.Adam([{"params": second[::-1]}, {"params": first[:1]}, {"params": []}])
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(folder, model=model, optimizer=other)
     assert caught.value.offenders == (
-        "optimizer.0.bias: only in the file",
-        "optimizer.0.weight: group 0 in the file, group 1 here",
-        "optimizer.1.bias: group 1 in the file, group 0 here",
-        "optimizer.1.weight: group 1 in the file, group 0 here",
+        "optimizer: 2 groups in the file, 3 here",
+        "optimizer.0.bias: group 0, place 1 in the file, missing here",
+        "optimizer.0.weight: group 0, place 0 in the file, group 1, place 0 here",
+        "optimizer.1.bias: group 1, place 1 in the file, group 0, place 0 here",
+        "optimizer.1.weight: group 1, place 0 in the file, group 0, place 1 here",
     )
     with pytest.raises(CheckpointError, match=r"optimizer: saved from torch.optim.adam.Adam, here is .*SGD"):
         load_checkpoint(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
@@ -187,6 +169,8 @@ def test_a_checkpoint_inside_a_phase_is_refused(tmp_path: Path) -> None:
     run.ema.copy_to(run.model.parameters())
     with pytest.raises(CheckpointError, match="EMA weights are in the model now"):
         run.save(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="ema: is a list: give a module, or an EMA with shadow_params"):
+        save_checkpoint(tmp_path / "checkpoint", model=run.model, ema=[])
     run.ema.restore(run.model.parameters())
     run.save(tmp_path / "checkpoint")
 
@@ -213,16 +197,6 @@ def test_modules_whose_tensors_would_have_equal_names_are_refused(tmp_path: Path
     inner, outer = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match=r"unet\.0 would have names of tensors of unet"):
         save_checkpoint(tmp_path / "last.pt", model={"unet": outer, "unet.0": inner})
-
-
-def test_groups_without_parameters_count(tmp_path: Path) -> None:
-    saved, live = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    path = save_checkpoint(tmp_path / "last.pt", model=saved, optimizer=torch.optim.SGD(saved.parameters()))
-    optimizer = torch.optim.SGD([{"params": live.parameters()}, {"params": []}])
-    before = weights(live)
-    with pytest.raises(CheckpointError, match="1 groups in the file, 2 here"):
-        load_checkpoint(path, model=live, optimizer=optimizer)
-    assert_same_bits(weights(live), before)
 
 
 class Migrating(torch.nn.Module):
@@ -286,12 +260,7 @@ def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
 
 
 PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5)
-    | st.binary(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
