@@ -47,7 +47,7 @@ from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLo
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.config_file import parse_config
 from latentcache.devices.placement import placed
-from latentcache.devices.transfer import Sent, Transfer, transfer_to
+from latentcache.devices.transfer import Copies, Transfer, transfer_to
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import free_cached_memory, is_out_of_memory, vae_settings, weight_bytes
 from latentcache.models.tiny import seeded, tiny_denoiser, tiny_parts
@@ -228,7 +228,7 @@ def check_batches(bench: Bench) -> str:
     kind = type(transfer_to(bench.device))
     send, held = kind.send, list[tuple[torch.Tensor, torch.Tensor]]()
 
-    def late(transfer: Transfer, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Sent:
+    def late(transfer: Transfer, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Copies:
         def slept() -> Batch:
             sleep(SLEEP_CYCLES)  # on the stream of uploads, before their copies
             return read()

@@ -27,25 +27,20 @@ MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A batch on its way to the device. `Transfer.receive` makes it safe to use."""
+class Copies:
+    """Values of which the tensors are on their way to the device or to the host; `event` ends their copies.
 
-    batch: Batch
+    `Transfer.receive` makes what was sent safe to use, and `wait` what was downloaded.
+    """
+
+    values: Batch
     event: Any = None
 
-
-@dataclass(frozen=True, slots=True)
-class Download:
-    """Results on their way to the host."""
-
-    tensors: Mapping[str, torch.Tensor]
-    event: Any = None
-
-    def wait(self) -> dict[str, torch.Tensor]:
-        """The CPU tensors, once their copies have ended. Errors of the device are raised here."""
+    def wait(self) -> Batch:
+        """The values, once the copies have ended. The host waits, and errors of the device are raised here."""
         if self.event is not None:
             self.event.synchronize()
-        return dict(self.tensors)
+        return self.values
 
 
 def transfer_to(device: torch.device) -> Transfer:
@@ -54,12 +49,11 @@ def transfer_to(device: torch.device) -> Transfer:
     All transfers of a device share its streams. Whoever sends batches needs a transfer of its own.
     """
     if device.type == "cpu":
-        return Transfer(device, "the CPU computes where the host's memory is")
+        return Transfer(device)
     module = torch.get_device_module(device)
-    missing = [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
-    if missing:
+    if not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
         # Without streams a copy from pinned memory cannot overlap the computation, so nothing is pinned either.
-        return Transfer(device, f"{device.type} has no streams ({', '.join(missing)} missing)")
+        return Transfer(device)
     return StreamTransfer(device, module)
 
 
@@ -79,13 +73,13 @@ def _streams_of(device: torch.device, module: Any) -> tuple[Any, Any]:
 
 
 class Transfer:
-    """Copies that have ended when the call returns. `reason` says why the device is served in this way."""
+    """Copies that have ended when the call returns."""
 
     overlaps = False
     """Whether copies overlap the computation. Then pinned memory and launching one batch ahead pay off."""
 
-    def __init__(self, device: torch.device, reason: str):
-        self.device, self.reason = device, reason
+    def __init__(self, device: torch.device):
+        self.device = device
         self._pins = self.overlaps
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -106,20 +100,20 @@ class Transfer:
         """
         return tensor.to(self.device)
 
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
+    def download(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
         """Bring tensors of the current stream to the host, which waits in `wait`. The device computes meanwhile."""
-        return Download({name: tensor.cpu() for name, tensor in tensors.items()})
+        return Copies({name: tensor.cpu() for name, tensor in tensors.items()})
 
-    def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Sent:
+    def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Copies:
         """Move the tensors of the batch that `read` gives to the device, and let `place` finish it there.
 
         This runs in the thread that reads, and `receive` in the one that trains.
         """
-        return Sent(place(read()))
+        return Copies(place(read()))
 
-    def receive(self, sent: Sent) -> Batch:
+    def receive(self, sent: Copies) -> Batch:
         """The batch, safe to use on the current stream of this thread."""
-        return sent.batch
+        return sent.values
 
     def finish(self) -> None:
         """Wait until no copy reads the host batches any more. For the thread that sends."""
@@ -136,7 +130,7 @@ class StreamTransfer(Transfer):
     overlaps = True
 
     def __init__(self, device: torch.device, module: Any):
-        super().__init__(device, f"{device.type} has streams: copies overlap the computation")
+        super().__init__(device)
         self._module = module
         self._uploads, self._downloads = _streams_of(device, module)
         self._under_way: deque[tuple[Any, Batch]] = deque()
@@ -152,7 +146,7 @@ class StreamTransfer(Transfer):
         return moved
 
     @override
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
+    def download(self, tensors: Mapping[str, torch.Tensor]) -> Copies:
         self._downloads.wait_event(self._module.current_stream(self.device).record_event())
         copied = {}
         with self._module.stream(self._downloads):
@@ -161,10 +155,10 @@ class StreamTransfer(Transfer):
                 copied[name] = host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._downloads)
             event = self._sleeping_event(self._downloads)
-        return Download(copied, event)
+        return Copies(copied, event)
 
     @override
-    def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Sent:
+    def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Copies:
         while self._under_way and (len(self._under_way) >= MAX_IN_FLIGHT or self._under_way[0][0].query()):
             self._under_way[0][0].synchronize()
             self._under_way.popleft()
@@ -176,13 +170,13 @@ class StreamTransfer(Transfer):
             }
             self._under_way.append((self._sleeping_event(self._uploads), host))
             batch = place(moved)
-            return Sent(batch, self._uploads.record_event())
+            return Copies(batch, self._uploads.record_event())
 
     @override
-    def receive(self, sent: Sent) -> Batch:
-        tensors = (value for value in sent.batch.values() if isinstance(value, torch.Tensor))
+    def receive(self, sent: Copies) -> Batch:
+        tensors = (value for value in sent.values.values() if isinstance(value, torch.Tensor))
         self._pass_to_current_stream(tensors, sent.event)
-        return sent.batch
+        return sent.values
 
     @override
     def finish(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
-from latentcache.devices.transfer import Sent, Transfer, transfer_to
+from latentcache.devices.transfer import Copies, Transfer, transfer_to
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError, add_note
 from latentcache.loading.batch import to_device
 from latentcache.loading.dataset import LatentDataset
@@ -44,7 +44,7 @@ class _Made(NamedTuple):
     """A batch that was read, or None where all its samples were skipped; and what was skipped, with the reason."""
 
     planned: PlannedBatch
-    sent: Sent | None
+    sent: Copies | None
     skipped: Mapping[str, SampleError]
     num_skipped: int
 

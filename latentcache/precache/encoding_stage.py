@@ -21,7 +21,7 @@ import torch
 
 from latentcache.config import EncodeConfig
 from latentcache.devices.placement import Placement
-from latentcache.devices.transfer import Download, transfer_to
+from latentcache.devices.transfer import Copies, transfer_to
 from latentcache.errors import DeviceError, EncodeError
 from latentcache.models.model_loader import Models
 from latentcache.models.running import BatchRunner, float32_precision
@@ -95,14 +95,14 @@ class EncodingStage(ABC):
         """The models for `_launch`, on the device until the stack is closed. DeviceError where they do not fit."""
 
     @abstractmethod
-    def _launch(self, models: Any, items: Sequence[Item]) -> Download:
+    def _launch(self, models: Any, items: Sequence[Item]) -> Copies:
         """Start a batch. The host does not wait for its results."""
 
     @abstractmethod
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
         """Store a batch; `note` is that of a retry in float32. Runs in the background thread."""
 
-    def _fetch(self, download: Download) -> Mapping[str, torch.Tensor]:
+    def _fetch(self, download: Copies) -> Mapping[str, torch.Tensor]:
         return download.wait()
 
     def _encode(

@@ -21,7 +21,7 @@ import torch
 
 from latentcache.dataset.images import as_picture
 from latentcache.devices.placement import placed
-from latentcache.devices.transfer import Download
+from latentcache.devices.transfer import Copies
 from latentcache.errors import ImageRefused
 from latentcache.families.base import CONDITION, PICTURE, inference
 from latentcache.models.running import pinned_numerics, vae_settings
@@ -112,7 +112,7 @@ class ImageStage(EncodingStage):
 
     # Main thread
 
-    def _launch(self, models: Any, items: Sequence[Item]) -> Download:
+    def _launch(self, models: Any, items: Sequence[Item]) -> Copies:
         with timed(self._context.report, "encode"):
             pixels = self._transfer.host_memory((len(items), *items[0].data.shape), torch.uint8)
             np.stack([item.data for item in items], out=pixels.numpy())
@@ -129,7 +129,7 @@ class ImageStage(EncodingStage):
                     outputs[PICTURE] = family.encode_pictures(parts, pictures)
             return self._transfer.download(outputs)
 
-    def _fetch(self, download: Download) -> Mapping[str, torch.Tensor]:
+    def _fetch(self, download: Copies) -> Mapping[str, torch.Tensor]:
         with timed(self._context.report, "encode"):
             return super()._fetch(download)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latentcache.devices.transfer import Download
+from latentcache.devices.transfer import Copies
 from latentcache.errors import ImageRefused
 from latentcache.families.base import MASK, inference
 from latentcache.models.running import encoders_placed, pinned_numerics
@@ -103,7 +103,7 @@ class TextStage(EncodingStage):
             images.append(pixels)
         return refused, family.tokenize_with_control(self._parts_ahead, texts, images) if texts else ()
 
-    def _launch(self, models: Any, items: Sequence[Item]) -> Download:
+    def _launch(self, models: Any, items: Sequence[Item]) -> Copies:
         """Start a batch: what is stored of it, and flags of its problems.
 
         The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
