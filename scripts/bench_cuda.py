@@ -49,7 +49,7 @@ from latentcache.config_file import parse_config
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Copies, Transfer, transfer_to
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.running import free_cached_memory, is_out_of_memory, vae_settings, weight_bytes
+from latentcache.models.running import free_cached_memory, is_out_of_memory, weight_bytes
 from latentcache.models.tiny import seeded, tiny_denoiser, tiny_parts
 from latentcache.models.vae import decode_fitting, encode_images
 from latentcache.phases.phases import Phase
@@ -499,15 +499,15 @@ def checks(bench: Bench) -> None:
 
 
 def vae(bench: Bench) -> None:
-    """Images per second of the VAE's encoder, by dtype, layout and batch; and of precache with what it chooses."""
+    """Images per second of the VAE's encoder, by dtype and batch; and of precache with what it chooses."""
     rates: dict[str, float] = {}
     dtypes = (torch.float32,) if bench.device.type == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
     sizes = (1, 2) if bench.tiny else (1, 2, 4, 8, 16)
     pixels = torch.randint(0, 256, (sizes[-1], bench.side, bench.side, 3), dtype=torch.uint8, device=bench.device)
-    for dtype, layout in product(dtypes, (torch.contiguous_format, torch.channels_last)):
-        model = bench.vae(dtype).to(bench.device).to(memory_format=layout)
+    for dtype in dtypes:
+        model = bench.vae(dtype).to(bench.device)
         for size in sizes:
-            name = f"{dtype}, {layout}, batch {size}".replace("torch.", "")
+            name = f"{dtype}, batch {size}".replace("torch.", "")
             try:
                 rates[name] = size / bench.seconds({name: partial(encode_images, model, pixels[:size])})[name]
             except RuntimeError as error:
@@ -524,7 +524,7 @@ def vae(bench: Bench) -> None:
     case = bench.case("vae", models_of(vae=bench.vae(torch.float16 if bench.device.type != "cpu" else torch.float32)))
     chosen = choose_encodings(case.config(), case.models, {}).vae
     model = case.models.vae(chosen.dtype)
-    with placed(model, bench.device), vae_settings(model):
+    with placed(model, bench.device):
         size = min(chosen.batch_size, len(pixels))
         rate = size / bench.seconds({"chosen": partial(encode_images, model, pixels[:size])})["chosen"]
     half = [value for name, value in rates.items() if str(chosen.dtype).removeprefix("torch.") in name]

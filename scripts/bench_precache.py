@@ -48,7 +48,6 @@ from latentcache.devices.placement import device_named, placed
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.running import vae_settings
 from latentcache.models.tiny import seeded, tiny_parts
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
@@ -243,7 +242,7 @@ def chunks(items: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
 def encoder_alone(case: Case, batches: Sequence[torch.Tensor], device: torch.device) -> float:
     """Seconds of the VAE over uint8 batches that lie on the device."""
     vae = case.models.vae(DTYPES[case.options.dtype])
-    with placed(vae, device), vae_settings(vae):
+    with placed(vae, device):
         encode_images(vae, batches[0])
         synchronize(device)
         start = time.perf_counter()

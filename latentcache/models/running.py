@@ -1,4 +1,4 @@
-"""How models run: in batches that are halved when memory runs out, layer by layer, with settings that are restored.
+"""How models run: in batches that are halved when memory runs out, layer by layer, with flags that are restored.
 
 Each batch is launched before the one before it is fetched. No thread is involved, so `utils.concurrency` does not serve
 here: the device itself runs concurrently with the host.
@@ -226,27 +226,6 @@ def _restore(owner: Any, name: str, before: Any) -> None:
         if owner.fp32_precision == before:
             return
     setattr(owner, name, before)
-
-
-@contextmanager
-def vae_settings(vae: Any) -> Iterator[None]:
-    """The VAE in channels_last for half precision on an accelerator; afterwards as it was.
-
-    torch and cuDNN advise it for convolutions in float16 and bfloat16, as tensor cores read it without transposing.
-    Not in float32, for which it is not given, and not on a CPU: there an entry equals the live pipeline's output bit by
-    bit, and oneDNN rounds otherwise in channels_last.
-    """
-    parameter = next(vae.parameters())
-    is_half = parameter.device.type != "cpu" and parameter.dtype in (torch.float16, torch.bfloat16)
-    # A module in another format than the default is the caller's choice, and left alone.
-    to_channels_last = is_half and all(parameter.is_contiguous() for parameter in vae.parameters())
-    try:
-        if to_channels_last:
-            vae.to(memory_format=torch.channels_last)
-        yield
-    finally:
-        if to_channels_last:
-            vae.to(memory_format=torch.contiguous_format)
 
 
 # Text encoders on the device: whole where they fit, else as many layers as fit, and the others one after the other.

@@ -149,9 +149,8 @@ def encode_images(
         if kept is not None:
             shares = kept.to(parameter.device).movedim(-1, 1).float().div(255)
             images *= shares[:, :, None] if shares.ndim < images.ndim else shares
-        # Laid out as the weights: for channels-last strides convolutions may take a kernel that rounds otherwise.
-        layout = torch.contiguous_format if is_video else memory_format_of(vae)
-        images = images.to(parameter.dtype).contiguous(memory_format=layout)
+        # As pipelines have them: for channels-last strides convolutions may take a kernel that rounds otherwise.
+        images = images.to(parameter.dtype).contiguous()
         try:
             parameters = family.encode_image(vae, images)
         except AttributeError as error:
@@ -174,14 +173,6 @@ def first_frames(vae: Any, clips: torch.Tensor, family: Family, facts: VaeFacts 
     kept = torch.zeros(*clips.shape[:2], 1, 1, 1, dtype=torch.uint8)
     kept[:, 0] = 255
     return latents_from_moments(encode_images(vae, clips, family, facts, kept=kept))
-
-
-def memory_format_of(module: torch.nn.Module) -> torch.memory_format:
-    """`channels_last` if a convolution's weight is in that format alone, else `contiguous_format`."""
-    weights = (parameter for parameter in module.parameters() if parameter.ndim == 4)
-    if any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights):
-        return torch.channels_last
-    return torch.contiguous_format
 
 
 def keep_output(

@@ -24,7 +24,7 @@ from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Copies
 from latentcache.errors import ImageRefused
 from latentcache.families.base import CONDITION, PICTURE, inference
-from latentcache.models.running import pinned_numerics, vae_settings
+from latentcache.models.running import pinned_numerics
 from latentcache.models.vae import encode_images, first_frames, keep_output, problems
 from latentcache.precache.encoding_stage import EncodingStage, Item, RunContext
 from latentcache.precache.encodings import Encodings
@@ -55,7 +55,6 @@ class ImageStage(EncodingStage):
             with timed(context.report, "load"):
                 models = self._place(stack, self._placement.dtype)
             context.progress.start("encode images", sum(map(len, batches)))
-            stack.enter_context(vae_settings(models[0]))
             decoders = stack.enter_context(ThreadPoolExecutor(threads, "latentcache-decode"))
             groups = self._all_groups(batches, decoders, threads + self._encodings.image_group_size)
             stack.callback(groups.close)  # cancels the decoding of what still waits
