@@ -36,36 +36,21 @@ class ExportOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class ExportCaption:
-    """One caption's embeddings, as they are stored: [T, D] or [T, layers, D], and [P] where the family has them."""
-
-    text: str | None
-    """None: it was imported without its caption."""
-    prompt_embeds: torch.Tensor
-    pooled_prompt_embeds: torch.Tensor | None
-    num_tokens: int | None
-    """Tokens of the caption, uncut; None where they were not counted."""
-    others: tuple[str, ...]
-    """What else is stored of it, as the mask of a text with its padding."""
-
-
-@dataclass(frozen=True, slots=True)
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, (F,) h, w]: unscaled, float32, on the CPU.
 
     Of moments they are the mean. `geometry` is that of `latents`, and `entry` the one that has them as they are stored.
+    `captions` are texts and their entries; one that was imported without its caption has the text None.
     `stem` is the path of its files below the folder of an export: the sample_id without an image's suffix.
     """
 
-    sample_id: str
+    row: Row
     stem: PurePosixPath
-    path: str
     geometry: Geometry
     latents: torch.Tensor
     flipped: torch.Tensor | None
-    captions: tuple[ExportCaption, ...]
+    captions: tuple[tuple[str | None, Entry], ...]
     entry: Entry
-    row: Row
 
 
 class Export:
@@ -96,9 +81,9 @@ class Export:
         family = str(self.manifest.common.get("family", DEFAULT))
         self.family = family_named(check_family(family, families, format_name))
 
-    def skip(self, sample: ExportSample | Row, reason: str, detail: str, path: Path | None = None) -> None:
+    def skip(self, row: Row, reason: str, detail: str, path: Path | None = None) -> None:
         """Report a sample that is not exported, or one file of it, by `path`."""
-        self.report.skipped.append(Refusal(sample.sample_id, str(path or sample.path), reason, detail))
+        self.report.skipped.append(Refusal(row.sample_id, str(path or row.path), reason, detail))
 
     def samples(self) -> Iterator[ExportSample]:
         """The samples, one in memory at a time; what cannot be exported is listed in the report.
@@ -134,8 +119,7 @@ class Export:
             images = {
                 ref.geometry.flip: (ref.geometry, self._cache.get(ref.key)) for ref in row.images if ref.crop == 0
             }
-            encoded = [caption for caption in row.captions if caption.key]
-            captions = [_caption_of(caption.text, self._cache.get(caption.key)) for caption in encoded]
+            captions = [(caption.text, self._cache.get(caption.key)) for caption in row.captions if caption.key]
         except (EntryMissingError, EntryDamagedError) as error:
             self._skip_unread(row, error)
             return None
@@ -143,15 +127,16 @@ class Export:
             self.report.note("several crops: only the first was exported")
         geometry, entry = images[False]
         return ExportSample(
-            sample_id=row.sample_id,
+            row=row,
             stem=stem.with_suffix("") if stem.suffix.lower() in IMAGE_SUFFIXES else stem,
-            path=row.path,
             geometry=geometry,
             latents=_latents_of(entry),
             flipped=_latents_of(images[True][1]) if True in images else None,
-            captions=tuple(captions),
+            # An import that did not find a caption has no source: the manifest has the empty text of it.
+            captions=tuple(
+                (None if entry.record.identity.get("source", "") is None else text, entry) for text, entry in captions
+            ),
             entry=entry,
-            row=row,
         )
 
     def parts(self, sample: ExportSample, role: PartRole) -> list[torch.Tensor] | None:
@@ -161,12 +146,12 @@ class Export:
             entries = [self._cache.get(ref.key) for ref in refs]
             return [entry.tensors["mask"] if role == "mask" else _latents_of(entry) for entry in entries]
         except (EntryMissingError, EntryDamagedError) as error:
-            self._skip_unread(sample, error)
+            self._skip_unread(sample.row, error)
             return None
 
-    def _skip_unread(self, sample: ExportSample | Row, error: StoreError) -> None:
+    def _skip_unread(self, row: Row, error: StoreError) -> None:
         self.report.num_unread += 1
-        self.skip(sample, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
+        self.skip(row, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`, whole or not at all.
@@ -176,7 +161,7 @@ class Export:
         """
         if path in self._written or (os.path.exists(path) and not self._overwrite):
             detail = "another sample has this file" if path in self._written else "it exists already: give --overwrite"
-            self.skip(sample, "duplicate", detail, path)
+            self.skip(sample.row, "duplicate", detail, path)
             return False
         try:
             with self.sealed(path, len(data)) as fd:
@@ -184,7 +169,8 @@ class Export:
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
                 raise
-            self.skip(sample, "unreadable", f"its name is too long for a file here: {len(path.name)} characters", path)
+            detail = f"its name is too long for a file here: {len(path.name)} characters"
+            self.skip(sample.row, "unreadable", detail, path)
             return False
         self._written.add(path)
         return True
@@ -221,12 +207,3 @@ def _not_text(row: Row) -> str | None:
     except UnicodeEncodeError:
         return what
     return None
-
-
-def _caption_of(text: str, entry: Entry) -> ExportCaption:
-    """A caption as formats need it."""
-    # An import that did not find a caption has no source: the manifest has the empty text of it.
-    known = text if entry.record.identity.get("source", "") is not None else None
-    tensors = dict(entry.tensors)
-    embeds, pooled = tensors.pop("prompt_embeds"), tensors.pop("pooled_prompt_embeds", None)
-    return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"), tuple(tensors))

@@ -49,22 +49,17 @@ class Copy:
             for flip, latents in twins:
                 if latents is not None:
                     yield ForeignImage(
-                        sample_id=sample.sample_id,
-                        path=sample.path,
-                        image_path=self.folder / sample.sample_id,
+                        sample_id=sample.row.sample_id,
+                        path=sample.row.path,
+                        image_path=self.folder / sample.row.sample_id,
                         latents=self.change(latents),
                         is_scaled=False,
                         output=self.output,
                         geometry=replace(sample.geometry, flip=flip),
                     )
-            for caption in sample.captions:
-                yield ForeignText(
-                    sample_ids=(sample.sample_id,),
-                    path=sample.path,
-                    caption=caption.text,
-                    prompt_embeds=self.change(caption.prompt_embeds),
-                    pooled_prompt_embeds=self.change(caption.pooled_prompt_embeds),
-                )
+            for caption, entry in sample.captions:
+                tensors = {name: self.change(tensor) for name, tensor in entry.tensors.items()}
+                yield ForeignText((sample.row.sample_id,), sample.row.path, caption, **tensors)
 
 
 def samples_of(config: Config, seed: int | None = None) -> list[ExportSample]:

@@ -26,7 +26,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.clip import LONG_BY_ROWS
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.families.trainers import TrainerFiles
-from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportCaption, ExportOptions, ExportSample
+from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
 from latentcache.interop.files import corrupt, read_npz, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
@@ -78,7 +77,7 @@ NOTE_FIRST_LINE = "kohya encodes the first line of a caption file, unless it has
 _LATENT_NAME = re.compile(
     r"(?P<base>.+)_(?P<width>\d{4,6})x(?P<height>\d{4,6})_(?P<arch>[a-z][a-z0-9_]*)\.npz", re.DOTALL
 )
-_RESOLUTION = re.compile(r"latents_(?P<h>\d{1,5})x(?P<w>\d{1,5})")
+_LATENTS = re.compile(r"latents(_\d{1,5}x\d{1,5})?")
 _LARGEST_STEP = 64  # of kohya's buckets, in pixels
 _PIXELS = SDXL.latent.downscale
 _ROWS = (SDXL.max_length, *LONG_BY_ROWS)
@@ -165,18 +164,24 @@ class KohyaCache:
     def _latents(self, base: str, path: Path, named: Size | None) -> Iterator[ForeignItem]:
         """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
         arrays = read_npz(path)
-        stored = _stored(arrays, path)
-        notes = [NOTE_OTHERS] if stored.has_others else []
+        suffix, bucket, has_others = _largest(arrays, path)
+        notes = [NOTE_OTHERS] if has_others else []
         notes += [] if named else [NOTE_LEGACY]
-        size = _original_size(arrays, path, stored, named)
+        values = _array_of(arrays, f"original_size{suffix}", path).tolist()
+        if (pair := pixel_pair(values, 1)) is None:
+            raise corrupt(path, f"original_size is {values!s:.100}; it must be (width, height)")
+        size = Size(pair[1], pair[0])
+        if named not in (None, size):
+            raise corrupt(path, f"its name says an image of {named}, its content one of {size}")
         sample_id, image = self._image_of(base, size, path, notes)
-        geometry = _geometry(arrays, path, size, stored, notes)
+        geometry = fit(size, bucket)
+        notes += _notes_on(geometry, _array_of(arrays, f"crop_ltrb{suffix}", path))
         mask = None
-        if (mask_name := f"alpha_mask{stored.suffix}") in arrays:
-            mask = _latent_mask(tensor_in(arrays[mask_name], mask_name, path, ndim=2), stored, path)
+        if (mask_name := f"alpha_mask{suffix}") in arrays:
+            mask = _latent_mask(tensor_in(arrays[mask_name], mask_name, path, ndim=2), bucket, path)
             notes.append(NOTE_MASK)
         for flip in (False, True):
-            name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
+            name = f"latents{'_flipped' if flip else ''}{suffix}"
             if name in arrays:
                 yield ForeignImage(
                     sample_id=sample_id,
@@ -215,7 +220,8 @@ class KohyaCache:
     # Text
 
     def _text(self, base: str, path: Path) -> ForeignText:
-        embeds, pooled = _read_text(self._layout, read_npz(path), path)
+        arrays = read_npz(path)
+        embeds, pooled = (_read_flux if self._layout.has_resolutions else _read_sdxl)(arrays, path)
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
@@ -223,67 +229,38 @@ class KohyaCache:
         return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note, length)
 
 
-class _Stored(NamedTuple):
-    """One resolution of a file: the suffix of its names, and its latent's height and width."""
-
-    suffix: str
-    height: int
-    width: int
-    has_others: bool = False
-
-
-def _stored(arrays: Tensors, path: Path) -> _Stored:
-    """The largest resolution."""
-    found: dict[tuple[int, int], _Stored] = {}
-    for name in sorted(arrays):
-        match = _RESOLUTION.fullmatch(name)
-        if match is None and name != "latents":
-            continue
-        shape = arrays[name].shape
-        if len(shape) != 3 or min(shape) < 1:
-            raise corrupt(path, f"{name} has the shape {list(shape)}; it must be [4, h, w]")
-        height, width = shape[1:]
-        if match is not None and (int(match["h"]), int(match["w"])) != (height, width):
-            raise corrupt(path, f"{name} has the shape {list(shape)}, which its name denies")
-        # kohya looks for the name with a suffix first.
-        if match is not None or (height, width) not in found:
-            found[height, width] = _Stored(name.removeprefix("latents"), height, width)
-    if not found:
+def _largest(arrays: Tensors, path: Path) -> tuple[str, Bucket, bool]:
+    """The suffix of the names of the largest resolution, its bucket, and whether the file has others too."""
+    sides = {
+        name.removeprefix("latents"): tuple(tensor_in(array, name, path, ndim=3).shape[1:])
+        for name, array in arrays.items()
+        if _LATENTS.fullmatch(name)
+    }
+    if not sides:
         detail = "it holds no latents: it is no file of kohya's latent cache"
         raise ForeignFileRefused(path, "unsupported-format", detail)
-    return found[max(found, key=math.prod)]._replace(has_others=len(found) > 1)
+    # Of one resolution kohya looks for the name with a suffix first.
+    suffix = max(sides, key=lambda each: (math.prod(sides[each]), each))
+    height, width = sides[suffix]
+    return suffix, Bucket(height * _PIXELS, width * _PIXELS), len(set(sides.values())) > 1
 
 
-def _original_size(arrays: Tensors, path: Path, stored: _Stored, named: Size | None) -> Size:
-    values = _array_of(arrays, f"original_size{stored.suffix}", path).tolist()
-    pair = pixel_pair(values, 1)
-    if pair is None:
-        raise corrupt(path, f"original_size is {values!s:.100}; it must be (width, height)")
-    size = Size(pair[1], pair[0])
-    if named is not None and named != size:
-        raise corrupt(path, f"its name says an image of {named}, its content one of {size}")
-    return size
-
-
-def _geometry(arrays: Tensors, path: Path, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
-    """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
-    bucket = Bucket(stored.height * _PIXELS, stored.width * _PIXELS)
-    geometry = fit(size, bucket)
-    crop, usual = _array_of(arrays, f"crop_ltrb{stored.suffix}", path), contain_rule(size, bucket)
+def _notes_on(geometry: Geometry, crop: torch.Tensor) -> Iterator[str]:
+    """Where a file does not say what kohya's rule says that was done to the image."""
+    size, bucket = geometry.original_size, geometry.target_size
+    usual = torch.tensor(contain_rule(size, bucket)).double()
     # Within a pixel: releases may round otherwise.
-    if crop.shape != (4,) or not torch.allclose(crop.double(), torch.tensor(usual).double(), rtol=0, atol=1.0):
-        notes.append(NOTE_CROP)
+    if crop.shape != (4,) or not torch.allclose(crop.double(), usual, rtol=0, atol=1.0):
+        yield NOTE_CROP
     spare = (size.height - bucket.height, size.width - bucket.width)
     if size != geometry.resized_size and all(0 <= side < _LARGEST_STEP for side in spare):
-        notes.append(NOTE_NO_UPSCALE)
-    return geometry
+        yield NOTE_NO_UPSCALE
 
 
-def _latent_mask(pixels: torch.Tensor, stored: _Stored, path: Path) -> torch.Tensor:
+def _latent_mask(pixels: torch.Tensor, bucket: Bucket, path: Path) -> torch.Tensor:
     """The mask uint8 [1, h, w] of latents: the means of its pixels, which are from 0 to 1."""
-    sides = [stored.height * _PIXELS, stored.width * _PIXELS]
-    if list(pixels.shape) != sides or not bool(((pixels >= 0) & (pixels <= 1)).all()):
-        raise corrupt(path, f"its mask is {list(pixels.shape)}; it must be {sides} of numbers from 0 to 1")
+    if tuple(pixels.shape) != bucket or not bool(((pixels >= 0) & (pixels <= 1)).all()):
+        raise corrupt(path, f"its mask is {list(pixels.shape)}; it must be {list(bucket)} of numbers from 0 to 1")
     return (torch.nn.functional.avg_pool2d(pixels.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
 
 
@@ -294,12 +271,10 @@ def _array_of(arrays: Tensors, name: str, path: Path) -> torch.Tensor:
     return arrays[name]
 
 
-def _read_text(layout: TrainerFiles, arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_sdxl(arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The caption's prompt_embeds [L, D] and pooled_prompt_embeds [P]. Raises ForeignFileRefused."""
-    if layout.has_resolutions:
-        return _read_flux(arrays, path)
-    names = ("hidden_state1", "hidden_state2", "pool2")
-    first, second, pooled = (tensor_in(arrays.get(each), each, path, ndim=2 - (each == "pool2")) for each in names)
+    first, second = (tensor_in(arrays.get(each), each, path, ndim=2) for each in ("hidden_state1", "hidden_state2"))
+    pooled = tensor_in(arrays.get("pool2"), "pool2", path, ndim=1)
     if len(first) not in _ROWS or len(second) != len(first):
         detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: both need "
         detail += f"{' or '.join(map(str, _ROWS))} rows (max_token_length 75, 150, 225)"
@@ -310,6 +285,7 @@ def _read_text(layout: TrainerFiles, arrays: Tensors, path: Path) -> tuple[torch
 
 
 def _read_flux(arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_read_sdxl`, of a text of FLUX.1."""
     flag, mask = _array_of(arrays, _FLAG, path), _array_of(arrays, _MASK, path)
     if flag.shape != () or flag.dtype is not torch.bool:
         raise corrupt(path, f"{_FLAG} is {flag.dtype} {list(flag.shape)}; it must be one bool")
@@ -357,13 +333,17 @@ def export(
             continue
         run.report.num_other_buckets += other is not None
         if other is not None and not with_resolution:
-            run.skip(sample, "other-bucket", f"{other}: {REMEDY}")
+            run.skip(sample.row, "other-bucket", f"{other}: {REMEDY}")
         else:
             run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
             latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{layout.architecture}.npz")
-            if run.write(latents, _npz_bytes(_latent_arrays(sample, masks, with_resolution, layout, run)), sample):
+            arrays = _latent_arrays(sample, masks, with_resolution, layout, run)
+            if run.write(latents, _npz_bytes(arrays), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
-        _export_text(sample, base, layout, run)
+        if not layout.text_suffix:
+            run.report.note(f"kohya caches no texts of {run.family.name}: it encodes captions as it trains")
+        elif sample.captions:
+            _export_text(sample, base.with_name(base.name + layout.text_suffix), layout, run)
     return run.report
 
 
@@ -395,20 +375,27 @@ def _other_bucket(sample: ExportSample, rule: BucketRule | None) -> str | None:
     return f"its bucket is {geometry.target_size}, cut from {geometry.resized_size}; that of {rule} is {would}"
 
 
-def _export_text(sample: ExportSample, base: Path, layout: TrainerFiles, run: Export) -> None:
-    if not layout.text_suffix:
-        run.report.note(f"kohya caches no texts of {run.family.name}: it encodes captions as it trains")
-        return
-    if not sample.captions:
-        return
-    arrays = _text_arrays(layout, sample.captions[0], run.report)
-    if isinstance(arrays, str):
-        run.skip(sample, "unsupported-format", arrays)
+def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Export) -> None:
+    _, entry = sample.captions[0]
+    embeds, pooled = (entry.tensors[name] for name in ("prompt_embeds", "pooled_prompt_embeds"))
+    if embeds.dtype is not torch.float16:
+        embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16
+    if layout.has_resolutions:
+        num_tokens = entry.record.provenance.get("num_tokens")
+        run.report.note(NOTE_MASK_UNKNOWN if num_tokens is None else None)
+        arrays = _flux_arrays(embeds, pooled.to(embeds.dtype), num_tokens)
     else:
-        path = base.with_name(base.name + layout.text_suffix)
-        run.report.num_texts += run.write(path, _npz_bytes(arrays), sample)
-    if len(sample.captions) > 1:
-        run.report.note(NOTE_FIRST_CAPTION)
+        # The second encoder's hidden states are as wide as its pooled output.
+        width = embeds.shape[1] - pooled.shape[0]
+        if len(embeds) not in _ROWS or width < 1:
+            met = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)}"
+            detail = f"{met} are not SDXL's for kohya, which have {' or '.join(map(str, _ROWS))} rows"
+            run.skip(sample.row, "unsupported-format", detail)
+            return
+        first, second = embeds[:, :width].contiguous(), embeds[:, width:].contiguous()
+        arrays = {"hidden_state1": first.numpy(), "hidden_state2": second.numpy(), "pool2": pooled.numpy()}
+    run.report.num_texts += run.write(path, _npz_bytes(arrays), sample)
+    run.report.note(NOTE_FIRST_CAPTION if len(sample.captions) > 1 else None)
 
 
 def _latent_arrays(
@@ -442,31 +429,8 @@ def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     return file.getvalue()
 
 
-def _text_arrays(layout: TrainerFiles, caption: ExportCaption, report: ExportReport) -> dict[str, np.ndarray] | str:
-    """The arrays of a caption, or why it has none."""
-    embeds, pooled = caption.prompt_embeds, caption.pooled_prompt_embeds
-    assert pooled is not None, "both families have pooled embeddings"
-    if embeds.dtype is not torch.float16:
-        embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16
-    if layout.has_resolutions:
-        return _flux_arrays(embeds, pooled.to(embeds.dtype), caption.num_tokens, report)
-    # The second encoder's hidden states are as wide as its pooled output.
-    width = embeds.shape[1] - pooled.shape[0]
-    if len(embeds) not in _ROWS or width < 1:
-        met = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)}"
-        return f"{met} are not SDXL's for kohya, which have {' or '.join(map(str, _ROWS))} rows"
-    return {
-        "hidden_state1": embeds[:, :width].contiguous().numpy(),
-        "hidden_state2": embeds[:, width:].contiguous().numpy(),
-        "pool2": pooled.numpy(),
-    }
-
-
-def _flux_arrays(
-    embeds: torch.Tensor, pooled: torch.Tensor, num_tokens: int | None, report: ExportReport
-) -> dict[str, np.ndarray]:
+def _flux_arrays(embeds: torch.Tensor, pooled: torch.Tensor, num_tokens: int | None) -> dict[str, np.ndarray]:
     length = len(embeds)
-    report.note(NOTE_MASK_UNKNOWN if num_tokens is None else None)
     return {
         "l_pooled": pooled.numpy(),
         "t5_out": embeds.contiguous().numpy(),

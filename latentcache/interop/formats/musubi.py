@@ -60,9 +60,9 @@ def export(
         if controls is None:
             continue
         # Texts have no size in their names: samples of one name would be trained with one caption.
-        other = sample_of.setdefault(sample.stem.name, sample.sample_id)
+        other = sample_of.setdefault(sample.stem.name, sample.row.sample_id)
         if why := _why_not(sample, layout, other, len(controls)):
-            run.skip(sample, *why)
+            run.skip(sample.row, *why)
             continue
         base = Path(folder, sample.stem.name)
         height, width = sample.geometry.original_size
@@ -92,7 +92,7 @@ def export(
 
 def _why_not(sample: ExportSample, layout: TrainerFiles, other: str, num_controls: int) -> tuple[str, str] | None:
     """Reason and detail of a sample that its files cannot hold. `other` is the first sample of its name."""
-    if other != sample.sample_id:
+    if other != sample.row.sample_id:
         return "duplicate", f"{other} has the same name in another folder, and one folder has the files of both"
     if num_controls != int(layout.needs_control):
         needed = "one control image (Kontext)" if layout.needs_control else "no control image"
@@ -104,13 +104,13 @@ def _why_not(sample: ExportSample, layout: TrainerFiles, other: str, num_control
 def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Export) -> None:
     if not sample.captions:
         return
-    caption = sample.captions[0]
-    if caption.text is None:
+    caption, entry = sample.captions[0]
+    if caption is None:
         run.report.note(NOTE_UNKNOWN)
         return
-    fields = {name: getattr(caption, field) for name, field in layout.texts.items()}
+    fields = {name: entry.tensors[field] for name, field in layout.texts.items()}
     tensors = {f"{name}_{dtype_name(tensor)}": tensor for name, tensor in fields.items()}
-    run.report.num_texts += run.write(path, _file(tensors, layout, {"caption1": caption.text}), sample)
+    run.report.num_texts += run.write(path, _file(tensors, layout, {"caption1": caption}), sample)
     run.report.note(NOTE_FIRST_CAPTION if len(sample.captions) > 1 else None)
 
 

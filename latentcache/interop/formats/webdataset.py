@@ -97,9 +97,10 @@ def _add(tar: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
 def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[str]) -> Iterator[dict[str, bytes]]:
     """The members of each sample, by the name's second part; `outputs` collects what latents are of the posterior."""
     for sample in run.samples():
-        if others := ", ".join(dict.fromkeys(name for caption in sample.captions for name in caption.others)):
-            detail = f"its texts have {others}, for which shards have no place: precache with encode.padding drop"
-            run.skip(sample, "unsupported-format", detail)
+        if others := {name for _, text in sample.captions for name in text.tensors} - run.family.fields.keys():
+            named = ", ".join(sorted(others))
+            detail = f"its texts have {named}, for which shards have no place: precache with encode.padding drop"
+            run.skip(sample.row, "unsupported-format", detail)
             continue
         arrays = _arrays(sample, run, scaled, dtype)
         if arrays is None:
@@ -124,15 +125,14 @@ def _arrays(sample: ExportSample, run: Export, scaled: bool, dtype: torch.dtype 
     for field, latents in (("latents", sample.latents), ("latents_flipped", sample.flipped)):
         if latents is not None:
             found[field] = (run.scaling.apply(latents) if scaled else latents), stored
-    for number, caption in enumerate(sample.captions):
-        for field in run.family.fields:
-            tensor = getattr(caption, field)
+    for number, (_, text) in enumerate(sample.captions):
+        for field, tensor in text.tensors.items():
             found[f"{field}_{number}" if number else field] = tensor, tensor.dtype
     arrays = {}
     for field, (tensor, stored) in found.items():
         values = tensor.to(dtype or (stored if stored in _DTYPES else torch.float32))
         if problem := flaw_of(values):
-            run.skip(sample, "bad-output", f"its {field} hold {problem} in {values.dtype}: give --dtype float32")
+            run.skip(sample.row, "bad-output", f"its {field} hold {problem} in {values.dtype}: give --dtype float32")
             return None
         if dtype is None:
             run.report.note(None if stored in _DTYPES else NOTE_WIDER.format(dtype_name(stored)))
@@ -146,9 +146,9 @@ def _facts(sample: ExportSample, run: Export, scaled: bool, output: str) -> dict
     images = {f"latents{'_flipped' * ref.geometry.flip}": ref for ref in sample.row.images if ref.crop == 0}
     keys, flipped = {name: ref.key for name, ref in images.items()}, images.get("latents_flipped")
     # Captions that were not encoded are texts all the same.
-    texts = [caption.text for caption in sample.captions] or [ref.text for ref in sample.row.captions]
+    texts = [caption for caption, _ in sample.captions] or [ref.text for ref in sample.row.captions]
     return {
-        "sample_id": sample.sample_id,
+        "sample_id": sample.row.sample_id,
         "caption": texts[0] if texts else "",
         "captions": texts,
         "geometry": sample.geometry.to_json(),
