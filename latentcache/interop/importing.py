@@ -74,7 +74,11 @@ def import_cache(
     for VAEs other than the family's published one.
     """
     started = time.monotonic()
-    _check_name(name)
+    try:
+        TypeAdapter(Name).validate_python("" if name.lower().startswith(PROMPTS_PREFIX) else name)
+    except ValidationError as error:
+        allowed = f"letters, digits, dash and underscore, 64 at most, and no {PROMPTS_PREFIX!r} as its beginning"
+        raise ConfigError(f"the name is {name!r}; use {allowed}") from error
     try:
         previous = workspace.manifests.read(name)
     except DatasetError as error:
@@ -85,14 +89,9 @@ def import_cache(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
     report = ImportReport(foreign.format, name)
-    # What a verification lacks is found now, not when all has been read.
-    verifier = None
-    if verification is not None:
-        # It imports diffusers, which takes seconds, and which other imports need not have.
-        from latentcache.interop.verification import Verifier
-
-        verifier = Verifier(verification, name, workspace, report)
-    run = _Import(foreign, workspace, store_dtype, ScaleCheck(foreign.family, is_wanted=scale_check), report)
+    # What a verification lacks is found now, not when all has been read. It imports diffusers, which takes seconds.
+    verifier = None if verification is None else verification.verifier(name, workspace, report)
+    run = _Import(foreign, workspace, store_dtype, report, scale_check=scale_check)
     progress = progress or Progress()
     with workspace.in_use():
         try:
@@ -102,12 +101,10 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            common, table = _common_of(foreign, rows, run.length), RowTable.of(rows)
-            if dataset is None:
-                manifest = Manifest(name, "train", 1, common, table)
-            else:
+            manifest = Manifest(name, "train", 1, _common_of(foreign, rows, run.length), RowTable.of(rows))
+            if dataset is not None:
                 role, repeats, weight = dataset.role, dataset.repeats, dataset.loss_weight
-                manifest = Manifest(name, role, repeats, common, table, loss_weight=weight)
+                manifest = replace(manifest, role=role, repeats=repeats, loss_weight=weight)
             workspace.manifests.write(manifest)
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
@@ -115,17 +112,6 @@ def import_cache(
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = round(time.monotonic() - started, 3)
     return report
-
-
-def _check_name(name: str) -> None:
-    """Raises ConfigError for a name that no dataset of a config can have."""
-    try:
-        TypeAdapter(Name).validate_python(name)
-    except ValidationError as error:
-        detail = f"the name is {name!r}; use letters, digits, dash and underscore, 64 at most"
-        raise ConfigError(detail) from error
-    if name.lower().startswith(PROMPTS_PREFIX):
-        raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
 def _common_of(foreign: ForeignCache, rows: Mapping[str, Row], length: Mapping[str, int]) -> dict[str, Any]:
@@ -163,11 +149,15 @@ class _Import:
         foreign: ForeignCache,
         workspace: Workspace,
         store_dtype: torch.dtype | None,
-        scale_check: ScaleCheck,
         report: ImportReport,
+        *,
+        scale_check: bool,
     ):
         self._foreign, self._workspace, self._store_dtype = foreign, workspace, store_dtype
-        self._family, self._scale_check, self._report = family_named(foreign.family), scale_check, report
+        self._family, self._report, self._scale_check = family_named(foreign.family), report, scale_check
+        self._scaling = published_scaling(foreign.family)
+        self._stds: list[float] = []
+        """The standard deviations of the latents as if all were scaled."""
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.length: Mapping[str, int] = {}
@@ -189,7 +179,7 @@ class _Import:
                     self._report.refused.append(refusal_of(_sample_id_of(item), error))
                 progress.advance()
             writer.seal()
-        self._scale_check.check()
+        self._check_scale()
         self._report.bytes_written = writer.bytes_written
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
 
@@ -203,7 +193,11 @@ class _Import:
             detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
             raise ForeignFileRefused(item.path, "duplicate", detail)
         stored = self._stored("image", {"latents": self._unscaled(item)}, (item.latents.shape[0],), item.path)
-        self._scale_check.add(item.latents, item.is_scaled, item.path)
+        values = item.latents.float()
+        self._stds.append((values if item.is_scaled else self._scaling.apply(values)).std().item())
+        self._last = item
+        if len(self._stds) == FIRST_LOOK:
+            self._check_scale()
         source = self._digest_of(item.image_path)
         entry = self._entry(item, "image", stored, source)
         writer.add(entry)
@@ -233,7 +227,32 @@ class _Import:
             check_geometry(item.geometry)
         except ValueError as error:
             raise corrupt(item.path, str(error)) from error
-        return published_scaling(family.name).undo(latents.float()) if item.is_scaled else latents
+        return self._scaling.undo(latents.float()) if item.is_scaled else latents
+
+    def _check_scale(self) -> None:
+        """Raises DatasetError, with both numbers, if the latents are not scaled as the last one claims.
+
+        Scaled latents have a standard deviation near 1, and unscaled ones of another number.
+        """
+        if not self._scale_check or not self._stds:
+            return
+        spread = _spread_of(self._scaling)
+        # Where the two are nearly one number, nothing says which of them a claim is of.
+        border = max(spread, 1 / spread, _LEAST_SPREAD) ** 0.5
+        median, family = statistics.median(self._stds), self._family.name
+        # A claim that is wrong shifts the value by the spread: up (scaled is claimed) or down (unscaled is).
+        if 1 / border <= median <= border:
+            return
+        met, expected, claimed = median, 1.0, "scaled"
+        if not self._last.is_scaled:
+            met, expected, claimed = median * spread, spread, "unscaled"
+        raise DatasetError(
+            self._last.path,
+            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
+            f"holds {claimed} latents of {family}, which have about {expected:.3g}. Nothing was imported: the cache "
+            "was made for another model, or is of another format. For another VAE than "
+            f"{family}'s give --no-scale-check",
+        )
 
     def _digest_of(self, path: Path | None) -> str | None:
         if path is None:
@@ -370,9 +389,6 @@ def _sample_id_of(item: ForeignItem) -> str:
     return next(iter(item.sample_ids), "") if isinstance(item, ForeignText) else item.sample_id
 
 
-# How other trainers scale latents before they store them, and whether they are scaled as a cache claims.
-
-
 def published_scaling(family: str) -> Scaling:
     """The scaling of the family's published VAE, whose constants trainers write into their code.
 
@@ -386,50 +402,6 @@ def published_scaling(family: str) -> Scaling:
             key="family",
         )
     return found
-
-
-class ScaleCheck:
-    """The check of one import of latents of `family`.
-
-    Scaled latents have a standard deviation near 1, and unscaled ones of another number: that between is the border.
-    """
-
-    def __init__(self, family: str, *, is_wanted: bool):
-        self._family, self._scaling, self._is_wanted = family, published_scaling(family), is_wanted
-        self._spread = _spread_of(self._scaling)
-        self._stds: list[float] = []
-        """The standard deviations of the latents as if all were scaled."""
-        self._claims: set[bool] = set()
-        self._path = ""
-
-    def add(self, latents: torch.Tensor, is_scaled: bool, path: str) -> None:
-        """Note latents of the file `path`. Raises what `check` does, after the first FIRST_LOOK."""
-        scaled = latents.float() if is_scaled else self._scaling.apply(latents.float())
-        self._stds.append(scaled.std().item())
-        self._claims.add(is_scaled)
-        self._path = path
-        if len(self._stds) == FIRST_LOOK:
-            self.check()
-
-    def check(self) -> None:
-        """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
-        if not self._is_wanted or not self._stds:
-            return
-        # Where the two are nearly one number, nothing says which of them a claim is of.
-        border = max(self._spread, 1 / self._spread, _LEAST_SPREAD) ** 0.5
-        median = statistics.median(self._stds)
-        # A claim that is wrong shifts the value by the spread: up (scaled is claimed) or down (unscaled is).
-        if 1 / border <= median <= border:
-            return
-        scaled = True in self._claims
-        met, expected = (median, 1.0) if scaled else (median * self._spread, self._spread)
-        raise DatasetError(
-            self._path,
-            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
-            f"holds {'scaled' if scaled else 'unscaled'} latents of {self._family}, which have about {expected:.3g}. "
-            "Nothing was imported: the cache was made for another model, or is of another format. For another VAE than "
-            f"{self._family}'s give --no-scale-check",
-        )
 
 
 def _spread_of(scaling: Scaling) -> float:

@@ -65,6 +65,10 @@ class Verification:
             raise ConfigError(f"{message}these are", key="datasets")
         return named[0]
 
+    def verifier(self, name: str, workspace: Workspace, report: ImportReport) -> Verifier:
+        """What verifies an import of this name. Raises as `Verifier`."""
+        return Verifier(self, name, workspace, report)
+
 
 class Comparison(NamedTuple):
     """How an imported tensor differs from the encoded one."""
