@@ -6,7 +6,6 @@ Relative paths in a config are relative to the working directory, as in every tr
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -39,16 +38,7 @@ MAX_VARIANTS = 1000
 RETRY_S = 30.0
 """For so long a request is tried again that is not answered."""
 
-_WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])\Z", re.IGNORECASE)
-
-
-def _no_device(name: str) -> str:
-    if _WINDOWS_DEVICE.match(name):
-        raise ValueError(f"{name!r} names a device under Windows, where no file can have it: choose another name")
-    return name
-
-
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_device)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
@@ -604,13 +594,6 @@ class RayConfig(Section):
     room for now; of those without a GPU one for each node."""
     wait_s: float = Field(180.0, gt=0, allow_inf_nan=False)
     """For so many seconds the run waits where the cluster has no room for any encoder."""
-
-    @field_validator("num_gpus")
-    @classmethod
-    def _fraction_or_whole(cls, value: float | str) -> float | str:
-        if isinstance(value, float) and value > 1 and value != int(value):
-            raise ValueError(f"is {value:g}; Ray gives a fraction of one GPU, or whole GPUs")
-        return value
 
 
 class Config(Section):

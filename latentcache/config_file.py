@@ -44,11 +44,9 @@ def load_config(path: str | Path, *, overrides: Mapping[str, Any] | None = None)
     Raises:
         ConfigError: The file cannot be read, or a setting is unknown, missing or not allowed; every fault has a line.
     """
-    settings, given = read_file(Path(path)), dict(overrides or {})
-    source = f"{path} with flags" if given else str(path)
-    _merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
-    _merge(settings, given)
-    return parse_config(settings, source=source)
+    settings = read_file(Path(path))
+    _merge(settings, overrides or {})
+    return parse_config(settings, source=f"{path} with flags" if overrides else str(path))
 
 
 def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
@@ -82,8 +80,7 @@ def _describe(fault: Mapping[str, Any]) -> str:
     location = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
     dotted = ".".join(str(part) for part in location) or "config"
     if fault["type"] == "extra_forbidden":
-        advice = NOT_NEEDED.get(dotted.split(".")[-1]) or suggest(dotted, known_settings())
-        return f"{dotted}: unknown setting{advice}"
+        return f"{dotted}: unknown setting{suggest(dotted, known_settings())}"
     if fault["type"] == "missing":
         return f"{dotted}: is required"
     if fault["type"] == "value_error":
@@ -91,43 +88,21 @@ def _describe(fault: Mapping[str, Any]) -> str:
         return f"{dotted}: {message}" if location else message
     if dotted == "cache":  # a URL in its place may have a password, which is not repeated
         return "cache: give settings by their names, such as cache: {path: DIRECTORY}"
-    return f"{dotted}: {_wanted(dotted, fault) or fault['msg']} (met: {fault['input']!r})"
-
-
-def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
-    """What a setting takes, where the schema's own words do not help; None for the others."""
-    if fault["type"] == "model_type":
-        name, given = dotted.split(".")[-1], fault["input"]
-        example = f", such as {name}: {{path: {given}}}" if name in ("model", "source") else ""
-        return f"give settings by their names{example}"
-    if fault["type"] == "tuple_type":
-        return "give a list" + (" in the file; no flag takes one" if isinstance(fault["input"], str) else "")
-    if dotted.endswith("max_bytes"):
-        return "give a number of bytes, such as 50GB or 50GiB"
-    if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
-        return f"a name has at most 64 letters, digits, - and _, as {near_name(fault['input'])!r}"
-    return None
-
-
-def near_name(text: str) -> str:
-    """The text as a name that a dataset may have; empty where no letter and no digit of it is left."""
-    return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
-
-
-NOT_NEEDED = dict.fromkeys(("cache_latents", "cache_latents_to_disk"), "; latents are always cached: remove it")
-"""Settings of trainers that have no place here -> why."""
-MEANT = {"datasets.N.path": "datasets.N.source.path"}
-"""Settings that are often put into the wrong section -> those that are meant."""
+    return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
+    """The question whether a known word was meant, or "" when none is near.
+
+    That is a setting of this name in a section of the same section, or else the word that is spelled most alike. The
+    number of a dataset stays; where the word has none it is 0.
+    """
     pattern, known = re.sub(r"\b\d+\b", "N", word), list(known)
-    if f"datasets.N.{pattern}" in known:
-        return f"; it is a setting of each dataset: datasets.0.{word}"
-    near = MEANT.get(pattern) or "".join(difflib.get_close_matches(pattern, known, n=1))
-    for number in re.findall(r"\b\d+\b", word):
-        near = near.replace("N", number, 1)
+    section, _, name = pattern.rpartition(".")
+    inside = [each for each in known if each.startswith(section) and each.endswith(f".{name}")]
+    near = "".join((inside or difflib.get_close_matches(pattern, known, n=1))[:1])
+    for number in [*re.findall(r"\b\d+\b", word), *"00"]:
+        near = re.sub(r"\bN\b", number, near, count=1)
     return f"; did you mean {near!r}?" if near else ""
 
 
@@ -187,13 +162,6 @@ def type_name(annotation: Any) -> str:
     return {"Path": "path", "ByteSize": "bytes"}.get(annotation.__name__, str(annotation.__name__))
 
 
-YAML_ADVICE = {
-    r"'\t'": "A line begins with a tab; YAML wants spaces.",
-    "escape": r"In double quotes YAML reads \ as an escape: write 'C:\Users\me' in single quotes, or C:/Users/me.",
-}
-"""A sign in the message of a YAML error -> what to do."""
-
-
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
     reader = _READERS.get(path.suffix.lower())
@@ -210,7 +178,6 @@ def read_file(path: Path) -> dict[str, Any]:
         problem = f"cannot be read: {error.strerror}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
         problem = f"is not valid {path.suffix[1:].upper()}: {error}"
-        problem += next((f"\n{advice}" for sign, advice in YAML_ADVICE.items() if sign in str(error)), "")
     raise ConfigError(problem, source=str(path))
 
 
@@ -222,38 +189,27 @@ def _from_text(value: Any) -> Any:
 def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Change these settings, section by section. ConfigError for an item of a list that is not there."""
     for name, value in changes.items():
-        if isinstance(value, Mapping):
-            if settings.get(name) is None:
-                settings[name] = {}
-            section = settings[name]
-            if isinstance(section, list):
-                section = dict(zip(map(str, range(len(section))), section, strict=True))
-                if unknown := [number for number in value if not isinstance(section.get(number), dict)]:
-                    message = f"{name}: there is no number {unknown[0]!r}; the file has {len(section)}"
-                    raise ConfigError(message, key=name)
-            if isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
-                _merge(section, value)
-        else:
+        if not isinstance(value, Mapping):
             settings[name] = _from_text(value)
+            continue
+        section = settings.get(name)
+        if name == "control":  # as the schema has them: a file may give one without a list, and a mask as a word
+            section = as_list(section or [])
+        elif name == "mask":
+            section = as_section(section)
+        settings[name] = section = {} if section is None else section
+        if isinstance(section, list):
+            _merge_items(name, section, value)
+        elif isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
+            _merge(section, value)
 
 
-def _merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
-    """As `_merge`, of the datasets among the settings, each by its name or its number."""
-    datasets = settings.get("datasets")
-    if not changes or not isinstance(datasets, list):
-        return
-    by_name = {d["name"]: d for d in datasets if isinstance(d, dict) and isinstance(d.get("name"), str)}
-    by_number = {str(number): d for number, d in enumerate(datasets) if isinstance(d, dict)}
+def _merge_items(name: str, items: list[Any], changes: Mapping[str, Any]) -> None:
+    """Change items of a list of sections, each by its number, or by its name if it has one."""
+    known = {str(number): item for number, item in enumerate(items) if isinstance(item, dict)}
+    known |= {item["name"]: item for item in known.values() if isinstance(item.get("name"), str)}
     for which, change in changes.items():
-        dataset = by_name.get(which, by_number.get(which))
-        if dataset is None:
-            known = [*by_name, *by_number]
-            raise ConfigError(
-                f"--datasets.{which}: no such dataset; there are {', '.join(known)}", source=source, key="datasets"
-            )
-        # As the schema has them: a file may give one control image without a list, and a mask as a word.
-        if "control" in change:
-            dataset["control"] = as_list(dataset.get("control", []))
-        if "mask" in change:
-            dataset["mask"] = as_section(dataset.get("mask"))
-        _merge(dataset, change)
+        if which not in known:
+            message = f"{name}: there is no {which!r} in the file; it has {', '.join(known) or 'none'}"
+            raise ConfigError(message, key=name)
+        _merge(known[which], change)
