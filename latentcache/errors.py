@@ -1,40 +1,4 @@
-"""Every error that latentcache raises.
-
-    LatentCacheError
-    ├── ConfigError             a setting is wrong, unknown or missing
-    ├── DatasetError            a dataset cannot be read at all
-    │   └── ImageRefused        one image cannot be used; the run goes on without it
-    │       └── ForeignFileRefused  a file of another trainer's cache cannot be used; the import goes on without it
-    ├── MetricsError            a metrics.json is damaged, or another program wrote it
-    ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
-    ├── DeviceError             it is unclear, or impossible, where tensors should go
-    │   └── DeviceMismatchError     tensors that are used together lie on different devices
-    ├── PhaseError              a phase cannot be entered, or training could not be put back as it was
-    ├── PipelineError           a trainer's data pipeline cannot be cached, or plugged into
-    │   ├── ItemsError              some of its items cannot be cached; all others are
-    │   └── PipelineStopped         caching was asked to stop; the next start goes on
-    ├── ModelError              a model cannot be loaded, or must not be used
-    │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
-    │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
-    ├── ExtraMissingError       a package of an optional extra is not installed
-    ├── EncoderBusyError        too much waits to be encoded: request it again a little later
-    ├── ClusterError            a cluster does not give what a run needs, or its processes die again and again
-    ├── RequestRefused          a service does not do what a request asks for: who asks, how much, or in which form
-    └── StoreError              the cache cannot do what it was called for
-        ├── ReadOnlyError       the cache directory cannot be written
-        ├── StoreBusyError      another process holds the lock that this operation needs
-        ├── StorageFullError    no space is left
-        ├── SchemaError         the cache was written by another version of the format
-        ├── UnsafeStoreError    something in the cache directory was not put there by latentcache
-        ├── PackError           a pack cannot be read
-        ├── IndexDamagedError   the index cannot be trusted; it can be rebuilt from the packs
-        ├── RemoteError         a service or an object store does not answer, or refuses what it was asked
-        ├── EntryMissingError   there is no such entry
-        ├── EntryDamagedError   the entry's bytes are not those that were stored
-        └── SampleError         a sample cannot be returned; names the sample, the reason and the command that fixes it
-
-A message names the thing, the value met, the value allowed and the next step. The parts are fields too.
-"""
+"""Every error that latentcache raises. A message names the thing, the value met, the value allowed, the next step."""
 
 from __future__ import annotations
 
