@@ -9,22 +9,19 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from itertools import islice
-from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.captions import variants_of
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import RowTableBuilder, hex_of
+from latentcache.dataset.row_table import RowTable, RowTableBuilder, hex_of
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
@@ -49,26 +46,20 @@ VIDEOS_AT_ONCE = 4
 
 logger = logging.getLogger("latentcache")
 
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
-
 
 class Stopped(Exception):
     """The run was stopped while it planned."""
 
 
-class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+class _FileFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What the memo lists of an image or a clip: the digest of its bytes, its upright size, and a clip's frames."""
 
-    source: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    height: _Positive
-    width: _Positive
-    num_frames: _Positive | None = None
+    source: str
+    height: int
+    width: int
+    num_frames: int | None = None
     signature: str = ""
     """What the file's status was when it was read. The memo has it by path, so that a new reading replaces the last."""
-
-    @property
-    def size(self) -> Size:
-        return Size(self.height, self.width)
 
 
 _FACTS = msgspec.json.Decoder(_FileFacts)
@@ -163,12 +154,8 @@ class _DatasetPlanner:
             **family_json(encodings),
             **self._preparations.common(),
         }
-        self._num_variants = dataset.captions.variants
         self._history = History(last, self._common, entries.damaged)
         self._seen = set[str]()
-        self._num_each = dataset.variations * self._preparations.num_twins
-        self._crops = Counter[str]()
-        """Entries of the first crops, what further ones add, and the samples that these add nothing to."""
 
     def run(
         self,
@@ -192,31 +179,38 @@ class _DatasetPlanner:
             for each in planned:
                 self._sort(*each, present)
             progress.advance(len(chunk))
-        name, table = self._dataset.name, self._rows.finish()
+        dataset, table = self._dataset, self._rows.finish()
         if only is None and (num_lost := self._history.num_lost(table)):
             logger.warning(
                 "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
                 "remove what only it refers to. Give each dataset a name of its own.",
-                name,
+                dataset.name,
                 num_lost,
-                self._dataset.source.path,
+                dataset.source.path,
             )
-        if self._dataset.variations > 1:
-            self._plan.report.notes.append(f"{name}: {self._cost_of_crops()}")
-        use, rule = self._dataset, self._dataset.captions
-        options: dict[str, Any] = {"variants": rule.variants, "weights": rule.weights or ()}
-        manifest = Manifest(name, use.role, use.repeats, self._common, table, loss_weight=use.loss_weight, **options)
-        self._plan.manifests.append(manifest)
-        if self._num_variants > 1 and self._encodings.has_texts and only is None:
-            self._say_costs(name, table.columns["caption/keys"])
+        if only is None:
+            self._note_costs(table)
+        rule, use = dataset.captions, (dataset.name, dataset.role, dataset.repeats)
+        drawn = (rule.variants, rule.weights or (), dataset.loss_weight)
+        self._plan.manifests.append(Manifest(*use, self._common, table, *drawn))
 
-    def _say_costs(self, name: str, keys: np.ndarray) -> None:
-        """Note what the variants take, before anything is encoded: more than all else, where there are many."""
-        num_texts, num_captions = (len(set(hex_of(each))) for each in (keys, keys[:: self._num_variants]))
-        captions, num_bytes = counted(num_captions, "caption"), size(num_texts * self._encodings.text_bytes)
-        note = f"{name}: {self._num_variants} variants of {captions}: {counted(num_texts, 'text')}, {num_bytes}"
-        self._plan.report.notes.append(note)
-        logger.info("%s", note)
+    def _note_costs(self, table: RowTable) -> None:
+        """Note what crops and variants take, before anything is encoded: more than all else, where there are many."""
+        dataset, notes, number_of = self._dataset, list[str](), lambda keys: len(set(hex_of(keys)))
+        if dataset.variations > 1:
+            keys = table.columns["image/keys"]
+            num_first, num_all = number_of(keys[table.columns["image/crop"] == 0]), number_of(keys)
+            notes.append(
+                f"{dataset.variations} crops of each image add {num_all - num_first:,} entries to {num_first:,}"
+            )
+        if (variants := dataset.captions.variants) > 1 and self._encodings.has_texts:
+            keys = table.columns["caption/keys"]
+            captions, num_texts = counted(number_of(keys[::variants]), "caption"), number_of(keys)
+            num_bytes = size(num_texts * self._encodings.text_bytes)
+            notes.append(f"{variants} variants of {captions}: {counted(num_texts, 'text')}, {num_bytes}")
+        for note in notes:
+            self._plan.report.notes.append(f"{dataset.name}: {note}")
+            logger.info("%s: %s", dataset.name, note)
 
     def _with_facts(
         self, samples: Sequence[Sample | Refusal], executor: ThreadPoolExecutor, verify_sources: bool
@@ -282,7 +276,7 @@ class _DatasetPlanner:
         try:
             if isinstance(facts, Refusal):
                 raise ImageRefused(facts.path, facts.reason, facts.detail)
-            sizes = [each.size for each in facts]
+            sizes = [Size(each.height, each.width) for each in facts]
             shapes = self._preparations.shapes(sizes, facts[0].num_frames, path, image)
         except ImageRefused as refused:
             refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
@@ -292,8 +286,6 @@ class _DatasetPlanner:
         assert isinstance(sample, Sample) and image is not None  # a refused one has no facts
         key, put = self._preparations.key, self._rows.put
         entries = [(key(shape, image, source := facts[shape.role.number].source), shape, source) for shape in shapes]
-        if self._dataset.variations > 1:
-            self._count_crops(entries)
         controls = self._controls(self._read_with_texts(entries))
         rule = self._dataset.captions
         # Equal captions are one; not where each has a weight, which it would give to the next one.
@@ -302,34 +294,18 @@ class _DatasetPlanner:
         has_texts, text_key = self._encodings.has_texts, self._texts.key
         texts = [(text_key(text, controls) if has_texts else "", text) for each in variants for text in each]
         self._rows.start(sample_id, path, image)
-        for at, (made, shape, source) in enumerate(entries):
-            put(shape.role.name, made, shape.column, source, crop=self._crop_of(at))
+        for made, shape, source in entries:
+            put(shape.role.name, made, shape.column, source, crop=shape.crop)
         for made, text in texts:
             put("caption", made, b"", text=text)
         return [(sample, image, entries, texts)]
 
-    def _crop_of(self, at: int) -> int:
-        """The number of the crop of a sample's entry number `at`."""
-        return at % self._num_each // self._preparations.num_twins
-
-    def _count_crops(self, entries: Sequence[_Entry]) -> None:
-        first = {key for at, (key, *_) in enumerate(entries) if self._crop_of(at) == 0}
-        more = {key: shape.num_bytes for key, shape, _ in entries if key not in first}
-        self._crops.update(first=len(first), more=len(more), num_bytes=sum(more.values()), whole=not more)
-
-    def _cost_of_crops(self) -> str:
-        first, more, num_bytes = (self._crops[name] for name in ("first", "more", "num_bytes"))
-        whole = counted(self._crops["whole"], "sample")
-        cost = f"{self._dataset.variations} crops of each image add {more:,} entries ({size(num_bytes)}) to {first:,}"
-        return f"{cost}; {whole} without any room for other crops"
-
     def _read_with_texts(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        """The control images that the family's text encoder reads with each caption: the first entry of each."""
-        if not self._encodings.family.text_reads_control:
-            return []
-        return [entry for entry in entries[:: self._num_each] if entry[1].role.part == "control"]
+        """The control images that the family's text encoder reads with each caption. There is one view of the image."""
+        is_read = self._encodings.family.text_reads_control
+        return [entry for entry in entries if is_read and entry[1].role.part == "control"]
 
-    def _controls(self, read: Iterable[_Entry]) -> Controls:
+    def _controls(self, read: Sequence[_Entry]) -> Controls:
         """What the key of a text has of the images that are read with it."""
         identity = self._preparations.identity
         return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
@@ -338,24 +314,23 @@ class _DatasetPlanner:
         self, sample: Sample, image: str, entries: Sequence[_Entry], texts: Sequence[_Text], present: set[str]
     ) -> None:
         """Count a sample's entries, and make tasks of the misses."""
-        for at, entry in enumerate(entries):
+        for entry in entries:
             key, shape, source = entry
             if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
-                crop = self._crop_of(at)
-                facts = image_facts(source, shape.geometry, crop, image if shape.mask else None)
+                facts = image_facts(source, shape.geometry, shape.crop, image if shape.mask else None)
                 reason = self._history.why(sample.sample_id, shape.role.name, key, facts)
                 task = self._image_task(sample, image, entry)
                 self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
-        encodings, recipe = self._encodings, self._encodings.text.recipe
+        recipe, read = self._encodings.text.recipe, self._read_with_texts(entries)
         for number, (key, text) in enumerate(texts):
             if key and self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
-                read = self._read_with_texts(entries)
-                caption, controls = texts[number - number % self._num_variants][1], self._controls(read)
+                caption = texts[number - number % self._dataset.captions.variants][1]
                 facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)
                 reason = self._history.why(sample.sample_id, "text_encoding", key, facts)
                 images = tuple(self._image_task(sample, image, each) for each in read)
-                task = Task(key, self._texts.identity(text, controls), sample, caption=text, controls=images)
-                self._entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
+                identity = self._texts.identity(text, self._controls(read))
+                task = Task(key, identity, sample, caption=text, controls=images)
+                self._entries.add(task, recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)
 
     def _image_task(self, sample: Sample, image: str, entry: _Entry) -> Task:
         """The task of an entry of a sample whose image has the digest `image`."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from latentcache.config import BucketsConfig, DatasetConfig
@@ -77,9 +78,9 @@ class Role:
 class Shape:
     """What all entries of one role and geometry share. `image_key` gives the key of the entry of a source.
 
-    Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`. `mask` is the shape
-    of what covers a masked image: its keys depend on two sources, see `Preparations.key`. `column` is the geometry as
-    a manifest has it.
+    Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`. `crop` is the
+    number of the image's crop. `mask` is the shape of what covers a masked image: its keys depend on two sources, see
+    `Preparations.key`. `column` is the geometry as a manifest has it.
     """
 
     role: Role
@@ -89,6 +90,7 @@ class Shape:
     group: Hashable
     group_size: int
     num_bytes: int
+    crop: int = 0
     mask: Shape | None = None
 
 
@@ -102,8 +104,6 @@ class Preparations:
     def __init__(self, dataset: DatasetConfig, encodings: Encodings, salt: str):
         self._dataset, self._encodings, self._salt = dataset, encodings, salt
         self.downscale = encodings.facts.downscale_factor
-        self.num_twins = 1 + dataset.flip
-        """Entries of each role in one crop."""
         if dataset.frames is not None and not encodings.family.has_clips:
             message = f"dataset {dataset.name} has frames, but models of {encodings.family.name} take no clips"
             raise ConfigError(f"{message}; leave frames out", key="datasets.frames")
@@ -165,12 +165,11 @@ class Preparations:
         if source is None or self._dataset.variations == 1:
             return first
         found = [first]
-        for crop in self._further_crops(source, first[0].geometry):
-            shapes = self._shapes((*sizes,), num_available, crop)
+        for number, crop in enumerate(self._further_crops(source, first[0].geometry), 1):
+            shapes = self._shapes((*sizes,), num_available, crop, number)
             assert not isinstance(shapes, ImageRefused)  # its size is that of the first
             found.append(shapes)
-        starts = range(0, len(first), self.num_twins)
-        return tuple(shape for at in starts for shapes in found for shape in shapes[at : at + self.num_twins])
+        return tuple(sorted(chain.from_iterable(found), key=lambda shape: shape.role.number))
 
     def _further_crops(self, source: str, geometry: Geometry) -> Iterator[Crop]:
         """The places of the second and further crops of an image with this digest.
@@ -206,7 +205,7 @@ class Preparations:
         return ImageIdentity(source, Preparation.of(policy, geometry), role.encoding, self._salt)
 
     def _shapes_of(
-        self, sizes: tuple[Size, ...], num_available: int | None, crop: Crop | None = None
+        self, sizes: tuple[Size, ...], num_available: int | None, crop: Crop | None = None, number_of_crop: int = 0
     ) -> tuple[Shape, ...] | ImageRefused:
         images: list[Geometry | None] = [None, None] if self._dataset.flip else [None]
         found: list[Shape] = []
@@ -226,8 +225,8 @@ class Preparations:
                     return ImageRefused("", "too-short", detail)
                 images[number] = image or geometry
                 # The mask's shapes are the last ones before: of a pair the same one is so many places back.
-                mask = found[-self.num_twins] if role.part == "masked image" else None
-                found.append(replace(self._shape(role, geometry), mask=mask))
+                mask = found[-len(images)] if role.part == "masked image" else None
+                found.append(replace(self._shape(role, geometry), crop=number_of_crop, mask=mask))
         return tuple(found)
 
     def _geometry(self, role: Role, size: Size, image: Geometry | None, *, flip: bool) -> Geometry | None:
