@@ -6,6 +6,7 @@ Relative paths in a config are relative to the working directory, as in every tr
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -38,7 +39,16 @@ MAX_VARIANTS = 1000
 RETRY_S = 30.0
 """For so long a request is tried again that is not answered."""
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+_WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])\Z", re.IGNORECASE)
+
+
+def _no_device(name: str) -> str:
+    if _WINDOWS_DEVICE.match(name):
+        raise ValueError(f"{name!r} names a device under Windows, where no file can have it: choose another name")
+    return name
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_device)]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]

@@ -80,7 +80,8 @@ def _describe(fault: Mapping[str, Any]) -> str:
     location = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
     dotted = ".".join(str(part) for part in location) or "config"
     if fault["type"] == "extra_forbidden":
-        return f"{dotted}: unknown setting{suggest(dotted, known_settings())}"
+        advice = NOT_NEEDED.get(dotted.split(".")[-1]) or suggest(dotted, known_settings())
+        return f"{dotted}: unknown setting{advice}"
     if fault["type"] == "missing":
         return f"{dotted}: is required"
     if fault["type"] == "value_error":
@@ -88,7 +89,31 @@ def _describe(fault: Mapping[str, Any]) -> str:
         return f"{dotted}: {message}" if location else message
     if dotted == "cache":  # a URL in its place may have a password, which is not repeated
         return "cache: give settings by their names, such as cache: {path: DIRECTORY}"
-    return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
+    return f"{dotted}: {_wanted(dotted, fault) or fault['msg']} (met: {fault['input']!r})"
+
+
+def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
+    """What a setting takes, where the schema's own words do not help; None for the others."""
+    if fault["type"] == "model_type":
+        name, given = dotted.split(".")[-1], fault["input"]
+        example = f", such as {name}: {{path: {given}}}" if name in ("model", "source") else ""
+        return f"give settings by their names{example}"
+    if fault["type"] == "tuple_type":
+        return "give a list" + (" in the file; no flag takes one" if isinstance(fault["input"], str) else "")
+    if dotted.endswith("max_bytes"):
+        return "give a number of bytes, such as 50GB or 50GiB"
+    if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
+        return f"a name has at most 64 letters, digits, - and _, as {near_name(fault['input'])!r}"
+    return None
+
+
+def near_name(text: str) -> str:
+    """The text as a name that a dataset may have; empty where no letter and no digit of it is left."""
+    return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
+
+
+NOT_NEEDED = dict.fromkeys(("cache_latents", "cache_latents_to_disk"), "; latents are always cached: remove it")
+"""Settings of trainers that have no place here -> why."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -162,6 +187,13 @@ def type_name(annotation: Any) -> str:
     return {"Path": "path", "ByteSize": "bytes"}.get(annotation.__name__, str(annotation.__name__))
 
 
+YAML_ADVICE = {
+    r"'\t'": "A line begins with a tab; YAML wants spaces.",
+    "escape": r"In double quotes YAML reads \ as an escape: write 'C:\Users\me' in single quotes, or C:/Users/me.",
+}
+"""A sign in the message of a YAML error -> what to do."""
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
     reader = _READERS.get(path.suffix.lower())
@@ -178,6 +210,7 @@ def read_file(path: Path) -> dict[str, Any]:
         problem = f"cannot be read: {error.strerror}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
         problem = f"is not valid {path.suffix[1:].upper()}: {error}"
+        problem += next((f"\n{advice}" for sign, advice in YAML_ADVICE.items() if sign in str(error)), "")
     raise ConfigError(problem, source=str(path))
 
 

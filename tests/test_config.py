@@ -166,7 +166,19 @@ def test_resolutions_are_one_dataset_each(tmp_path: Path) -> None:
     [
         ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
         ({"encode": {"vae_dtype": "fp8"}}, r"encode\.vae_dtype: .*'float16'.*met: 'fp8'"),
+        (
+            {"datasets": [{"name": "Con", "source": {"path": "x"}}]},
+            r"datasets\.0\.name: .*'Con' names a device under Windows",
+        ),
+        ({"datasets": [{"name": "my style!", "source": {"path": "x"}}]}, r"datasets\.0\.name: .* as 'my-style'"),
+        ({"encode": {"cache_latents": True}}, r"encode\.cache_latents: unknown setting; latents are always cached"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
+        (
+            {"datasets": [{"name": "a", "source": "ph"}]},
+            r"source: give settings .* source: \{path: ph\} \(met: 'ph'\)$",
+        ),
+        ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
+        ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"images": {"min_side": 64}}, r"images: unknown setting; did you mean 'datasets\.0\.images'\?"),
         ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
         ({"datasets": []}, "at least one dataset"),
@@ -181,7 +193,7 @@ def test_resolutions_are_one_dataset_each(tmp_path: Path) -> None:
         (each_resolution([512], resolution=1024), r"datasets\.0: resolutions .* leave out area, resolution and sizes"),
         (each_resolution([512, 1536], rule="kohya"), r"datasets\.0\.buckets: .* <= resolution 1536 <= max_side 1024"),
         (each_resolution([32]), r"datasets\.0\.resolutions\.0: .*64 \(met: 32\)"),
-        (each_resolution([512], name="n" * 62), r"datasets\.0\.name: .*match pattern"),
+        (each_resolution([512], name="n" * 62), r"datasets\.0\.name: a name has at most 64"),
         ({"datasets": [{"name": "Validation-Prompts", "source": {"path": "x"}}]}, "may not begin with"),
         (source("folder", caption_columns=["text"]), "caption_columns is no setting of kind folder"),
         (
@@ -232,6 +244,8 @@ def test_an_unknown_dataset_is_named(config_file: Path) -> None:
         ("run.json", "[" * 200_000, "is not valid JSON"),
         ("run.yaml", "- 1", "holds list"),
         ("run.yaml", "", "is empty"),
+        ("run.yaml", "cache:\n\tpath: c", "YAML wants spaces"),
+        ("run.yaml", 'cache: {path: "C:\\Users\\me"}', "write 'C:.Users.me' in single quotes"),
         ("run.ini", "", "unknown suffix '.ini'"),
     ],
 )

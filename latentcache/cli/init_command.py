@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from latentcache.cli.options import AsJson
 from latentcache.cli.output import DONE
 from latentcache.config import DatasetConfig
-from latentcache.config_file import parse_config
+from latentcache.config_file import near_name, parse_config
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families import DEFAULT, DEFAULT_REPOSITORY
 from latentcache.types import Refusal
@@ -73,7 +73,7 @@ def init(
     from latentcache.dataset.samples import is_image, walk
 
     photos = photos.expanduser()
-    config = config or Path(f"{_near_name(photos.resolve().name) or 'photos'}.yaml")
+    config = config or Path(f"{near_name(photos.resolve().name) or 'photos'}.yaml")
     if config.exists() or config.suffix not in (".yaml", ".yml"):
         problem = "exists, and is left as it is" if config.exists() else "does not end in .yaml"
         raise ConfigError(f"{problem}; `latentcache init PHOTOS OTHER.yaml` writes OTHER.yaml", source=str(config))
@@ -82,7 +82,7 @@ def init(
     text, found = HEAD, dict[str, Any]()
     for folder in [photos / top for top in tops] or [photos]:
         match = REPEATS.fullmatch(folder.resolve().name)
-        name = _near_name(match[2] if match else folder.resolve().name) or "photos"
+        name = near_name(match[2] if match else folder.resolve().name) or "photos"
         name = f"{name[:56]}-{len(found) + 1}" if name.lower() in map(str.lower, found) else name
         (extension, alone), buckets = _captions_of(folder), BUCKETS[trainer]
         source = {"path": folder.as_posix()} | ({} if extension == ".txt" else {"caption_extension": extension})
@@ -162,8 +162,3 @@ def _look(dataset: DatasetConfig) -> dict[str, Any]:
             refused[sample.sample_id] = error.reason
     where = {"path": dataset.source.path.as_posix(), "repeats": dataset.repeats, "num_samples": len(samples)}
     return where | {"buckets": dict(sizes), "without_caption": bare, "cut_captions": cut, "refused": refused}
-
-
-def _near_name(text: str) -> str:
-    """The text as a name that a dataset may have; empty where no letter and no digit of it is left."""
-    return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]

@@ -154,6 +154,7 @@ def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPat
         (["--encode.vae_dtype", "fp8"], "'float16'"),
         (["--datasets.cats.flip", "true"], "datasets: there is no 'cats' in the file; it has 0, photos"),
         (["--cache", "x"], "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
+        (["--datasets.0.resolutions", "[256,512]"], "give a list in the file; no flag takes one"),
         (
             ["--datasets.0.mask", "alpha", "--datasets.0.mask.path", "masks"],
             "--datasets.0.mask and --datasets.0.mask.path contradict each other: give one of them",
