@@ -58,21 +58,13 @@ def fit(original_size: Size, bucket: Bucket, *, flip: bool = False) -> Geometry:
     never falls below the bucket's. The crop leaves the odd pixel at the bottom or on the right.
     """
     height, width = original_size
-    if min(height, width, *bucket) < 1:
-        raise ConfigError(f"an image of {Size(height, width)} cannot be fitted to a bucket of {Bucket(*bucket)}")
     # The side that must be enlarged most decides: bucket.height / height >= bucket.width / width.
     if bucket.height * width >= bucket.width * height:
         resized = Size(bucket.height, (2 * width * bucket.height + height) // (2 * height))
     else:
         resized = Size((2 * height * bucket.width + width) // (2 * width), bucket.width)
     spare = Size(resized.height - bucket.height, resized.width - bucket.width)
-    return Geometry(
-        original_size=Size(height, width),
-        resized_size=resized,
-        crop_top_left=Crop(spare.height // 2, spare.width // 2),
-        target_size=Bucket(*bucket),
-        flip=flip,
-    )
+    return Geometry(original_size, resized, Crop(spare.height // 2, spare.width // 2), bucket, flip)
 
 
 def fit_like(original_size: Size, image: Geometry) -> Geometry:
@@ -81,7 +73,7 @@ def fit_like(original_size: Size, image: Geometry) -> Geometry:
     With the image's proportions it is resized and cropped as that is. Otherwise its middle fills the same bucket.
     """
     if is_alike(original_size, image.original_size):
-        return replace(image, original_size=Size(*original_size))
+        return replace(image, original_size=original_size)
     return fit(original_size, image.target_size, flip=image.flip)
 
 

@@ -138,12 +138,13 @@ def decode_frames(data: bytes, path: str, config: ImagesConfig, numbers: Iterabl
 def prepare(pixels: np.ndarray, geometry: Geometry, resample: str = LANCZOS) -> np.ndarray:
     """Resize to `resized_size`, crop at `crop_top_left` to `target_size`, mirror left to right if `flip`.
 
-    `resample` is a filter's name (`resampling.FILTERS`). `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError.
-    Returns uint8 [h, w, 3], C-contiguous.
+    `resample` is a filter's name (`resampling.FILTERS`). `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError;
+    a mask is [H, W]. Returns uint8 [h, w, 3], or [h, w], C-contiguous.
     """
     (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
     fits = top + height <= geometry.resized_size.height and left + width <= geometry.resized_size.width
-    if pixels.shape != (*geometry.original_size, 3) or pixels.dtype != np.uint8 or not fits:
+    is_whole = pixels.shape in (geometry.original_size, (*geometry.original_size, 3))
+    if not is_whole or pixels.dtype != np.uint8 or not fits:
         raise ValueError(
             f"pixels are {pixels.dtype} {pixels.shape}, but the geometry is {geometry}: call buckets.fit with the size "
             "of these pixels"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from latentcache.dataset.resampling import BOX, resize
+from latentcache.dataset.images import prepare
+from latentcache.dataset.resampling import BOX
 from latentcache.types import Geometry
 
 
@@ -25,18 +26,6 @@ def luma(pixels: np.ndarray) -> np.ndarray:
     return grey.astype(np.uint8)
 
 
-def laid_mask(values: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """The mask [H, W] resized, cropped and mirrored as its image is: uint8 of `target_size`.
-
-    ValueError for a mask of another size than the geometry's.
-    """
-    if values.shape != geometry.original_size or values.dtype != np.uint8:
-        raise ValueError(f"the mask is {values.dtype} {values.shape}, but uint8 {geometry.original_size} is needed")
-    (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
-    taken = resize(values, geometry.resized_size, BOX)[top : top + height, left : left + width]
-    return taken[:, ::-1] if geometry.flip else taken
-
-
 def kept_by(mask: np.ndarray, rule: str) -> np.ndarray:
     """How much of each pixel a mask leaves, uint8 of its shape; the rest of it is grey, which is 0 of -1 to 1.
 
@@ -48,12 +37,12 @@ def kept_by(mask: np.ndarray, rule: str) -> np.ndarray:
 
 
 def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
-    """The mask [H, W] as it lies on its image (`laid_mask`); then the mean of squares of `downscale` pixels.
+    """The mask [H, W] prepared as its image is; then the mean of squares of `downscale` pixels.
 
     uint8 [1, h, w], halves rounded up. kohya's trainer has the mean too (`interpolate(..., mode="area")` in
-    `apply_masked_loss`), of floating point.
+    `apply_masked_loss`), of floating point. ValueError for a mask of another size than the geometry's.
     """
-    taken, (height, width) = laid_mask(values, geometry), geometry.target_size
+    taken, (height, width) = prepare(values, geometry, BOX), geometry.target_size
     rows, columns, area = height // downscale, width // downscale, downscale**2
     squares = taken[: rows * downscale, : columns * downscale].reshape(rows, downscale, columns, downscale)
     means: np.ndarray = (squares.sum(axis=(1, 3), dtype=np.uint32) + area // 2) // area

@@ -18,7 +18,8 @@ from latentcache.config import EncodeConfig, ImagesConfig
 from latentcache.dataset.clips import decode_clip
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.masks import kept_by, laid_mask, luma, prepare_mask
+from latentcache.dataset.masks import kept_by, luma, prepare_mask
+from latentcache.dataset.resampling import BOX
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import Identity, ImageIdentity, MaskIdentity, TextIdentity, digest
@@ -99,7 +100,7 @@ class Task:
         if self.mask is None or identity.masking is None:
             return pixels
         weights = self._weights(self.mask, identity.masking.source)
-        laid = laid_mask(weights, identity.masking.preparation.geometry)
+        laid = prepare(weights, identity.masking.preparation.geometry, BOX)
         return np.dstack([pixels, kept_by(laid, identity.masking.rule)])
 
     def _weights(self, sample: Sample, source: str) -> np.ndarray:

@@ -175,7 +175,7 @@ def test_a_mask_may_be_the_alpha_channel(pairs: Path) -> None:
 def test_luma_is_that_of_pillow() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     assert np.array_equal(luma(pixels), np.asarray(Image.fromarray(pixels).convert("L")))
-    with pytest.raises(ValueError, match="is needed"):
+    with pytest.raises(ValueError, match="pixels are uint8"):
         prepare_mask(luma(pixels), Geometry(Size(1, 1), Size(1, 1), Crop(0, 0), Size(1, 1)), 1)
 
 
