@@ -156,7 +156,7 @@ def test_the_batch_size_does_not_matter(cache: LatentCache, dtype: torch.dtype) 
         size: validation_loss(
             unet, cache, scheduler=SCHEDULER, settings=ValidationConfig(num_timesteps=3, batch_size=size)
         )
-        for size in (1, 2, 3, 8)
+        for size in (1, 3, 8)
     }
     assert reports[1].measurement_settings.dtype == str(dtype).removeprefix("torch.")
     expected = losses_of(reports[1])

@@ -86,9 +86,16 @@ def reference(
     return images
 
 
-@pytest.mark.parametrize("scheduler", [None, "EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 5.0])
-@pytest.mark.parametrize("negative", ["", "ugly", None])
+@pytest.mark.parametrize(
+    ("negative", "guidance_scale", "scheduler"),
+    [
+        ("", 1.0, None),
+        ("ugly", 5.0, None),
+        (None, 5.0, None),
+        ("", 5.0, "EulerAncestralDiscreteScheduler"),
+        ("ugly", 5.0, "DPMSolverMultistepScheduler"),
+    ],
+)
 def test_images_are_those_of_the_whole_pipeline(
     caches: Callable[[torch.dtype], Path], negative: str | None, guidance_scale: float, scheduler: str | None
 ) -> None:
@@ -106,8 +113,7 @@ def test_images_are_those_of_the_whole_pipeline(
 
 
 @pytest.mark.filterwarnings("ignore:.*upcast_vae:FutureWarning")
-@pytest.mark.parametrize("negative", ["ugly", None])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "negative"), [(torch.float16, "ugly"), (torch.bfloat16, None)])
 def test_in_half_precision_too(caches: Callable[[torch.dtype], Path], dtype: torch.dtype, negative: str | None) -> None:
     pipeline = pipeline_in(dtype)
     embeddings = cached(caches(dtype), negative, pipeline.unet)
