@@ -72,7 +72,7 @@ def _check_zero(settings: Mapping[str, Any]) -> Iterator[Finding]:
             found = f"is {_shown(device)}; DeepSpeed knows none, cpu, nvme"
             remedy = "name one of them; which GPU it is, the launcher decides"
             yield Finding("error", f"{subject}.device", found, remedy)
-        elif device == "nvme" and section.get("nvme_path") in (None, "auto", ""):
+        elif section and device == "nvme" and section.get("nvme_path") in (None, "auto", ""):
             found = "is missing, and device is nvme: DeepSpeed stops with a TypeError that does not say so"
             yield Finding("error", f"{subject}.nvme_path", found, "name a folder on the NVMe disk, or use cpu")
     param, optimizer = devices.values()
