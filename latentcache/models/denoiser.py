@@ -18,7 +18,7 @@ from accelerate import init_empty_weights
 
 from latentcache.checkpoints.checkpoint import is_training_checkpoint, read_checkpoint
 from latentcache.config import ModelConfig
-from latentcache.errors import CheckpointError, ModelError
+from latentcache.errors import CheckpointError
 from latentcache.families import family_named
 from latentcache.families.base import Family, class_named
 from latentcache.models.family import family_of
@@ -26,7 +26,7 @@ from latentcache.models.files import (
     TINY,
     check_package,
     config_folder,
-    has_weights,
+    has_variant,
     is_checkpoint,
     is_tiny,
     load_pretrained,
@@ -36,7 +36,6 @@ from latentcache.models.files import (
     part_folder,
     read_config,
     refused,
-    weights_name,
 )
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
 from latentcache.models.model_loader import ModelOrigin, find_model
@@ -79,12 +78,141 @@ def load_denoiser(
     model = ModelConfig() if model is None else model
     name, family = model.path if path is None else str(path), family or family_of(model)[0]
     check_package(family.denoiser, family.denoiser_class, family.denoiser_needs)
-    denoiser = _Denoisers(family, model, dtype).load(name)
+    denoiser = _load(family, model, name, dtype)
     if family.whole is not None:
         _put_beside(denoiser, family, family_named(family.whole), name, model)
     if name != model.path or model.denoiser is not None:
         _check_shared(denoiser, family, name, model)
     return denoiser.eval().requires_grad_(False)
+
+
+def _load(family: Family, model: ModelConfig, name: str, dtype: torch.dtype) -> Any:
+    part, subfolder, is_folder = family.denoiser, model.denoiser or family.denoiser, os.path.isdir(name)
+    if is_tiny(name, family):
+        return torch.nn.Module.to(tiny_denoiser(), dtype)
+    if not is_folder and is_training_checkpoint(name):
+        return _of_training_checkpoint(family, model, name, dtype)
+    if not is_folder and is_checkpoint(part, name):
+        return _of_file(family, model, Path(name), dtype)
+    variant, revision = (model.variant, model.revision) if name == model.path else (None, None)
+    folder = part_folder(local_part(subfolder, name, variant, revision)[1], subfolder)
+    if (folder / LORA_FILE).is_file():
+        raise _lora_refused(family, name)
+    if is_folder and model.variant and has_variant(folder, model.variant):
+        variant = model.variant
+    _settings_in(folder, family)
+    denoiser, unexpected = load_pretrained(part, class_named(family.denoiser_class), folder, variant, dtype)
+    if unexpected:
+        met = f"{folder} has {len(unexpected)} weights that its config.json has no place for, e.g. {unexpected[0]}"
+        raise refused(part, f"{met}. Use a folder written by save_pretrained.")
+    return denoiser
+
+
+def _of_training_checkpoint(family: Family, model: ModelConfig, name: str, dtype: torch.dtype) -> Any:
+    """The denoiser of the checkpoint's model part: the whole part, or the module of its name of several."""
+    part, word = family.denoiser, family.denoiser_word
+    try:
+        parts = read_checkpoint(Path(name))["parts"]
+    except CheckpointError as error:
+        raise refused(part, str(error)) from error
+    saved, extra, prefix = parts["model"], parts["extra"], f"{part}."
+    denoiser = empty(class_named(family.denoiser_class), _architecture(family, model))
+    state = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
+    names = sorted({key.split(".", 1)[0] for key in saved})
+    if state and names != [part]:
+        others = ", ".join(each for each in names if each != part)
+        logger.warning("%s: only its %s is loaded, not its %s", name, part, others)
+    state = {key.removeprefix(_PEFT_PREFIX): value for key, value in (state or saved).items()}
+    if state.keys().isdisjoint(denoiser.state_dict()):
+        met = f"the model part of {name} holds {', '.join(names[:8]) or 'nothing'}, but no {word}"
+        raise refused(part, f"{met}. Save one as model={part}, or as model={{{part!r}: {part}, ...}}.")
+    if any(mark in key for key in state for mark in _PEFT_MARKS):
+        adapters = extra.get(SETTINGS_KEY) if isinstance(extra, Mapping) else None
+        if not isinstance(adapters, Mapping):
+            raise refused(
+                part,
+                f"{name} holds a {word} with LoRA weights, but not their settings (alpha, rank, targets), without "
+                f"which the weights mean nothing. Save it with extra={{{SETTINGS_KEY!r}: lora_settings({part})}}.",
+            )
+        with init_empty_weights(include_buffers=False):
+            add_adapters(denoiser, adapters)
+    _fill(family, denoiser, state, dtype, name)
+    return denoiser
+
+
+def _of_file(family: Family, model: ModelConfig, file: Path, dtype: torch.dtype) -> Any:
+    """The denoiser in one file: of a whole model in the original layout, or alone, by diffusers' names or those."""
+    part, state = family.denoiser, read_file(family.denoiser, file)
+    if is_lora(state):
+        raise _lora_refused(family, str(file))
+    if scaled := next((key for key in state if key.endswith(_SCALES)), None):
+        raise refused(
+            part,
+            f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
+            f"that. Name the same {family.denoiser_word} in bfloat16 or float16, or in float8 without scales.",
+        )
+    original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
+    has_config = not original and (file.parent / "config.json").is_file()
+    settings = _settings_in(file.parent, family) if has_config else _architecture(family, model)
+    denoiser = empty(class_named(family.denoiser_class), settings)
+    names = denoiser.state_dict().keys()
+    # Both layouts may share more than half of their names. A file by diffusers' names has nearly all of them.
+    if original or len(names & state.keys()) < 0.9 * len(names):
+        inside = {each: described.inside for each, described in family.parts.items() if described.inside is not None}
+        if str(file) != model.path and any(first in key for first in inside.values() for key in state):
+            met = f"its {', '.join(inside)} is not used: cached texts are made with that of model.path"
+            logger.warning("%s: %s. If they differ, name the file as model.path and run precache", file, met)
+        state = _converted(family, original or state, settings, str(file))
+    _fill(family, denoiser, state, dtype, str(file))
+    return denoiser
+
+
+def _converted(family: Family, original: State, settings: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
+    """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
+    class_name = family.denoiser_class.rpartition(".")[2]
+    if family.denoiser != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
+        original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
+    original = {key: value for key, value in original.items() if not key.startswith(family.unused_weights)}
+    state = converted(family.denoiser, class_name, original, settings, name)
+    # It renames, splits and joins tensors, so that only the sum of their numbers stays.
+    given, placed = (sum(value.numel() for value in each.values()) for each in (original, state))
+    if given != placed:
+        met = f"{name} has {given} numbers in the {len(original)} tensors of its {family.denoiser_word}"
+        step = f"Name a checkpoint of {family.name}"
+        raise refused(family.denoiser, f"{met}, of which diffusers places {placed} in a {class_name}. {step}.")
+    return dict(state)
+
+
+def _fill(family: Family, denoiser: Any, state: State, dtype: torch.dtype, name: str) -> None:
+    step = f"Name a complete {family.denoiser_word} of the model in model.path, or that model's configs as model.config"
+    fill(family.denoiser, denoiser, state, dtype, name, step)
+
+
+def _architecture(family: Family, model: ModelConfig) -> Mapping[str, Any]:
+    """The settings of the model's denoiser: those that weights without a config must fit."""
+    if model.config is None and is_tiny(model.path, family):
+        return dict(tiny_denoiser().config)
+    part = model.denoiser or family.denoiser
+    folder, _ = config_folder(model.path, model.config, [f"{part}/config.json"], model.revision)
+    return _settings_in(folder / part, family)
+
+
+def _settings_in(folder: Path, family: Family) -> Mapping[str, Any]:
+    """The settings in a denoiser's config.json. ModelError unless they are those of the family's."""
+    model_class = class_named(family.denoiser_class)
+    settings = read_config(family.denoiser, folder, model_class)
+    wanted = model_class.__name__
+    class_name = settings.get("_class_name", wanted)
+    met = f"is a {class_name}" if class_name != wanted else family.check_settings(settings)
+    if met is not None:
+        raise refused(family.denoiser, f"{folder} {met}. Name a {wanted} of {family.name}.")
+    return settings
+
+
+def _lora_refused(family: Family, name: str) -> Exception:
+    word = family.denoiser_word
+    met = f"{name} is a LoRA, which changes a {word} but is none"
+    return refused(family.denoiser, f"{met}. Name it as the LoRA, and the {word} that it was trained on as the {word}.")
 
 
 def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: ModelConfig) -> None:
@@ -94,16 +222,15 @@ def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: 
     """
     for part in (each for each in whole.parts if each not in family.parts):
         origin = None
-        if name != model.path and not is_training_checkpoint(name):
-            if os.path.isfile(name):
-                inside = str(whole.parts[part].inside)
-                if any(inside in key for key in read_file(part, name)):
-                    origin = find_model(whole, name, model.config or model.path, None, None)
-            else:
-                found, folder = local_folder(part, name, [f"{part}/*"])
-                origin = ModelOrigin(found, whole, folder) if (folder / part).is_dir() else None
+        if name == model.path or is_training_checkpoint(name):
+            pass
+        elif not os.path.isfile(name):
+            found, folder = local_folder(part, name, [f"{part}/*"])
+            origin = ModelOrigin(found, whole, folder) if (folder / part).is_dir() else None
+        elif any(str(whole.parts[part].inside) in key for key in read_file(part, name)):
+            origin = find_model(whole, name, model.config or model.path, None, None)
         origin = origin or find_model(whole, model.path, model.config, model.variant, model.revision)
-        denoiser.__dict__[part] = origin.load(part, denoiser.dtype)[part].eval().requires_grad_(False)
+        denoiser.__dict__[part] = origin.load(part, denoiser.dtype)[part]
         logger.info("%s: that of %s", part, origin.name)
 
 
@@ -131,177 +258,6 @@ def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ..
             raise refused(family.denoiser, f"{met}. Name a {family.denoiser_word} of the model that made the cache.")
 
 
-class _Denoisers:
-    """Loads denoisers of a family, in `dtype`. `model` is what weights alone take their architecture from."""
-
-    def __init__(self, family: Family, model: ModelConfig, dtype: torch.dtype):
-        self.family, self.model, self.dtype = family, model, dtype
-        self.part, self.word = family.denoiser, family.denoiser_word
-        self.subfolder = model.denoiser or family.denoiser
-        self.model_class = class_named(family.denoiser_class)
-
-    def load(self, name: str) -> Any:
-        if is_tiny(name, self.family):
-            return torch.nn.Module.to(tiny_denoiser(), self.dtype)
-        if os.path.isdir(name):
-            return self._from_folder(Path(name))
-        if is_training_checkpoint(name):
-            return self._from_training_checkpoint(Path(name))
-        if is_checkpoint(self.part, name):
-            return self._from_file(Path(name))
-        is_model, subfolder = name == self.model.path, self.subfolder
-        variant, revision = (self.model.variant, self.model.revision) if is_model else (None, None)
-        folder = local_part(subfolder, name, variant, revision)[1]
-        return self._from_own_folder(part_folder(folder, subfolder), variant)
-
-    # A folder: a diffusers model, or a denoiser alone.
-
-    def _from_folder(self, folder: Path) -> Any:
-        if (folder / LORA_FILE).is_file():
-            raise self._lora_refused(folder)
-        own = part_folder(folder, self.subfolder)
-        if not (own / "config.json").is_file():
-            raise self._refused(
-                f"{own} has no config.json. Name a diffusers folder with {self.subfolder}/, a {self.word}'s own folder "
-                f"with config.json and {weights_name(self.part)}.safetensors, or a file of save_checkpoint."
-            )
-        variant = self.model.variant
-        has_variant = str(folder) == self.model.path or (variant and has_weights(self.part, own, variant))
-        return self._from_own_folder(own, variant if has_variant else None)
-
-    def _from_own_folder(self, folder: Path, variant: str | None) -> Any:
-        self._read_settings(folder)
-        denoiser, unexpected = load_pretrained(self.part, self.model_class, folder, variant, self.dtype)
-        if unexpected:
-            raise self._refused(
-                f"{folder} has {len(unexpected)} weights that its config.json has no place for, e.g. "
-                f"{unexpected[0]}. Use a folder written by save_pretrained."
-            )
-        return denoiser
-
-    # A file of save_checkpoint.
-
-    def _from_training_checkpoint(self, file: Path) -> Any:
-        """The denoiser of the checkpoint's model part: the whole part, or the module of its name of several."""
-        try:
-            parts = read_checkpoint(file)["parts"]
-        except CheckpointError as error:
-            raise self._refused(str(error)) from error
-        saved, extra = parts["model"], parts["extra"]
-        denoiser = empty(self.model_class, self._architecture())
-        state = self._own_weights(saved, file, denoiser)
-        if any(mark in key for key in state for mark in _PEFT_MARKS):
-            adapters = extra.get(SETTINGS_KEY) if isinstance(extra, Mapping) else None
-            if not isinstance(adapters, Mapping):
-                raise self._refused(
-                    f"{file} holds a {self.word} with LoRA weights, but not their settings (alpha, rank, targets), "
-                    f"without which the weights mean nothing. Save it with extra={{{SETTINGS_KEY!r}: "
-                    f"lora_settings({self.part})}}, or write the LoRA with {self.family.pipeline_name}."
-                    "save_lora_weights and name that file as the LoRA."
-                )
-            with init_empty_weights(include_buffers=False):
-                add_adapters(denoiser, adapters)
-        self._fill(denoiser, state, str(file))
-        return denoiser
-
-    def _own_weights(self, model: State, file: Path, denoiser: torch.nn.Module) -> State:
-        """The denoiser's weights in a checkpoint's model part, by its own names."""
-        prefix = f"{self.part}."
-        state = {key.removeprefix(prefix): value for key, value in model.items() if key.startswith(prefix)}
-        others = sorted({key.split(".", 1)[0] for key in model if not key.startswith(prefix)})
-        if state and others:
-            logger.warning("%s: only its %s is loaded, not its %s", file, self.part, ", ".join(others))
-        state = {key.removeprefix(_PEFT_PREFIX): value for key, value in (state or model).items()}
-        if state.keys().isdisjoint(denoiser.state_dict()):
-            names = ", ".join(sorted({key.split(".", 1)[0] for key in model})[:8]) or "nothing"
-            raise self._refused(
-                f"the model part of {file} holds {names}, but no {self.word}. Save one as model={self.part}, or as "
-                f"model={{{self.part!r}: {self.part}, ...}}."
-            )
-        return state
-
-    # One file: a whole model in the original layout, or a denoiser by diffusers' names or by the original ones.
-
-    def _from_file(self, file: Path) -> Any:
-        state: State = read_file(self.part, file)
-        if is_lora(state):
-            raise self._lora_refused(file)
-        original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
-        if scaled := next((key for key in state if key.endswith(_SCALES)), None):
-            raise self._refused(
-                f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
-                f"that. Name the same {self.word} in bfloat16 or float16, or in float8 without scales."
-            )
-        has_config = not original and (file.parent / "config.json").is_file()
-        settings = self._read_settings(file.parent) if has_config else self._architecture()
-        denoiser = empty(self.model_class, settings)
-        names = denoiser.state_dict().keys()
-        # Both layouts may share more than half of their names. A file by diffusers' names has nearly all of them.
-        if original or len(names & state.keys()) < 0.9 * len(names):
-            state = self._converted(original or state, settings, str(file))
-        self._fill(denoiser, state, str(file))
-        return denoiser
-
-    def _converted(self, original: State, settings: Mapping[str, Any], name: str) -> State:
-        """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
-        class_name = self.model_class.__name__
-        if self.part != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
-            original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
-        unused = self.family.unused_weights
-        inside = {part: each.inside for part, each in self.family.parts.items() if each.inside is not None}
-        if name != self.model.path and any(first in key for first in inside.values() for key in original):
-            met = f"its {', '.join(inside)} is not used: cached texts are made with that of model.path"
-            logger.warning("%s: %s. If they differ, name the file as model.path and run precache", name, met)
-        original = {key: value for key, value in original.items() if not key.startswith(unused)}
-        state = converted(self.part, class_name, original, settings, name)
-        # It renames, splits and joins tensors, so that only the sum of their numbers stays.
-        given, placed = (sum(value.numel() for value in each.values()) for each in (original, state))
-        if given != placed:
-            raise self._refused(
-                f"{name} has {given} numbers in the {len(original)} tensors of its {self.word}, of which diffusers "
-                f"places {placed} in a {class_name}. Name a checkpoint of {self.family.name}."
-            )
-        return state
-
-    def _fill(self, denoiser: Any, state: State, name: str) -> None:
-        step = f"Name a complete {self.word} of the model in model.path, or that model's configs as model.config"
-        fill(self.part, denoiser, state, self.dtype, name, step)
-
-    # What a denoiser is, by its config or its names.
-
-    def _architecture(self) -> Mapping[str, Any]:
-        """The settings of the model's denoiser: those that weights without a config must fit."""
-        model, part = self.model, self.subfolder
-        if model.config is None and is_tiny(model.path, self.family):
-            return dict(tiny_denoiser().config)
-        folder, _ = config_folder(model.path, model.config, [f"{part}/config.json"], model.revision)
-        if not (folder / part / "config.json").is_file():
-            raise self._refused(
-                f"{folder} has no {part}/config.json, which weights without a config of their own need. "
-                f"Set model.config to the diffusers folder or hub id of a model of {self.family.name}."
-            )
-        return self._read_settings(folder / part)
-
-    def _read_settings(self, folder: Path) -> Mapping[str, Any]:
-        """The settings in a denoiser's config.json. ModelError unless they are those of the family's."""
-        wanted = self.model_class.__name__
-        settings = read_config(self.part, folder, self.model_class)
-        class_name = settings.get("_class_name", wanted)
-        met = f"is a {class_name}" if class_name != wanted else self.family.check_settings(settings)
-        if met is not None:
-            raise self._refused(f"{folder} {met}. Name a {wanted} of {self.family.name}.")
-        return settings
-
-    def _refused(self, message: str) -> ModelError:
-        return refused(self.part, message)
-
-    def _lora_refused(self, path: Path) -> ModelError:
-        return self._refused(
-            f"{path} is a LoRA, which changes a {self.word} but is none. Name it as the LoRA, and the {self.word} that "
-            f"it was trained on as the {self.word}."
-        )
-
-
 def load_scheduler(
     path: str | Path | None = None, *, model: ModelConfig | None = None, family: Family | None = None
 ) -> Any:
@@ -317,14 +273,19 @@ def load_scheduler(
     for name in dict.fromkeys((model.path if path is None else str(path), model.path)):
         if is_training_checkpoint(name):
             continue
-        marks |= _scheduler_marks(name)
-        scheduler = None
         if name == TINY and is_tiny(name, family or family_of(model)[0]):
             scheduler = tiny_part("scheduler")
-        elif (folder := _scheduler_folder(name, model)) is not None:
-            scheduler = _scheduler_from(name, folder)
-        if scheduler is not None:
-            return type(scheduler).from_config(scheduler.config, **marks) if marks else scheduler
+        elif (folder := _scheduler_folder(name, model, marks)) is None:
+            continue
+        else:
+            # One class reads the settings of all: they share the file's name.
+            settings = read_config("scheduler", folder, diffusers.EulerDiscreteScheduler, name)
+            with loading("scheduler", name):
+                scheduler_class: Any = getattr(diffusers, str(settings.get("_class_name")))
+                if not issubclass(scheduler_class, diffusers.SchedulerMixin):
+                    raise TypeError(f"{scheduler_class.__name__} is no scheduler of diffusers")
+                scheduler = scheduler_class.from_config(settings)
+        return type(scheduler).from_config(scheduler.config, **marks) if marks else scheduler
     raise refused(
         "scheduler",
         f"neither {name if path is None else path} nor model.path ({model.path}) has a {_SCHEDULER_FILE}. Name a whole "
@@ -332,38 +293,23 @@ def load_scheduler(
     )
 
 
-def _scheduler_folder(name: str, model: ModelConfig) -> Path | None:
-    """The folder with the scheduler's config that belongs to this name, or None."""
+def _scheduler_folder(name: str, model: ModelConfig, marks: dict[str, Any]) -> Path | None:
+    """The folder with the scheduler's config that belongs to this name, or None.
+
+    Settings that a checkpoint file itself states are added to `marks`.
+    """
     if os.path.isdir(name) or not is_checkpoint("scheduler", name):
         revision = model.revision if name == model.path else None
         folder = local_folder("scheduler", name, [_SCHEDULER_FILE], revision=revision)[1]
-    elif name == model.path:
-        folder = config_folder(model.path, model.config, [_SCHEDULER_FILE])[0]
-    else:
-        return None
-    return folder / "scheduler" if (folder / _SCHEDULER_FILE).is_file() else None
-
-
-def _scheduler_marks(name: str) -> dict[str, Any]:
-    """Settings of the scheduler that a checkpoint file itself states."""
-    if not os.path.isfile(name) or not is_checkpoint("scheduler", name):
-        return {}
+        return folder / "scheduler" if (folder / _SCHEDULER_FILE).is_file() else None
     state = read_file("scheduler", name)
-    if "v_pred" not in state:
-        return {}
-    marks: dict[str, Any] = {"prediction_type": "v_prediction"}
-    if "ztsnr" in state:
-        # "trailing" because only then sampling begins where nothing but noise is left (Lin et al., 2305.08891).
-        marks |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    logger.info("scheduler: %s is marked as v_pred: %s", name, marks)
-    return marks
-
-
-def _scheduler_from(name: str, folder: Path) -> Any:
-    # One class reads the settings of all: they share the file's name.
-    settings = read_config("scheduler", folder, diffusers.EulerDiscreteScheduler, name)
-    with loading("scheduler", name):
-        scheduler_class: Any = getattr(diffusers, str(settings.get("_class_name")))
-        if not issubclass(scheduler_class, diffusers.SchedulerMixin):
-            raise TypeError(f"{scheduler_class.__name__} is no scheduler of diffusers")
-        return scheduler_class.from_config(settings)
+    if "v_pred" in state:
+        marks["prediction_type"] = "v_prediction"
+        if "ztsnr" in state:
+            # "trailing" because only then sampling begins where nothing but noise is left (Lin et al., 2305.08891).
+            marks |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        logger.info("scheduler: %s is marked as v_pred: %s", name, marks)
+    if name != model.path:
+        return None
+    folder = config_folder(name, model.config, [_SCHEDULER_FILE])[0]
+    return folder / "scheduler" if (folder / _SCHEDULER_FILE).is_file() else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,33 +94,20 @@ def is_checkpoint(part: str, path: str) -> bool:
     return is_file
 
 
-def has_weights(part: str, folder: Path, variant: str | None) -> bool:
-    """Whether the folder has the variant's .safetensors weights, in one file or in several with an index."""
-    infix = f".{variant}" if variant else ""
+def has_variant(folder: Path, variant: str) -> bool:
+    """Whether the folder has weights of this variant, in one file or in several with an index."""
     # The version of the library that wrote an index decides where its name has the variant.
-    endings = (f"{infix}.safetensors", f"{infix}*.safetensors.index*.json", f".safetensors.index{infix}.json")
-    return any(any(folder.glob(f"{weights_name(part)}{ending}")) for ending in endings)
+    return any(folder.glob(f"*.{variant}*.safetensors")) or any(folder.glob(f"*.safetensors.index.{variant}.json"))
 
 
 def load_pretrained(
-    part: str, model_class: Any, folder: Path, variant: str | None, dtype: torch.dtype
+    part: str, model_class: Any, folder: Path, variant: str | None, dtype: torch.dtype, **changed: Any
 ) -> tuple[torch.nn.Module, list[str]]:
     """The part in a folder of its own, in `dtype` on the CPU, and the names of its weights that have no place in it.
 
-    Raises ModelError for weights that are pickled, missing or of another shape.
+    `changed` are settings in place of those in its config. Raises ModelError for weights that are pickled, missing or
+    of another shape.
     """
-    library = model_class.__module__.split(".")[0]
-    if not has_weights(part, folder, variant):
-        names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
-        step = "Name a folder that has it, or the variant whose weights are there"
-        if names and all(name.endswith(_PICKLED) for name in names):
-            step = (
-                "A pickle can run code when it is loaded. Convert it where that is safe: "
-                f"{library}.{model_class.__name__}.from_pretrained({str(folder)!r}, use_safetensors=False)"
-                f".save_pretrained({str(folder)!r})"
-            )
-        met = f"{folder} has no {weights_name(part, variant)}.safetensors (it has {', '.join(names) or 'no weights'})"
-        raise refused(part, f"{met}. {step}.")
     with loading(part, str(folder)):
         module, info = model_class.from_pretrained(
             folder,
@@ -127,7 +115,8 @@ def load_pretrained(
             variant=variant,
             local_files_only=True,
             output_loading_info=True,
-            **{"torch_dtype" if library == "diffusers" else "dtype": dtype},
+            **{"torch_dtype" if model_class.__module__.startswith("diffusers.") else "dtype": dtype},
+            **changed,
         )
     # Both libraries fill what is missing with random values and only warn.
     absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
@@ -146,7 +135,7 @@ def read_config(part: str, folder: Path, config_class: Any, name: str | None = N
     Raises ModelError.
     """
     with loading(part, name or str(folder)):
-        settings = config_class.load_config(folder)
+        settings = config_class.load_config(folder.absolute(), local_files_only=True)  # not `a/b` of the hub
         if not isinstance(settings, Mapping):
             raise ValueError(f"its config holds {type(settings).__name__}, not settings by name")
         return settings
@@ -222,17 +211,23 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def loading(part: str, name: str) -> Iterator[None]:
-    """Turn what diffusers and transformers raise into ModelError, and keep their progress bars off the terminal."""
+    """Turn what diffusers and transformers raise into ModelError, and keep their progress bars off the terminal.
+
+    And what diffusers logs of weights: it is raised here, or callers say what it means.
+    """
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
+    verbosity = of_diffusers.get_verbosity()
     libraries = [(library, library.is_progress_bar_enabled()) for library in (of_diffusers, of_transformers)]
     for library, _ in libraries:
         library.disable_progress_bar()
+    of_diffusers.set_verbosity(logging.CRITICAL)
     try:
         with readable(part, name):
             yield
     finally:
+        of_diffusers.set_verbosity(verbosity)
         for library, was_enabled in libraries:
             if was_enabled:
                 library.enable_progress_bar()
@@ -246,7 +241,7 @@ def readable(part: str, name: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # they raise nearly anything for a damaged or foreign file
-        step = "Check that the files are whole and belong to a model of this family"
+        step = "Check that the files are whole .safetensors ones, and belong to a model of this family"
         if older := ", ".join(outdated("encode")):
             step = f"This environment has {older}. Encode in another one (pip install 'latentcache[encode]'), read here"
         problem = f"{name} could not be loaded ({type(error).__name__}: {first_line(error)})"

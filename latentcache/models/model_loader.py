@@ -47,6 +47,8 @@ from latentcache.utils.json_document import recalled
 
 _ENDINGS = ("json", "txt", "model", "jinja")
 """Of the files of configs and tokenizers."""
+_PROCESSORS = ("tokenizer", "image_processor")
+"""The roles of parts without weights."""
 _MEMO = "part-identity/2"
 _Known = TypeVar("_Known")
 _IDENTITY, _FACTS = TypeAdapter(PartIdentity), TypeAdapter(VaeFacts)
@@ -59,7 +61,7 @@ class Models(ABC):
         self.family = family
         self.family_reason = "the caller said so"
         """Where the family is stated, for people."""
-        self._loaded: dict[tuple[str, torch.dtype | None], Any] = {}
+        self._loaded: dict[tuple[str, torch.dtype], Any] = {}
         self._tokenizers_ahead: dict[str, Any] | None = None
 
     @abstractmethod
@@ -74,11 +76,16 @@ class Models(ABC):
     def vae_facts(self) -> VaeFacts:
         """How the VAE's latents are scaled, and their shape."""
 
-    def _with_stated_upcast(self, facts: VaeFacts, config: Mapping[str, Any]) -> VaeFacts:
-        """The facts with the `force_upcast` that the VAE's own config states. diffusers fills in True."""
-        filled_in = config.get("_use_default_values", ())
-        stated = None if "force_upcast" in filled_in else config.get("force_upcast")
-        return replace(facts, force_upcast=self.family.vae_overflows if stated is None else bool(stated))
+    @abstractmethod
+    def part(self, name: str, dtype: torch.dtype = torch.float32) -> Any:
+        """A VAE or an encoder in `dtype`, frozen and in eval mode, on the CPU unless a caller moved it; or a processor.
+
+        Tokenizers and processors of images are the same in every dtype.
+        """
+
+    @abstractmethod
+    def _has(self, part: str) -> bool:
+        """Whether the model has this part, which is optional."""
 
     @property
     def vae_name(self) -> str:
@@ -88,11 +95,16 @@ class Models(ABC):
 
     def vae(self, dtype: torch.dtype) -> torch.nn.Module:
         """The VAE, on the CPU unless a caller moved it."""
-        return self._module(self.vae_name, dtype)
+        module: torch.nn.Module = self.part(self.vae_name, dtype)
+        return module
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         """The text encoders by name, on the CPU unless a caller moved them."""
-        return {name: self._module(name, dtype) for name in self.family.names("text_encoder")}
+        return {name: self.part(name, dtype) for name in self.family.names("text_encoder")}
+
+    def tokenizers(self) -> dict[str, Any]:
+        """The tokenizers by name; no text encoder is loaded for them."""
+        return {name: self.part(name) for name in self.family.names("tokenizer")}
 
     def text(self, dtype: torch.dtype) -> dict[str, Any]:
         """The text encoders and the tokenizers, by name."""
@@ -100,9 +112,7 @@ class Models(ABC):
 
     def picture_parts(self, dtype: torch.dtype) -> dict[str, Any]:
         """The image encoder, as the VAE on the CPU, and the image processor by name; nothing of a model without."""
-        names = self.picture_names
-        encoders = {name: self._module(name, dtype) for name in names[:1]}
-        return encoders | {name: self._processor(name) for name in names[1:]}
+        return {name: self.part(name, dtype) for name in self.picture_names}
 
     @property
     def picture_names(self) -> tuple[str, ...]:
@@ -112,18 +122,6 @@ class Models(ABC):
         if found and found != names:
             raise ModelError(f"the model has {found[0]}, but not all of {', '.join(names)}", part=found[0])
         return found
-
-    @abstractmethod
-    def _has(self, part: str) -> bool:
-        """Whether the model has this part, which is optional."""
-
-    @abstractmethod
-    def _processor(self, part: str) -> Any:
-        """A tokenizer, or a processor of images."""
-
-    def tokenizers(self) -> dict[str, Any]:
-        """The tokenizers by name; no text encoder is loaded for them."""
-        return {name: self._processor(name) for name in self.family.names("tokenizer")}
 
     def tokenizers_ahead(self) -> dict[str, Any]:
         """Copies for another thread: a tokenizer keeps how its last call padded and cut."""
@@ -138,16 +136,22 @@ class Models(ABC):
         if not set(gone).isdisjoint(self.family.names("tokenizer")):
             self._tokenizers_ahead = None
 
-    def _tokenizer_identity(self, part: str, tokenizer: Any) -> PartIdentity:
+    def _identity_of(self, part: str, found: Any, dtype: torch.dtype) -> PartIdentity:
         described = self.family.parts[part]
-        found = tokenizer_identity(part, tokenizer, described.settings)
+        if described.role == "image_processor":
+            return image_processor_identity(part, found, described.settings)
+        if described.role != "tokenizer":
+            return module_identity(part, found, dtype, described.weights, described.settings)
+        made = tokenizer_identity(part, found, described.settings)
         # transformers chooses the class by the files: another release may choose another one.
         is_any_class = described.class_name == "transformers.AutoTokenizer"
-        return replace(found, class_name="AutoTokenizer") if is_any_class else found
+        return replace(made, class_name="AutoTokenizer") if is_any_class else made
 
-    @abstractmethod
-    def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        """A VAE or text encoder in `dtype`, frozen and in eval mode."""
+    def _with_stated_upcast(self, facts: VaeFacts, config: Mapping[str, Any]) -> VaeFacts:
+        """The facts with the `force_upcast` that the VAE's own config states. diffusers fills in True."""
+        filled_in = config.get("_use_default_values", ())
+        stated = None if "force_upcast" in filled_in else config.get("force_upcast")
+        return replace(facts, force_upcast=self.family.vae_overflows if stated is None else bool(stated))
 
 
 class ModelLoader(Models):
@@ -182,16 +186,11 @@ class ModelLoader(Models):
 
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        # A part whose files have not changed since the memo was written is not loaded.
-        return self._remembered(_MEMO, part, dtype, _IDENTITY, lambda: self._identity(part, dtype))
+        def computed() -> PartIdentity:
+            return self._identity_of(part, self.part(part, dtype), dtype)
 
-    def _identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        own = self.family.parts[part]
-        if own.role == "tokenizer":
-            return self._tokenizer_identity(part, self._processor(part))
-        if own.role == "image_processor":
-            return image_processor_identity(part, self._processor(part), own.settings)
-        return module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
+        # A part whose files have not changed since the memo was written is not loaded.
+        return self._remembered(_MEMO, part, dtype, _IDENTITY, computed)
 
     @override
     def vae_facts(self) -> VaeFacts:
@@ -205,34 +204,25 @@ class ModelLoader(Models):
         with loading(self.vae_name, origin.name), torch.device("meta"):
             vae = vae_class.from_config(settings)
         if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
-            vae = self._module(self.vae_name, torch.float32)
+            vae = self.vae(torch.float32)
         self._files(self.vae_name)
         return self._with_stated_upcast(vae_facts(vae, self.family), settings)
 
     @override
+    def part(self, name: str, dtype: torch.dtype = torch.float32) -> Any:
+        if self.family.parts[name].role in _PROCESSORS:
+            dtype = torch.float32
+        if (name, dtype) not in self._loaded:
+            self._files(name)
+            found = self._origin(name).load(name, dtype)
+            for each in found:
+                self._files(each)
+            self._loaded |= {(each, dtype): part for each, part in found.items()}
+        return self._loaded[name, dtype]
+
+    @override
     def _has(self, part: str) -> bool:
-        folder = self._origin(part).folder
-        return folder is not None and (folder / part).is_dir()
-
-    @override
-    def _processor(self, part: str) -> Any:
-        if (part, None) not in self._loaded:
-            self._files(part)
-            found = self._origin(part).load_processor(part)
-            self._files(part)
-            self._loaded[part, None] = found
-        return self._loaded[part, None]
-
-    @override
-    def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        if (part, dtype) not in self._loaded:
-            self._files(part)
-            found = self._origin(part).load(part, dtype)
-            for name in found:
-                self._files(name)
-            self._loaded |= {(name, dtype): each.eval().requires_grad_(False) for name, each in found.items()}
-        module: torch.nn.Module = self._loaded[part, dtype]
-        return module
+        return (self._origin(part).folder / part).is_dir()
 
     @cached_property
     def _model(self) -> ModelOrigin:
@@ -291,26 +281,20 @@ class LoadedModels(Models):
         if unknown := sorted(parts.keys() - self.family.parts.keys()):
             known = ", ".join(self.family.parts)
             raise ModelError(f"{unknown[0]!r} is no part of {self.family.name}: it has {known}", part=unknown[0])
-        self._parts = {name: parts.get(name) for name in self.family.parts}
+        self._parts = {name: part for name, part in parts.items() if part is not None}
 
     @override
     def origin(self, part: str) -> str:
-        name = getattr(getattr(self._part(part), "config", None), "_name_or_path", None)
+        name = getattr(getattr(self._given(part), "config", None), "_name_or_path", None)
         return f"loaded by the caller ({name})" if name else "loaded by the caller"
 
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        found, own = self._part(part), self.family.parts[part]
-        if own.role == "tokenizer":
-            return self._tokenizer_identity(part, found)
-        if own.role == "image_processor":
-            return image_processor_identity(part, found, own.settings)
-        check_frozen(part, found)
-        return module_identity(part, found, dtype, own.weights, own.settings)
+        return self._identity_of(part, self._given(part), dtype)
 
     @override
     def vae_facts(self) -> VaeFacts:
-        vae = self._part(self.vae_name)
+        vae = self._given(self.vae_name)
         dtype = vae.bn.running_var.dtype if hasattr(vae, "bn") else torch.float32
         if dtype != torch.float32:
             raise ModelError(
@@ -321,29 +305,26 @@ class LoadedModels(Models):
         return self._with_stated_upcast(vae_facts(vae, self.family), vae.config)
 
     @override
+    def part(self, name: str, dtype: torch.dtype = torch.float32) -> Any:
+        found = self._given(name)
+        if not isinstance(found, torch.nn.Module) or all(tensor.dtype == dtype for tensor in found.parameters()):
+            return found
+        if (name, dtype) not in self._loaded:  # which holds copies only: the caller's parts are not released
+            self._loaded[name, dtype] = copy.deepcopy(found).to("cpu", dtype).eval()
+        return self._loaded[name, dtype]
+
+    @override
     def _has(self, part: str) -> bool:
-        return self._parts.get(part) is not None
+        return part in self._parts
 
-    @override
-    def _processor(self, part: str) -> Any:
-        return self._part(part)
-
-    def _part(self, part: str) -> Any:
-        if self._parts.get(part) is None:
-            given = ", ".join(name for name, value in self._parts.items() if value is not None) or "none"
+    def _given(self, part: str) -> Any:
+        if part not in self._parts:
+            given = ", ".join(self._parts) or "none"
             raise ModelError(f"{part} was not given (given: {given}). Pass LoadedModels({part}=...).", part=part)
-        return self._parts[part]
-
-    @override
-    def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        module: torch.nn.Module = self._part(part)
-        check_frozen(part, module)
-        if all(tensor.dtype == dtype for tensor in module.parameters()):
-            return module
-        if (part, dtype) not in self._loaded:  # which holds copies only: the caller's parts are not released
-            self._loaded[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
-        copied: torch.nn.Module = self._loaded[part, dtype]
-        return copied
+        found = self._parts[part]
+        if self.family.parts[part].role not in _PROCESSORS:
+            check_frozen(part, found)
+        return found
 
 
 def _signature(path: Path) -> list[Any]:
@@ -403,36 +384,47 @@ class ModelOrigin:
             raise refused(part, message)
         return settings
 
-    def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
-        """The encoder by name, in `dtype`. Of a checkpoint file all text encoders come at once: it is read once."""
+    def load(self, part: str, dtype: torch.dtype) -> Mapping[str, Any]:
+        """The part by its name: a processor, or a module in `dtype`, frozen and in eval mode.
+
+        Of a checkpoint file all text encoders come at once: it is read once.
+        """
+        found = self._load(part, dtype)
+        for each in found.values():
+            if isinstance(each, torch.nn.Module):
+                each.eval().requires_grad_(False)
+        return found
+
+    def _load(self, part: str, dtype: torch.dtype) -> Mapping[str, Any]:
+        described = self.family.parts[part]
+        if described.role in _PROCESSORS:
+            return {part: self._processor(part)}
         if self.in_code:
             # torch's own `to`: diffusers' warns of modules to keep in float32.
             return {part: torch.nn.Module.to(tiny_part(part), dtype)}
-        described = self.family.parts[part]
-        if described.folder is not None:
-            from latentcache.models.single_file import part_inside_folder
-
-            own = self._existing(part)
-            return {part: part_inside_folder(self.family, part, own, self.variant, dtype)}
         # Refuses another class of VAE, of whose weights a load only says that some lack.
         settings = self.vae_config() if described.role == "vae" else {}
         if self.file is None or part in _outside(self.family):
-            own = self._existing(part)
-            return {part: load_pretrained(part, described.load_class(), own, self.variant, dtype)[0]}
+            own, model_class = self._existing(part), described.load_class()
+            found, unused = load_pretrained(part, model_class, own, self.variant, dtype, **described.changed)
+            # Of a part of another one the other weights have no place. One of its own is a scale of quantised weights.
+            if left := next((name for name in unused if described.folder and name.startswith(described.weights)), None):
+                step = f"Name a folder of {self.family.name} in bfloat16 or float16"
+                raise refused(part, f"{own} has {left}, which has no place in it: its weights are quantised. {step}.")
+            return {part: found}
         # They need diffusers' converters.
-        from latentcache.models.single_file import part_inside_file, text_encoders_of_file, vae_of_file
+        from latentcache.models.single_file import part_of_file, text_encoders_of_file
 
         if described.role == "vae":
-            return {part: vae_of_file(self.family, self.file, settings, dtype)}
+            return {part: part_of_file(self.family, part, self.file, settings, dtype)}
         if described.inside is not None:
             settings = read_config(part, self._existing(part), described.load_class())
-            return {part: part_inside_file(self.family, part, self.file, settings, dtype)}
+            return {part: part_of_file(self.family, part, self.file, settings, dtype)}
         for name in self.family.names("text_encoder"):
             self._existing(name)  # with its config
-        return text_encoders_of_file(self.family, self.file, self.folder, self.load_processor, dtype)
+        return text_encoders_of_file(self.family, self.file, self.folder, self._processor, dtype)
 
-    def load_processor(self, part: str) -> Any:
-        """A tokenizer, or a processor of images."""
+    def _processor(self, part: str) -> Any:
         folder, described = self._existing(part), self.family.parts[part]
         check_package(part, described.class_name, described.needs)
         with loading(part, self.name):

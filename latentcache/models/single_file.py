@@ -6,7 +6,6 @@ from the file, in its shape.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,10 +18,9 @@ from diffusers.loaders.single_file_utils import (
     is_t5_in_single_file,
     load_single_file_checkpoint,
 )
-from safetensors import safe_open
 
 from latentcache.families.base import Family
-from latentcache.models.files import loading, read_config, refused, weights_name
+from latentcache.models.files import loading, refused
 
 State: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -83,65 +81,33 @@ def fill(part: str, module: torch.nn.Module, state: State, dtype: torch.dtype, n
     module.load_state_dict({key: state[key].to(dtype_of(key), copy=True) for key in shapes}, assign=True)
 
 
-def vae_of_file(family: Family, file: Path, settings: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """The VAE in a file, which may hold other parts too. Raises ModelError."""
-    [part] = family.names("vae")
-    described = family.parts[part]
-    vae_class = described.load_class()
-    state = read_file(part, file)
-    with loading(part, str(file)):
-        vae: torch.nn.Module = empty(vae_class, settings)
-    names = vae.state_dict().keys()
-    if not names <= state.keys():
-        for old, new in described.renamed:
-            state |= {new + name.removeprefix(old): state[name] for name in state if name.startswith(old)}
-        # Statistics of latents have one name in both layouts.
-        state |= converted(part, described.layout or vae_class.__name__, state, settings, str(file))
-    next_step = (
-        "It is incomplete, of another model, or in a layout that diffusers does not convert. Name the vae folder of a "
-        "diffusers model, or the file in it, as model.vae"
-    )
-    fill(part, vae, {name: state[name] for name in names if name in state}, dtype, str(file), next_step)
-    return vae
-
-
-def part_inside_file(
+def part_of_file(
     family: Family, part: str, file: Path, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.nn.Module:
-    """A part that a denoiser's file has inside, under whatever prefix. Raises ModelError."""
+    """The VAE in a file that may hold other parts too, or what a denoiser's file has inside. Raises ModelError."""
     described = family.parts[part]
-    inside = str(described.inside)
-    state = {name.partition(inside)[2]: value for name, value in read_file(part, file).items() if inside in name}
+    model_class, inside = described.load_class(), described.inside
+    state = read_file(part, file)
     with loading(part, str(file)):
-        module: torch.nn.Module = empty(described.load_class(), settings)
-    whole = f"a denoiser's file of {family.name} with its {inside}* inside"
-    next_step = f"Name {whole}, or a diffusers folder, as model.path"
-    fill(part, module, state, dtype, str(file), next_step)
-    return module
-
-
-def part_inside_folder(
-    family: Family, part: str, folder: Path, variant: str | None, dtype: torch.dtype
-) -> torch.nn.Module:
-    """A part of another part, which this folder holds: no other weights are read. Raises ModelError."""
-    described = family.parts[part]
-    model_class = described.load_class()
-    settings = {**read_config(part, folder, model_class), **described.changed}
-    infix = re.escape(f".{variant}") if variant else ""  # the release that wrote the files decides where it stands
-    pattern = rf"{weights_name(folder.name)}({infix}(-\d+-of-\d+)?|(-\d+-of-\d+)?{infix})\.safetensors"
-    state: dict[str, torch.Tensor] = {}
-    with loading(part, str(folder)):
         module: torch.nn.Module = empty(model_class, settings)
-        names = module.state_dict().keys()
-        for file in filter(lambda each: re.fullmatch(pattern, each.name), sorted(folder.iterdir())):
-            with safe_open(file, framework="pt") as opened:
-                # With the scales of quantised weights, which have no place.
-                own = [name for name in opened.keys() if name in names or name.startswith(described.weights)]
-                if twice := state.keys() & own:
-                    step = "Remove the files of an earlier save, which diffusers does not read"
-                    raise refused(part, f"{folder} has {min(twice)} in two files, one of them {file.name}. {step}.")
-                state |= {name: opened.get_tensor(name) for name in own}
-    fill(part, module, state, dtype, str(folder), f"Name a diffusers folder of {family.name}, with {folder.name}/")
+    names = module.state_dict().keys()
+    if inside is not None:  # under whatever prefix
+        state = {name.partition(inside)[2]: value for name, value in state.items() if inside in name}
+        step = (
+            f"Name a denoiser's file of {family.name} with its {inside}* inside, or a diffusers folder, as model.path"
+        )
+    else:
+        if not names <= state.keys():
+            for old, new in described.renamed:
+                state |= {new + name.removeprefix(old): state[name] for name in state if name.startswith(old)}
+            # Statistics of latents have one name in both layouts.
+            state |= converted(part, described.layout or model_class.__name__, state, settings, str(file))
+        state = {name: state[name] for name in names if name in state}
+        step = (
+            "It is incomplete, of another model, or in a layout that diffusers does not convert. Name the vae folder "
+            "of a diffusers model, or the file in it, as model.vae"
+        )
+    fill(part, module, state, dtype, str(file), step)
     return module
 
 

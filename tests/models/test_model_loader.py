@@ -65,7 +65,7 @@ def loads(monkeypatch) -> list[str]:
 
         return count
 
-    for name in ("load", "load_processor"):
+    for name in ("load",):
         monkeypatch.setattr(ModelOrigin, name, counting(getattr(ModelOrigin, name)))
     return counted
 

@@ -76,10 +76,10 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["vae", "unet"])
-def test_pickled_weights_are_refused_with_the_conversion(part, folder, tmp_path):
+def test_pickled_weights_are_refused(part, folder, tmp_path):
     model = Path(shutil.copytree(folder, tmp_path / "model"))
     (model / part / "diffusion_pytorch_model.safetensors").rename(model / part / "diffusion_pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"diffusion_pytorch_model\.bin.*save_pretrained") as caught:
+    with pytest.raises(ModelError, match=r"no file named .*\.safetensors.*whole \.safetensors ones") as caught:
         ModelLoader(str(model)).vae(F32)
         load_denoiser(dtype=F32, model=ModelConfig(path=str(model)))
     assert caught.value.part == part
@@ -160,7 +160,7 @@ def test_only_the_needed_files_are_downloaded(variant, infix, other, folder, mon
     ("missing", "part", "message"),
     [
         ("vae", "vae", "could not be loaded"),
-        ("vae/diffusion_pytorch_model.safetensors", "vae", r"has no diffusion_pytorch_model\.safetensors"),
+        ("vae/diffusion_pytorch_model.safetensors", "vae", r"no file named diffusion_pytorch_model\.safetensors"),
         ("text_encoder_2", "text_encoder_2", "has no folder text_encoder_2"),
         ("tokenizer", "tokenizer", "has no folder tokenizer"),
     ],
