@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import PipelineError
-from latentcache.integrations.onetrainer.items import GroupNames, make_groups
+from latentcache.integrations.onetrainer.items import GroupNames, Groups
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, fields_of, values_of
 
 _plain = st.recursive(
@@ -22,7 +22,7 @@ _plain = st.recursive(
 ).filter(lambda value: value is not None)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # the text strategy is slow to draw on a busy machine
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # the text strategy is slow to draw on a busy machine
 @given(st.dictionaries(st.text(), _plain, max_size=4))
 def test_plain_values_come_back_as_they_were(values: dict[str, Any]) -> None:
     fields = fields_of(values)
@@ -64,5 +64,5 @@ def test_groups_are_counted_as_variation_sorting_counts(
         for k in range(out):
             local = k + epoch * out
             expected.append((local // len(indices) % variations, indices[local % len(indices)]))
-    groups = make_groups(names, len(items), get_value)
+    groups = Groups(names, len(items), get_value)
     assert groups.inputs(epoch) == expected and len(groups) == len(expected)

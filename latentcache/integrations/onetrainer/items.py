@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from latentcache.dataset.samples import Signature
 from latentcache.errors import PipelineError
@@ -22,7 +22,6 @@ from latentcache.integrations.onetrainer.upstream import (
     ModuleInput,
     Upstream,
     class_name,
-    draws_random_numbers,
     input_names,
 )
 from latentcache.provenance import provenance_json
@@ -53,62 +52,45 @@ class GroupNames:
         return tuple(name for name in names if name is not None)
 
 
-class Group(NamedTuple):
-    """Input indices that are counted together. An epoch takes `num_out` of them, in turn."""
-
-    indices: Sequence[int]
-    num_out: int
-    variations: int
-
-
-@dataclass(frozen=True, slots=True)
 class Groups:
-    """All groups in the order of their first items."""
+    """Items that are counted together, in the order of their first items. An epoch takes some of each, in turn.
 
-    groups: tuple[Group, ...]
+    Strategy and balancing of a group are those of its first item. Raises PipelineError for a strategy that is neither
+    REPEATS nor SAMPLES.
+    """
+
+    def __init__(self, names: GroupNames, num_items: int, get_value: GetValue):
+        self._groups: list[tuple[Sequence[int], int, int]] = []
+        """Input indices, outputs of an epoch, variations."""
+        if names.variations is None:
+            self._groups += [(range(num_items), num_items, 1)] if num_items else []
+            return
+        members: dict[bytes, list[int]] = {}
+        for index in range(num_items):
+            if not names.enabled or get_value(names.enabled, index):
+                group = canonical_json([get_value(name, index) for name in names.group])
+                members.setdefault(group, []).append(index)
+        for indices in members.values():
+            asked = (names.variations, names.balancing, names.balancing_strategy)
+            variations, balancing, strategy = (get_value(str(name), indices[0]) for name in asked)
+            if strategy not in (REPEATS, SAMPLES):
+                raise PipelineError(f"{names.balancing_strategy} is {strategy!r}; it may be {REPEATS} or {SAMPLES}")
+            if not isinstance(variations, int) or variations < 1:
+                raise PipelineError(f"{names.variations} is {variations!r}; it is a number from 1")
+            num_out = math.floor(len(indices) * balancing) if strategy == REPEATS else int(balancing)
+            self._groups.append((indices, num_out, variations))
 
     def __len__(self) -> int:
         """Outputs of one epoch."""
-        return sum(group.num_out for group in self.groups)
+        return sum(num_out for _, num_out, _ in self._groups)
 
     def inputs(self, epoch: int) -> list[tuple[int, int]]:
         """(variation, input index) of each output of this epoch, in order."""
         return [
             (position // len(indices) % variations, indices[position % len(indices)])
-            for indices, num_out, variations in self.groups
+            for indices, num_out, variations in self._groups
             for position in range(epoch * num_out, (epoch + 1) * num_out)
         ]
-
-
-def make_groups(names: GroupNames, num_items: int, get_value: GetValue) -> Groups:
-    """The groups of a pipeline's items. Strategy and balancing of a group are those of its first item.
-
-    Raises PipelineError for a strategy that is neither REPEATS nor SAMPLES.
-    """
-    if names.variations is None:
-        return Groups((Group(range(num_items), num_items, 1),) if num_items else ())
-    members: dict[bytes, list[int]] = {}
-    for index in range(num_items):
-        if not names.enabled or get_value(names.enabled, index):
-            group = canonical_json([get_value(name, index) for name in names.group])
-            members.setdefault(group, []).append(index)
-    return Groups(tuple(_group(names, indices, get_value) for indices in members.values()))
-
-
-def _group(names: GroupNames, indices: Sequence[int], get_value: GetValue) -> Group:
-    first = indices[0]
-    variations = get_value(str(names.variations), first)
-    balancing = get_value(str(names.balancing), first)
-    strategy = get_value(str(names.balancing_strategy), first)
-    if strategy == REPEATS:
-        num_out = math.floor(len(indices) * balancing)
-    elif strategy == SAMPLES:
-        num_out = int(balancing)
-    else:
-        raise PipelineError(f"{names.balancing_strategy} is {strategy!r}; it may be {REPEATS} or {SAMPLES}")
-    if not isinstance(variations, int) or variations < 1:
-        raise PipelineError(f"{names.variations} is {variations!r}; it is a number from 1")
-    return Group(indices, num_out, variations)
 
 
 # Identities
@@ -181,8 +163,11 @@ class ItemReader:
         }
         self._pipeline_digest = digest(canonical_json([self.pipeline, sorted(names)]))
         self._variation_counts = any(map(_depends_on_variation, upstream.modules))
-        drawing = [module for module in upstream.modules if draws_random_numbers(module)]
-        self._drawing = [(module, {name for _, name in input_names(module)}) for module in drawing]
+        self._drawing = [
+            (module, {name for _, name in input_names(module)})
+            for module in upstream.modules
+            if class_name(module) in DRAWS or class_name(module) not in RECOGNISED
+        ]
 
     def read(self, variation: int, index: int) -> Item:
         """One item. Raises what reading its files and making its texts raises."""

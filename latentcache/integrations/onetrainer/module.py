@@ -23,7 +23,6 @@ from latentcache.integrations.onetrainer.items import (
     Groups,
     Item,
     ItemReader,
-    make_groups,
     signature_of,
 )
 from latentcache.integrations.onetrainer.upstream import PATHS, TEXTS, Upstream
@@ -200,7 +199,7 @@ class CacheModule:
         if self._groups is None:
             num_items = self._get_previous_length(self._group_names.variations or self.get_outputs()[0])
             # The values of concepts are those of variation 0, as in mgds.
-            self._groups = make_groups(self._group_names, num_items, partial(self._get_previous_item, 0))
+            self._groups = Groups(self._group_names, num_items, partial(self._get_previous_item, 0))
         return self._groups
 
     def _plan(

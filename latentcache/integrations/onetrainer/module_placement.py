@@ -6,21 +6,14 @@ move them back, so that a validation whose cache is cold fails (OneTrainer #459)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from latentcache.errors import PipelineError
-
-
-class _Refreshing(Protocol):
-    """A cache module: it calls these functions before and after encoding."""
-
-    before_cache_fun: Callable[[], None]
-    after_cache_fun: Callable[[], None]
 
 
 class PlacementGuard:
@@ -75,8 +68,8 @@ class PlacementGuard:
             for name in reversed(order):
                 steps.callback(_restore, model, name, *places[name], away)
 
-    def around(self, module: _Refreshing) -> None:
-        """Do so at each refresh of this cache module: record first, restore last."""
+    def around(self, module: Any) -> None:
+        """Do so at each refresh of this CacheModule: record first, restore last."""
         before, after = module.before_cache_fun, module.after_cache_fun
 
         def record_and_prepare() -> None:

@@ -5,15 +5,14 @@ names that a module requests are those in its settings `..._name`, `..._names` a
 of `get_inputs()`. The walk ends at values that stand for themselves: files, texts, and the settings of concepts.
 
 Modules of mgds are recognised by their class's name. All others are described by their class's name and the settings of
-their constructor. Their values are taken to depend on the variation, and on the position if they draw random numbers. A
-module's values must follow from these and from its inputs.
+their constructor. Their values are taken to depend on the variation and, as if they drew random numbers, on the
+position. A module's values must follow from these and from its inputs.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any, NamedTuple
 
 from latentcache.utils.nested import named_leaves
@@ -108,25 +107,6 @@ def constructor_settings(module: Any) -> dict[str, Any]:
             found[parameter.name] = next((vars(module)[name] for name in places if name in vars(module)), MISSING)
     constants = {name: getattr(module, name) for name in CONSTANTS.get(kind, ()) if hasattr(module, name)}
     return found | constants
-
-
-def draws_random_numbers(module: Any) -> bool:
-    """Whether code of the module's class, or of a class it derives from, uses `_get_rand`."""
-    if class_name(module) in RECOGNISED:
-        return class_name(module) in DRAWS
-    members = [value for parent in type(module).__mro__ for value in vars(parent).values()]
-    return any(_uses_rand(_code(value)) for value in members)
-
-
-def _code(value: Any) -> Any:
-    """The code of a member of a class; something else if it has none."""
-    for _ in range(3):  # property, staticmethod and functools wrappers
-        value = getattr(value, "fget", None) or getattr(value, "__wrapped__", None) or value
-    return getattr(getattr(value, "__func__", value), "__code__", None)
-
-
-def _uses_rand(code: Any) -> bool:
-    return isinstance(code, CodeType) and ("_get_rand" in code.co_names or any(map(_uses_rand, code.co_consts)))
 
 
 class ModuleInput(NamedTuple):
