@@ -18,13 +18,12 @@ from latentcache.errors import DatasetError, EncodeError, ModelError
 from latentcache.families.base import check_prompts
 from latentcache.identity import SCHEMA, encoding_json, key_of
 from latentcache.models.model_loader import Models
-from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size, text_family_json
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.reasons import History, text_causes, text_facts
 from latentcache.precache.report import Failure, Report
+from latentcache.precache.stages import RunContext, TextStage
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, Task
-from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import Entry, prompt_id

@@ -65,16 +65,19 @@ class Report:
         """How many samples were refused."""
         return len(self.refused)
 
-    def add_truncated(self, *sample_ids: str, count: int | None = None) -> None:
-        """Count captions that are cut off, by default as many as are named, and keep the first names."""
-        self.num_truncated_captions += len(sample_ids) if count is None else count
-        self.truncated_captions = [*self.truncated_captions, *sample_ids][:MAX_NAMED]
+    def add_samples(self, what: str, sample_ids: Sequence[str], count: int | None = None) -> None:
+        """Count samples, by default as many as are named, and keep the first names.
+
+        `what` is missing_captions, mostly_cut or truncated_captions.
+        """
+        setattr(self, f"num_{what}", getattr(self, f"num_{what}") + (len(sample_ids) if count is None else count))
+        setattr(self, what, [*getattr(self, what), *sample_ids][:MAX_NAMED])
 
     def add(self, other: Report) -> None:
         """Add what an encoding stage counted elsewhere."""
         self.num_encoded += other.num_encoded
         self.bytes_written += other.bytes_written
-        self.add_truncated(*other.truncated_captions, count=other.num_truncated_captions)
+        self.add_samples("truncated_captions", other.truncated_captions, other.num_truncated_captions)
         self.num_retried_in_float32 += other.num_retried_in_float32
 
     def to_json(self) -> dict[str, Any]:

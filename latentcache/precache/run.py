@@ -6,39 +6,37 @@ is, are replaced only after every entry of theirs was stored or refused. A run t
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.row_table import Row, RowTable
+from latentcache.dataset.row_table import Row
 from latentcache.dataset.sources import open_source
 from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
-from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import Encodings, choose_encodings, for_images, load_models
-from latentcache.precache.failures import Failures
-from latentcache.precache.image_stage import ImageStage, MaskStage
 from latentcache.precache.plan import Stopped, make_plan
 from latentcache.precache.prompts import add_prompts
 from latentcache.precache.report import Failure, Report, timed
+from latentcache.precache.stages import ImageStage, MaskStage, RunContext, TextStage
 from latentcache.precache.tasks import Plan, Shard
-from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
 from latentcache.store.entry import dtype_name
 from latentcache.store.writer import Writer
 from latentcache.types import Entry, Kind, Refusal
+from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 from latentcache.utils.wording import MAX_NAMED
 
@@ -213,7 +211,7 @@ class _Run:
 
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""
-        plan, report, failures = self._plan, self.report, Failures(self.shard, self.workspace)
+        plan, report, failures = self._plan, self.report, _Failures(self.shard, self.workspace)
         if any(plan.batches.values()):
             for manifest in plan.manifests if self.only is None else ():
                 self.workspace.manifests.begin(manifest.name)
@@ -223,10 +221,9 @@ class _Run:
             if self.remote_encoders is not None and (plan.batches["text"] or plan.batches["image"]):
                 self._encode_remotely(self.remote_encoders, failures)
         for number, manifest in enumerate(plan.manifests):
-            if failed := failures.refusals(manifest):
-                report.refused += failed.values()
-                report.failed += [refusal.path for refusal in failed.values()]
-                plan.manifests[number] = manifest.with_rows(manifest.rows.with_refusals(failed))
+            plan.manifests[number], failed = failures.refused_in(manifest)
+            report.refused += failed
+            report.failed += [refusal.path for refusal in failed]
         if not report.interrupted and self.only is None:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
@@ -241,24 +238,19 @@ class _Run:
         if captions is not None:
             report.num_truncated_captions, report.truncated_captions = 0, []
         for table in (manifest.rows for manifest in self._plan.manifests if manifest.role != "prompts"):
-
-            def names(numbers: np.ndarray, table: RowTable = table) -> list[str]:
-                return [table.sample_ids[number] for number in numbers[:MAX_NAMED].tolist()]
-
-            lacking, mostly_cut = table.without_caption(), table.mostly_cut()
-            report.num_missing_captions += len(lacking)
-            report.missing_captions = [*report.missing_captions, *names(lacking)][:MAX_NAMED]
-            report.num_mostly_cut += len(mostly_cut)
-            report.mostly_cut = [*report.mostly_cut, *names(mostly_cut)][:MAX_NAMED]
+            found = {"missing_captions": table.without_caption(), "mostly_cut": table.mostly_cut()}
             if captions is not None:
-                cut = table.usable_with("caption", captions.flags_of(table.columns["caption/keys"]))
-                report.add_truncated(*names(cut), count=len(cut))
+                is_cut = captions.flags_of(table.columns["caption/keys"])
+                found["truncated_captions"] = table.usable_with("caption", is_cut)
+            for what, numbers in found.items():
+                first = [table.sample_ids[number] for number in numbers[:MAX_NAMED].tolist()]
+                report.add_samples(what, first, len(numbers))
 
     def _context(self, store: Callable[[Entry], None], fail: Callable[[str, Failure], None]) -> RunContext:
         encode, progress = self.config.encode, self.progress
         return RunContext(encode, self._encodings, self.models, store, fail, self.report, progress, self.stop)
 
-    def _encode_remotely(self, encoders: RemoteEncoders, failures: Failures) -> None:
+    def _encode_remotely(self, encoders: RemoteEncoders, failures: _Failures) -> None:
         if self.models.family.text_reads_control:
             raise ConfigError(
                 f"{self.models.family.name} reads captions together with control images, which encoders elsewhere are "
@@ -269,7 +261,7 @@ class _Run:
         with timed(self.report, "encode"):
             encoders.encode(self._plan, self._context(lambda entry: None, failures.add))
 
-    def _encode_here(self, failures: Failures, kinds: Sequence[Kind]) -> None:
+    def _encode_here(self, failures: _Failures, kinds: Sequence[Kind]) -> None:
         report, writer = self.report, self.workspace.store.writer()
 
         def fail(key: str, failure: Failure) -> None:
@@ -332,7 +324,64 @@ def _rows_with(keys: Set[str], config: Config, workspace: Workspace) -> list[tup
     return rows
 
 
-def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures) -> list[str]:
+class _Failures:
+    """Entries that could not be made, by key. With several ranks each shares its own with the others by the memo."""
+
+    def __init__(self, shard: Shard, workspace: Workspace):
+        self._shared = workspace.memo if shard.world_size > 1 and workspace.memo.is_shared else None
+        """Where other ranks' failures are; None for a single process."""
+        self._launch = shard.launch
+        self._by_key: dict[str, Failure] = {}
+
+    def add(self, key: str, failure: Failure) -> None:
+        """Note that the entry `key` could not be made."""
+        self._by_key[key] = failure
+
+    def refused_in(self, manifest: Manifest) -> tuple[Manifest, Sequence[Refusal]]:
+        """The manifest with its samples refused that need one of the entries, and their refusals."""
+        rows = manifest.rows
+        numbers = rows.rows_with(self._by_key) if self._by_key else ()
+        found = {number: self._refusal(rows.row(number)) for number in numbers}
+        return manifest.with_rows(rows.with_refusals(found)) if found else manifest, list(found.values())
+
+    def _refusal(self, row: Row) -> Refusal:
+        """Why a sample is refused that needs one of the entries. Samples with equal images share one."""
+        ref = next(ref for ref in row.refs() if ref.key in self._by_key)
+        failure = self._by_key[ref.key]
+        detail, path = failure.detail, row.path
+        if ref in row.parts:
+            detail, path = f"{ref.role}: {detail}", failure.path or row.path
+        elif failure.path not in (None, row.path):
+            detail = f"the same image at {failure.path}: {detail}"
+        return Refusal(row.sample_id, path, failure.reason, detail)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove what earlier runs noted of these keys: this rank is about to try them again."""
+        if self._shared is not None:
+            for name in self._shared.get_many(map(self._name, keys)):
+                del self._shared[name]
+
+    def share(self) -> None:
+        """Write this rank's failures where the other ranks read them."""
+        if self._shared is not None:
+            # Not by pydantic, whose JSON has no paths with a broken encoding.
+            self._shared.update({self._name(key): json.dumps(astuple(each)) for key, each in self._by_key.items()})
+            self._shared.flush()
+
+    def read_others(self, keys: Iterable[str]) -> None:
+        """Add what other ranks wrote of these keys."""
+        names = {self._name(key): key for key in keys}
+        written = {} if self._shared is None else self._shared.get_many(names)
+        for name in written:
+            if (failure := recalled(written, name, lambda text: Failure(*json.loads(text)))) is not None:
+                self.add(names[name], failure)
+
+    def _name(self, key: str) -> str:
+        # The name holds the launch, if the launcher names it: failures of an older launch do not count.
+        return f"refused/1 {self._launch} {key}"
+
+
+def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: _Failures) -> list[str]:
     """Replace the manifests, and return the names of those that had to wait.
 
     A manifest waits until each of its entries is there or was refused. With several ranks the one that finishes last
@@ -345,8 +394,7 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
         needed = set(manifest.rows.entry_keys(usable=True))
         absent = needed - workspace.store.find(needed)
         failures.read_others(absent)
-        if refusals := failures.refusals(manifest):
-            manifest = manifest.with_rows(manifest.rows.with_refusals(refusals))
+        manifest, _ = failures.refused_in(manifest)
         if absent and (absent := absent & set(manifest.rows.entry_keys(usable=True))):
             waiting.append(manifest.name)
             logger.info(

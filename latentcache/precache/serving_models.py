@@ -12,12 +12,10 @@ from latentcache.devices.placement import placed
 from latentcache.identity import TextIdentity
 from latentcache.models.model_loader import Models
 from latentcache.models.running import encoders_placed, free_cached_memory
-from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.encodings import choose_encodings, for_images
-from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.report import Failure, Report
+from latentcache.precache.stages import ImageStage, RunContext, TextStage
 from latentcache.precache.tasks import Task
-from latentcache.precache.text_stage import TextStage
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
 

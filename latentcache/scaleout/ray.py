@@ -21,9 +21,9 @@ import torch
 from latentcache.config import Config, RayConfig
 from latentcache.dataset.samples import SampleSource
 from latentcache.errors import ClusterError, ConfigError, LatentCacheError
-from latentcache.precache.encoding_stage import RunContext
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
+from latentcache.precache.stages import RunContext
 from latentcache.precache.tasks import Plan, Shard, Task
 from latentcache.scaleout.encoder import RayEncoder, Work
 from latentcache.utils.accelerator import current_accelerator

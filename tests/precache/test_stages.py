@@ -21,8 +21,7 @@ from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.precache import encoding_stage, tasks
-from latentcache.precache import image_stage as images
+from latentcache.precache import stages, tasks
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
@@ -45,7 +44,7 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> Streams:
     streams = Streams()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(StreamTransfer, "host_memory", lambda self, shape, dtype: torch.empty(shape, dtype=dtype))
-    monkeypatch.setattr(encoding_stage, "transfer_to", lambda device: StreamTransfer(device, streams))
+    monkeypatch.setattr(stages, "transfer_to", lambda device: StreamTransfer(device, streams))
     return streams
 
 
@@ -84,7 +83,7 @@ def test_memory_stays_flat(
     monkeypatch: pytest.MonkeyPatch,
     slow: str,
 ) -> None:
-    """The bound of images.py, with T = 2 threads, G = 3 images in a group, B = 3 in a batch."""
+    """The bound of stages.py, with T = 2 threads, G = 3 images in a group, B = 3 in a batch."""
     lock, live, most = threading.Lock(), 0, 0
 
     def died() -> None:
@@ -136,14 +135,14 @@ def test_memory_that_runs_out_while_results_are_fetched(
 ) -> None:
     sizes = []
 
-    def fetch(self: images.ImageStage, download: Any, fetch: Callable[..., Any] = images.ImageStage._fetch) -> Any:
+    def fetch(self: stages.ImageStage, download: Any, fetch: Callable[..., Any] = stages.ImageStage._fetch) -> Any:
         outputs = fetch(self, download)
         sizes.append(len(outputs["moments"]))
         if sizes[-1] > 2:
             raise RuntimeError("CUDA error: out of memory")
         return outputs
 
-    monkeypatch.setattr(images.ImageStage, "_fetch", fetch)
+    monkeypatch.setattr(stages.ImageStage, "_fetch", fetch)
     config = make_config(**{"encode.batch_size": 8})
     report = run_precache(config)
     assert report.num_refused == 0 and max(sizes) > 2

@@ -20,7 +20,7 @@ from latentcache.loading.sampler import Visit
 from latentcache.loading.status import show, status
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
-from latentcache.precache.text_stage import TextStage
+from latentcache.precache.stages import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.service.page.text import url
 from latentcache.utils.wording import size
