@@ -26,8 +26,9 @@ from latentcache.precache.stages import RunContext, TextStage
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, Task
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
-from latentcache.types import Entry, prompt_id
+from latentcache.types import prompt_id
 from latentcache.utils.progress import Progress
+from latentcache.utils.wording import cut_note
 
 logger = logging.getLogger("latentcache")
 
@@ -110,12 +111,11 @@ def plan_validation_prompts(
     check_prompts(encodings.family, config.validation.prompts, sampled=False)
     if encodings.family.text_reads_control:
         return
-    positive = [(text, False) for text in ("", *config.validation.prompts)]
-    negative = [(text, True) for text in ("", config.validation.negative_prompt or "")]
+    texts = [*((text, False) for text in ("", *config.validation.prompts)), ("", True)]
+    texts.append((config.validation.negative_prompt or "", True))
     # The prompts of this config's last run, which may have had other encoders.
     if last is not None and last.has_texts:
         last = last_manifest(manifests, prompts_name(last.common))
-    texts = [*positive, *negative]
     entries.plan.manifests.append(plan_prompts(entries, manifests, encodings, models, config.cache.salt, texts, last))
 
 
@@ -212,20 +212,15 @@ def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], mo
 
 
 def _encode(batches: Sequence[Sequence[Task]], encodings: TextEncodings, models: Models, store: Store) -> None:
-    limit = encodings.family.token_limit(models.tokenizers(), encodings.text.settings)
     sample_ids = {task.key: task.sample.sample_id for batch in batches for task in batch}
 
     def fail(key: str, failure: Failure) -> None:
         raise EncodeError(f"{sample_ids[key]}: {failure.detail}", part="text_encoder", problem=failure.reason)
 
+    report = Report()
     with store.writer() as writer:
-
-        def add(entry: Entry) -> None:
-            num_tokens = entry.record.provenance["num_tokens"]
-            if num_tokens > limit:
-                logger.warning("%s has %d tokens, %d are used", sample_ids[entry.record.key], num_tokens, limit)
-            writer.add(entry)
-
-        context = RunContext(EncodeConfig(), encodings, models, add, fail, Report(), Progress(), stop=threading.Event())
+        context = RunContext(EncodeConfig(), encodings, models, writer.add, fail, report, Progress(), threading.Event())
         TextStage(context).run(batches)
         writer.seal()
+    if report.num_truncated_captions:
+        logger.warning("%s", cut_note(report.num_truncated_captions, report.truncated_captions))

@@ -57,7 +57,7 @@ CLIPS_AHEAD = 2
 """Clips that are decoded while others are encoded: one of 81 frames of 480x832 has 97 MB."""
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
-_FLAGS, _LOST = "problem flags", "numbers that were lost"
+_FLAGS = "problem flags"
 
 logger = logging.getLogger("latentcache")
 
@@ -292,31 +292,22 @@ class TextStage(EncodingStage):
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
         tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
         zero = {name for name, field in self._family.fields.items() if field.may_be_zero}
-        flags = [problem_flags(tensor.float(), may_be_zero=name in zero) for name, tensor in tensors.items()]
-        counts = [_num_lost(made[name], dtype) for name, dtype in dtypes.items() if dtype.itemsize == 1]
-        lost = {_LOST: torch.stack(counts).sum(0)} if counts else {}
-        return self._transfer.download({**tensors, **masks, _FLAGS: torch.stack(flags), **lost})
+        flags = [
+            problem_flags(_as_stored(made[name], dtype), may_be_zero=name in zero) for name, dtype in dtypes.items()
+        ]
+        return self._transfer.download({**tensors, **masks, _FLAGS: torch.stack(flags)})
 
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
         context, encoding = self._context, self._context.encodings.text
         dtypes = (encoding.compute_dtype if note is None else "float32", encoding.store_dtype)
         tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
-        lost = tensors.pop(_LOST).tolist() if _LOST in tensors else [0] * len(items)
         masks = {name: tensors.pop(name + MASK) for name in list(tensors) if name + MASK in tensors}
         encoders = self._family.names("text_encoder")
         for number, item in enumerate(items):
             caption = item.task.caption
             problem = next((names[number] for names in problems if names[number]), None)
             if self._is_bad(item, problem, dtypes, f"caption {caption!r}"):
-                continue
-            if lost[number]:
-                detail = (
-                    f"{lost[number]} numbers of the embedding of caption {caption!r} are larger than "
-                    f"{torch.finfo(DTYPES[dtypes[1]]).max:g}, which is all that {dtypes[1]} holds; set "
-                    "encode.text_store_dtype to bfloat16"
-                )
-                context.fail(item.task.key, Failure("bad-output", detail))
                 continue
             kept = {
                 name: tensor[number][masks[name][number]] if name in masks else tensor[number]
@@ -331,12 +322,12 @@ class TextStage(EncodingStage):
                 context.report.add_samples("truncated_captions", [sample_id])
 
 
-def _num_lost(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How many numbers of each item [B, ...] are outside of the range of `dtype`: int64 [B], where the tensor is.
+def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is stored of a tensor in this dtype, in float32: what the dtype has no room for is infinite.
 
-    A conversion to an 8-bit float makes them its largest number (torch 2.13), or NaN (before).
+    A conversion to an 8-bit float makes it the largest number (torch 2.13), or NaN (before).
     """
-    return (~(tensor.abs() <= torch.finfo(dtype).max)).flatten(1).sum(1)
+    return tensor.to(dtype).float().masked_fill(tensor.abs() > torch.finfo(dtype).max, torch.inf)
 
 
 class ImageStage(EncodingStage):

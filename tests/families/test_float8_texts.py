@@ -75,7 +75,7 @@ def test_where_padding_is_dropped_it_is_refused(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(1e4, r"\d+ numbers of the embedding .* larger than 448, .* bfloat16"), (float("nan"), "nan")],
+    [(1e4, "gave inf for .* stored as float8_e4m3fn"), (float("nan"), "gave nan")],
 )
 def test_numbers_that_it_does_not_hold_are_refused_and_not_clipped(factor: float, message: str, tmp_path: Path) -> None:
     family = family_named("flux")
