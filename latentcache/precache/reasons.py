@@ -38,6 +38,7 @@ _SHORT = {
     "caption": "caption changed",
     "variant": "new variant of the caption",
     "controls": "control changed",
+    "control policies": "control changed",
     "flip": "flip added",
     "variation": "variation added",
 }
@@ -105,16 +106,9 @@ class History:
             return IMPORTED
         # Of several entries the one that differs least: the caption's own, or of the same crop and side.
         nearest = min((was for _, was in known), key=lambda was: sum(was[fact] != facts[fact] for fact in facts))
-        before = {**_common_facts(self._last.common, name), **nearest}
-        # What entries have no longer, such as a condition, is a cause too.
-        now = {**dict.fromkeys(self._last.common.get("image_encoding") or ()), **_common_facts(self._common, name)}
-        now |= facts
-        if "controls" in facts:  # how they are prepared is in the key of the text too
-            for values, common in ((before, self._last.common), (now, self._common)):
-                values["controls"] = values["controls"], _control_policies(common)
-        if facts.get("num_frames") is None:
-            now = {fact: value for fact, value in now.items() if fact not in self._common.get("frames", ())}
-        return ", ".join(cause for _, cause in _causes(before, now)) or LOST
+        before = {**_common_facts(self._last.common, name, facts), **{fact: nearest[fact] for fact in facts}}
+        now = {**_common_facts(self._common, name, facts), **facts}
+        return ", ".join(dict.fromkeys(cause for _, cause in _causes(before, now))) or LOST
 
 
 def _known(row: Row, name: str, variants: int) -> list[tuple[Ref, Facts]]:
@@ -131,45 +125,44 @@ def _known(row: Row, name: str, variants: int) -> list[tuple[Ref, Facts]]:
     return [(ref, image_facts(ref.source, ref.geometry, ref.crop, masked)) for ref in parts]
 
 
-def _common_facts(common: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What all entries of this name are made with."""
-    facts = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
-    if name in ("text_encoding", "negative_encoding"):
-        # What a recipe may leave out: that it is gone is a cause too.
-        return facts | dict.fromkeys(("max_length", "pooled_at")) | (common.get(name) or {})
+def _common_facts(common: Mapping[str, Any], name: str, facts: Facts) -> dict[str, Any]:
+    """What all entries of this name are made with, as far as it counts for one that has these facts of its own."""
+    found = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
     parts = {part["name"]: part for part in common.get("parts") or ()}
+    if name in ("text_encoding", "negative_encoding"):
+        if "controls" in facts:  # how they are prepared is in the key of the text too
+            found["control policies"] = [
+                part["policy"] for part in parts.values() if part["name"].startswith("control")
+            ]
+        return found | (common.get(name) or {})
     own = common if name == "image" else parts.get(name, {})
-    if name != "mask":
-        # Whatever is kept of images, of control images it is the mean.
-        facts |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
-    else:
-        facts["downscale"] = own.get("downscale")
+    if name == "mask":
+        found["downscale"] = own.get("downscale")
+    else:  # whatever is kept of images, of control images it is the mean
+        found |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
     if name == "masked image":
-        facts["inpaint"] = own.get("inpaint")
+        found["inpaint"] = own.get("inpaint")
         policy = parts.get("mask", {}).get("policy") or {}
-        facts |= {f"mask {part} policy": value for part, value in policy.items()}
-    facts |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
-    return facts | (common.get("frames") or {} if name == "image" else {})
-
-
-def _control_policies(common: Mapping[str, Any]) -> list[Any]:
-    return [part["policy"] for part in common.get("parts") or () if part["name"].startswith("control")]
+        found |= {f"mask {part} policy": value for part, value in policy.items()}
+    found |= {f"{part} policy": value for part, value in (own.get("policy") or {}).items()}
+    is_clip = facts.get("num_frames") is not None
+    return found | (common.get("frames") or {} if is_clip else {})
 
 
 def text_causes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What texts are made with that differs in what two manifests have in common: names and causes."""
-    return list(_causes(*(_common_facts(common, "text_encoding") for common in (before, now))))
+    return list(_causes(*(_common_facts(common, "text_encoding", {}) for common in (before, now))))
 
 
 def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
-    """Name and cause of each fact that differs, those of the source first."""
-    changed = [name for name, value in now.items() if before.get(name) != value]
+    """Name and cause of each fact that differs, or is only there before or now; those of the source first."""
+    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     geometry = [name for name in GEOMETRY if name in changed]
     # Another caption has other variants.
     hidden = [*(geometry if "image" in changed else geometry[1:]), *(["variant"] if "caption" in changed else [])]
     for name in sorted(changed, key=lambda name: name not in ("image", "mask", "controls", "caption", "variant")):
         if name not in hidden:
-            values = f"({_shown(before.get(name))} -> {_shown(now[name])})"
+            values = f"({_shown(before.get(name))} -> {_shown(now.get(name))})"
             yield name, _SHORT.get(name) or f"{LABELS.get(name, name.replace('_', ' '))} changed {values}"
 
 
