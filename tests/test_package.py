@@ -163,14 +163,6 @@ def test_every_layer_and_owner_exists() -> None:
             )
 
 
-def test_test_modules_have_names_of_their_own() -> None:
-    """pytest imports them by these names."""
-    names = [
-        path.name for path in Path(__file__).parent.rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
-    ]
-    assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
 def test_public_names_are_alphabetical_and_resolve() -> None:
     names = latentcache.__all__
     assert names == sorted(names)

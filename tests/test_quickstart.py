@@ -94,17 +94,3 @@ def test_what_is_installed(quickstart: Any, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "constraints.txt").write_text("second", encoding="utf-8")
     bootstrap.install(bootstrap.DEFAULT)
     assert done == ["cleared", rest]
-
-
-def test_the_bar_follows_pip(quickstart: Any, tmp_path: Path) -> None:
-    bar = quickstart.bootstrap.Bar(tmp_path)
-    bar.site.mkdir(parents=True)
-    (bar.site / "pip-24.dist-info").mkdir()
-    lines = ("Collecting torch>=2.4 (from latentcache)", "  Downloading torch-2.13.0-cp311.whl (204.1 MB)")
-    for line in (*lines, "Collecting numpy"):
-        bar.read(line)
-    assert bar.text == "2 packages found" and bar.total == 0
-    bar.read(lines[1])
-    assert bar.text == "2 packages found, downloading torch (204.1 MB)"
-    bar.read("Installing collected packages: numpy, torch, latentcache")
-    assert (bar.before, bar.total) == (1, 3)

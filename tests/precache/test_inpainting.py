@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,7 @@ def inpainting(family: str = "sdxl") -> Any:
 # What is encoded
 
 
-@pytest.mark.parametrize("inpaint", ["hard", "soft"])
-@pytest.mark.parametrize("kind", ["file", "alpha"])
+@pytest.mark.parametrize(("inpaint", "kind"), [("hard", "file"), ("soft", "alpha")])
 def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, kind: str) -> None:
     values = np.asarray(Image.open(folder / "masks/a.png"))
     if kind == "alpha":
@@ -280,27 +278,3 @@ def test_what_a_denoiser_that_inpaints_lacks_is_named(folder: Path) -> None:
         embeds = cache.prompt("", device="cpu")
     with pytest.raises(ConfigError, match="generates with a mask and a masked image, and prompts have none"):
         denoise(unet, SCHEDULER, [PromptEmbeddings("a cat", "", embeds, embeds)], config.validation)
-
-
-def test_the_script_trains_and_validates_a_denoiser_that_inpaints(folder: Path, script: Any) -> None:
-    file = config_file(folder, role="train")
-    settings = yaml.safe_load(file.read_text())
-    settings["datasets"].append({**settings["datasets"][0], "name": "held-out", "role": "validation"})
-    settings["validation"] = {"num_timesteps": 1, "path": f"{folder}/validation"}
-    file.write_text(yaml.safe_dump(settings))
-    config = load_config(file)
-    run_precache(config, models=LoadedModels(family=family_named("sdxl"), **tiny_encoders("sdxl")))
-    inpainting().save_pretrained(folder / "unet-inpainting")
-    options = script.Options(
-        steps=2, rank=2, batch_size=2, out=folder / "lora", denoiser=f"{folder}/unet-inpainting", device="cpu"
-    )
-    result = script.train(config, options)
-    [validation] = result["validations"]
-    assert np.isfinite(result["losses"]).all() and np.isfinite(validation["loss"])
-
-    with_prompts = config.validation.model_copy(update={"prompts": ("a room",), "height": 64, "width": 64})
-    training = script.Training(
-        config.model_copy(update={"validation": with_prompts}), replace(options, out=folder / "other")
-    )
-    with pytest.raises(ConfigError, match="set them to \\[\\]"):
-        training.validation_runner()

@@ -24,10 +24,9 @@ from PIL import Image
 from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig
 from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
+from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import (
     DatasetError,
-    ReadOnlyError,
     SampleError,
     StoreError,
     TrainableEncoderError,
@@ -40,7 +39,7 @@ from latentcache.precache import encodings
 from latentcache.precache import run as precache_run
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Plan, Shard
-from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.precache.workspace import Workspace
 from latentcache.utils.progress import Progress
 
 
@@ -355,29 +354,6 @@ def test_the_callers_models_come_back_as_they_were(make_config: Callable[..., Co
         assert all(a is b and a.dtype == torch.float32 for a, b in zip(after, before, strict=True))
 
 
-def test_a_stopped_run_keeps_what_is_done_and_the_next_one_goes_on(make_config: Callable[..., Config]) -> None:
-    stop = threading.Event()
-
-    class StopsAfterTwoImages(Progress):
-        stage, done = "", 0
-
-        def start(self, stage: str, total: int | None) -> None:
-            self.stage = stage
-
-        def advance(self, count: int = 1) -> None:
-            if self.stage == "encode images":
-                self.done += count
-                if self.done == 2:
-                    stop.set()
-
-    config = make_config(**{"encode.batch_size": 1})
-    first = run_precache(config, progress=StopsAfterTwoImages(), stop=stop)
-    assert first.interrupted and first.num_encoded == 7 + 2
-    assert ManifestFolder(config.cache.path / "manifests").names() == []
-    second = run_precache(config)
-    assert not second.interrupted and (second.num_hits, second.num_encoded) == (9, 3)
-
-
 def test_an_error_in_the_middle_keeps_what_is_done(make_config: Callable[..., Config], doctored: LoadedModels) -> None:
     seen = []
 
@@ -589,22 +565,6 @@ def test_captions_that_are_no_unicode_text_are_refused(make_config: Callable[...
         assert cache.batch(["y.png"], device="cpu")["caption"] == [captions["y.png"]]
 
 
-def test_out_of_memory_in_the_retry_refuses_the_image(
-    make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
-) -> None:
-    Image.new("RGB", (128, 96), "white").save(photos / "white.png")
-
-    def damage(moments: torch.Tensor, images: torch.Tensor) -> None:
-        if images.dtype == torch.float32:
-            raise torch.OutOfMemoryError("injected")
-        damage_bright(float("nan"), {torch.bfloat16})(moments, images)
-
-    Doctored.damage = staticmethod(damage)
-    report = run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=doctored)
-    assert [(r.sample_id, r.reason) for r in report.refused] == [("white.png", "out-of-memory")]
-    assert report.num_encoded == 12
-
-
 def test_a_dataset_that_takes_anothers_name_is_warned_of(
     make_config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -626,18 +586,6 @@ def test_the_path_that_was_tried_is_named_for_equal_images(make_config: Callable
     details = {r.sample_id: r.detail for r in report.refused}
     assert set(details) == {"a.png", "z.png"} and f"the same image at {photos / 'a.png'}" in details["z.png"]
     assert run_precache(make_config()).num_refused == 0
-
-
-def test_a_cache_that_cannot_be_written(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-    run_precache(config)
-    with open_workspace(config.cache, read_only=True) as workspace, pytest.raises(ReadOnlyError):
-        run_precache(make_config(**{"cache.salt": "x"}), workspace=workspace)
-    (config.cache.path / "manifests" / "photos.safetensors").unlink()
-    shutil.rmtree(config.cache.path / "manifests")
-    (config.cache.path / "manifests").write_text("not a folder")
-    with pytest.raises(StoreError, match="manifests"):
-        run_precache(config)
 
 
 def test_a_run_with_nothing_to_do_imports_no_model_library(

@@ -165,16 +165,6 @@ def test_a_cut_caption_counts_once(make: Callable[..., Config], photos: Path, ti
     assert (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
 
 
-def test_a_caption_that_is_cut_counts_where_its_variants_alone_are_encoded(
-    make: Callable[..., Config], photos: Path
-) -> None:
-    (photos / "a.txt").write_text(", ".join(f"word {number}" for number in range(90)))
-    with Workspace() as workspace:
-        run_precache(make({}), workspace=workspace)
-        report = run_precache(make(), workspace=workspace)
-    assert report.num_hits and (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
-
-
 def test_the_caption_is_shown_once(make: Callable[..., Config]) -> None:
     config = make()
     before = explain(config, "b.png")

@@ -13,9 +13,8 @@ from helpers.photo_files import write_photo
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import DataLoader
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
@@ -112,8 +111,6 @@ def test_further_crops_are_entries_of_their_own_and_the_first_one_stays(folder: 
     [
         {"area": 64 * 64, "step": 64},
         {"rule": "kohya", "resolution": 64, "square": True},
-        {"rule": "simpletuner", "resolution": 64, "square": True, "resolution_type": "pixel"},
-        {"rule": "onetrainer", "resolution": 64, "square": True},
         SQUARE,
     ],
     ids=lambda buckets: buckets.get("rule", "latentcache"),
@@ -285,14 +282,6 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-def drawn(config: Config, epoch: int, *, num_workers: int = 0, **choices: Any) -> list[dict[str, Any]]:
-    """The items of an epoch by a DataLoader."""
-    sampler = BucketBatchSampler(LatentDataset(config.cache, "photos", crops="random", **choices), 2, seed=3)
-    sampler.set_epoch(epoch)
-    loader = DataLoader(sampler.dataset, batch_sampler=sampler, num_workers=num_workers)
-    return list(loader)
-
-
 def test_each_visit_draws_a_crop_with_its_mask_and_time_ids(cached: Config) -> None:
     dataset = LatentDataset(cached.cache, "photos", crops="random", flips="random")
     plain = LatentDataset(cached.cache, "photos")
@@ -317,27 +306,6 @@ def test_each_visit_draws_a_crop_with_its_mask_and_time_ids(cached: Config) -> N
     assert [tuple(item["crop_top_left"].tolist()) for item in first] == [
         rows[item["sample_id"]].images[0].geometry.crop_top_left for item in first
     ]
-
-
-def test_crops_are_the_same_however_an_epoch_is_read(cached: Config) -> None:
-    whole = [batch["crop_top_left"].tolist() for batch in drawn(cached, 1, caption="random", caption_dropout=0.5)]
-    in_workers = drawn(cached, 1, num_workers=1, caption="random", caption_dropout=0.5)
-    assert [batch["crop_top_left"].tolist() for batch in in_workers] == whole
-    dataset = LatentDataset(cached.cache, "photos", crops="random", caption="random", caption_dropout=0.5)
-    loader = LatentLoader(BucketBatchSampler(dataset, 2, seed=3), device="cpu")
-    loader.set_epoch(1)
-    batches = iter(loader)
-    found = [next(batches)["crop_top_left"]]
-    state = loader.state_dict()
-    loader.close()
-    again = LatentLoader(BucketBatchSampler(dataset, 2, seed=3), device="cpu")
-    again.load_state_dict(state)
-    found += [batch["crop_top_left"] for batch in again]
-    again.close()
-    assert [[[*crop] for crop in batch] for batch in found] == whole
-    other = BucketBatchSampler(LatentDataset(cached.cache, "photos", caption="random", caption_dropout=0.5), 2, seed=3)
-    with pytest.raises(StoreError, match=r"crops \('random' there, 'first' here\)"):
-        other.load_state_dict(state)
 
 
 def test_a_choice_of_today_is_not_moved_by_crops(cached: Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,6 @@ def test_what_one_process_flushed_another_finds(tmp_path: Path) -> None:
     assert len(second) == FLUSH_ROWS + 1, "written without a flush"
 
 
-def test_reading_only_writes_nothing(tmp_path: Path) -> None:
-    memo = Memo(tmp_path / "none", read_only=True)
-    memo["name"] = "kept in memory"
-    memo.flush()
-    assert memo["name"] == "kept in memory" and not list(tmp_path.iterdir())
-    memo.close()
-
-
 def test_rows_that_nobody_asks_for_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1.0]
     monkeypatch.setattr(memo_module.time, "time", lambda: clock[0] * 86400)
@@ -82,38 +73,6 @@ def test_a_damaged_memo_is_named_and_removed_for_the_next_run(tmp_path: Path) ->
     with contextlib.closing(Memo(path)) as memo:
         memo["name"] = "value"
     assert Memo(path)["name"] == "value"
-
-
-def test_a_damaged_memo_that_cannot_be_removed_is_left_to_people(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Windows refuses to remove what another process has open."""
-    (tmp_path / "memo").write_bytes(b"no database" * 100)
-
-    def refused(path: Path, **options: bool) -> None:
-        raise PermissionError(13, "in use", path)
-
-    monkeypatch.setattr(Path, "unlink", refused)
-    with pytest.raises(StoreError, match=r"memo: .* is not a database\. Fix the cause, or remove the file"):
-        Memo(tmp_path / "memo")
-
-
-def test_a_flipped_bit_gives_no_other_text(tmp_path: Path) -> None:
-    """Wherever it is in the database: what is read is right or absent, or the memo is named as damaged."""
-    texts = {f"name {number}": f"text {number} " + "é" * 40 for number in range(20)}
-    path = tmp_path / "memo"
-    with contextlib.closing(Memo(path)) as memo:
-        memo.update(texts)
-    whole, dice = path.read_bytes(), random.Random(14)
-    used = [at for at, byte in enumerate(whole) if byte]
-    num_absent = 0
-    for at in dice.sample(used, 40):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
-        with contextlib.suppress(StoreError):
-            found = Memo(path, read_only=True).get_many(texts)
-            assert found.items() <= texts.items(), f"byte {at}"
-            num_absent += len(texts) - len(found)
-    assert num_absent > 0
 
 
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
