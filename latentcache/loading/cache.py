@@ -338,9 +338,9 @@ class LatentCache(Closing):
                         masks[name][place] = False
         return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
-    def prefetch(self, refs: Iterable[SampleRef]) -> None:
+    def prefetch(self, refs: Iterable[SampleRef], *, whole_packs: bool = False) -> None:
         """These samples are read soon: see `Store.prefetch`."""
-        self.store.prefetch([key for ref in refs for key in ref.keys])
+        self.store.prefetch([key for ref in refs for key in ref.keys], whole_packs=whole_packs)
 
     def _sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Sequence[SampleRef]) -> SampleError:
         """The error about the first of these samples that needs the entry, with its remedy."""

@@ -59,10 +59,7 @@ class CachedBatches(Dataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         """The batch of this number. SampleError for a sample of it that is missing or damaged; IndexError."""
         planned, dataset = self._plan[number], self.sampler.dataset
-        refs = dataset.refs(planned.items)
-        if dataset.order == "packs":
-            dataset.prefetch(refs)
-        batch = dataset.cache.gather(refs)
+        batch = dataset.cache.gather(dataset.refs(planned.visits))
         return placed(dataset, planned, batch, CPU, dtype=self.dtype, output=self.output, scaled=self.scaled)
 
 

@@ -10,43 +10,18 @@ The variants of a line are dealt instead: each n visits of an item see all n onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
 
 from latentcache.config import Crops, DropoutTo
 from latentcache.dataset.manifest import Manifest
 from latentcache.errors import StoreError
-from latentcache.identity import seed_of
-from latentcache.loading.sampler import Visit
+from latentcache.loading.sampler import Visits
 
 _POINTS = 1 << 20
-
-
-class Visits(NamedTuple):
-    """Visits as arrays: `draws` and `epochs` int64 [n], `seeds` uint64 [n]."""
-
-    draws: np.ndarray
-    epochs: np.ndarray
-    seeds: np.ndarray
-
-    @classmethod
-    def of(cls, indices: Sequence[int], *, are_drawn: bool = True) -> Visits:
-        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator.
-
-        Where they are not drawn all numbers are 0.
-        """
-        if not are_drawn:
-            nothing = np.zeros(len(indices), np.int64)
-            return cls(nothing, nothing, nothing.astype(np.uint64))
-        visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
-        draws, epochs, seeds = zip(*[(each.draw, each.epoch, each.seed) for each in visits], strict=True)
-        of_variants = np.array([seed_of("variants", seed) for seed in seeds], np.uint64)  # a seed may be any integer
-        return cls(np.array(draws, np.int64), np.array(epochs, np.int64), of_variants)
 
 
 class Chosen(NamedTuple):
@@ -56,11 +31,6 @@ class Chosen(NamedTuple):
     crops: np.ndarray
     flips: np.ndarray
     dropped: np.ndarray
-
-
-def _plain_visit(index: int) -> Visit:
-    draw, seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device="cpu").tolist()
-    return Visit.of(index, draw, 0, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +111,10 @@ class Chooser:
         # Multiples of a stride that has no common factor with their number are all numbers, in another order.
         return np.asarray((starts + steps * self._strides[others % len(self._strides)]) % num)
 
+    def fixed_captions(self, num: int) -> np.ndarray:
+        """The number of the caption's entry for so many visits where it is not drawn: int64 [num]."""
+        return np.full(num, self.choices.caption * self.variants)
+
     def choose(
         self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray, crops: np.ndarray | int = 1
     ) -> Chosen:
@@ -154,7 +128,7 @@ class Chooser:
             lines, rest = self.lines(rest, np.maximum(counts // self.variants, 1))
             captions = lines * self.variants + self.deal(visits, items, repeats)
         else:
-            captions = np.full(len(items), caption * self.variants)
+            captions = self.fixed_captions(len(items))
         rest, flips = np.divmod(rest, 2)
         rest, chosen = np.divmod(rest, crops)
         dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS

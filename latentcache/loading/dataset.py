@@ -23,9 +23,10 @@ from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.choices import Choices, Chooser, Visits
+from latentcache.loading.choices import Choices, Chooser
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros
+from latentcache.loading.sampler import Visits
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name
@@ -59,17 +60,21 @@ class _Samples:
 
     def num_captions(self, numbers: np.ndarray) -> np.ndarray:
         """The number of caption entries of these rows: int64 [n]."""
-        return np.asarray(np.diff(self.rows.ranges("caption", numbers), axis=0)[0])
+        starts, ends = self.rows.ranges("caption", numbers)
+        return np.asarray(ends - starts)
 
-    def refs(self, items: np.ndarray, visits: Visits) -> list[SampleRef]:
-        """The samples of these items at these visits. SampleError for one without the caption or image."""
-        numbers, flips = self.items(items)
-        repeats, once = np.divmod(items, max(1, self.num_once))
-        num_crops = self.rows.num_crops[numbers] if self.chooser.choices.crops == "random" else 1
+    def refs(self, visits: Visits) -> list[SampleRef]:
+        """The samples of these visits of items of this manifest. SampleError for one without the caption or image."""
+        numbers, flips = self.items(visits.items)
+        choices = self.chooser.choices
+        if not choices.draws:
+            return self.samples.refs(numbers, flips, self.chooser.fixed_captions(len(numbers)))
+        repeats, once = np.divmod(visits.items, max(1, self.num_once))
+        num_crops = self.rows.num_crops[numbers] if choices.crops == "random" else 1
         chosen = self.chooser.choose(visits, self.num_captions(numbers), once, repeats, num_crops)
         refs = self.samples.refs(numbers, flips | chosen.flips, chosen.captions, chosen.crops)
         for place in np.flatnonzero(chosen.dropped).tolist():
-            ref, to = refs[place], self.chooser.choices.dropout_to
+            ref, to = refs[place], choices.dropout_to
             if not ref.facts.texts:  # latents alone: there is nothing but the string
                 refs[place] = ref._replace(caption="")
                 continue
@@ -127,8 +132,8 @@ class LatentDataset(Dataset[Batch]):
     one is a StoreError at once, since the cache has the embedding of before.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
-    away: the packs that hold the images come in random order, and their rows are mixed. They are read whole, before the
-    batches that need them.
+    away: the packs that hold the images come in random order, and their rows are mixed. `LatentLoader` then asks for
+    whole packs before the batches that need them.
     """
 
     def __init__(  # noqa: PLR0913 - each is a choice of the caller's
@@ -259,27 +264,20 @@ class LatentDataset(Dataset[Batch]):
         keys |= {part.empty_key for part in self._parts if part.empty_key}
         return keys - self.cache.store.find(keys)
 
-    def refs(self, indices: Sequence[int]) -> list[SampleRef]:
-        """The samples of these items, not read yet. SampleError for one without the caption or image."""
+    def refs(self, visits: Visits) -> list[SampleRef]:
+        """The samples of these visits, not read yet. SampleError for one without the caption or image."""
         found: dict[int, SampleRef] = {}
-        for part, places, items in self._items(indices):
-            visits = Visits.of([indices[place] for place in places.tolist()], are_drawn=self.draws)
-            found.update(zip(places.tolist(), part.refs(items, visits), strict=True))
-        return [found[place] for place in range(len(indices))]
-
-    def prefetch(self, refs: Sequence[SampleRef]) -> None:
-        """These samples are read soon, by any process; in pack order whole packs."""
-        self.cache.store.prefetch([key for ref in refs for key in ref.keys], whole_packs=self.order == "packs")
+        for part, places, items in self._items(visits.items):
+            own = Visits(items, *(column[places] for column in visits[1:]))
+            found.update(zip(places.tolist(), part.refs(own), strict=True))
+        return [found[place] for place in range(len(visits.items))]
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        refs = self.refs(indices)
-        if self.order == "packs":
-            self.prefetch(refs)
-        batch = self.cache.gather(refs, pad=False)
+        batch = self.cache.gather(self.refs(Visits.of(indices, are_drawn=self.draws)), pad=False)
         batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
         columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
         return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors

@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError
 from latentcache.loading.batch import to_device
 from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sample import PRECACHE, SampleRef
-from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
+from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, Visits, noise_generator
 from latentcache.store.base import Closing
 from latentcache.types import Batch, Refusal
 from latentcache.utils.concurrency import Prefetcher
@@ -32,7 +32,8 @@ logger = logging.getLogger("latentcache")
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 32
 """Each batch is prefetched from the store while so many before it are read: in pack order a pack, which takes time."""
-_TOGETHER = 4  # batches that are prefetched at once: it costs about as much for one
+_TOGETHER = 64
+"""Samples that are chosen and prefetched at once, in at least four batches: it costs about as much for one batch."""
 Encode = Callable[..., Any]
 """Encodes the entries of the keys `only` into the dataset's cache, and returns a `Report` with those that it `refused`.
 
@@ -65,10 +66,10 @@ class _BatchMaker:
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. Each is prefetched before the LOOK_AHEAD batches before it are read."""
         waiting: deque[tuple[PlannedBatch, list[SampleRef]]] = deque()
+        num = max(4, _TOGETHER // self.loader.sampler.batch_size)
         try:
-            while together := [(planned, self._refs_of(planned)) for planned in islice(plan, _TOGETHER)]:
-                self.loader.dataset.prefetch([ref for _, refs in together for ref in refs])
-                waiting += together
+            while together := [*islice(plan, num)]:
+                waiting += self._announced(together)
                 while len(waiting) > LOOK_AHEAD:
                     yield self._make(*waiting.popleft())
             while waiting:
@@ -76,19 +77,29 @@ class _BatchMaker:
         finally:
             self.transfer.finish()
 
-    def _refs_of(self, planned: PlannedBatch) -> list[SampleRef]:
-        """The samples of a batch; none where one is wrong, which is raised when the batch is read."""
-        with suppress(StoreError):
-            return self._refs(planned)
-        return []
+    def _announced(self, batches: Sequence[PlannedBatch]) -> Iterator[tuple[PlannedBatch, list[SampleRef]]]:
+        """These batches with their samples, which are read soon.
 
-    def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
+        Without samples where one is wrong, which is raised when its batch is read.
+        """
         dataset = self.loader.dataset
-        return dataset.refs(planned.items if dataset.draws else planned.numbers)
+        refs: list[SampleRef] = []
+        with suppress(StoreError):
+            refs = self._refs(batches)
+            dataset.cache.prefetch(refs, whole_packs=dataset.order == "packs")
+        each = iter(refs)
+        return ((planned, [*islice(each, len(planned.numbers))]) for planned in batches)
+
+    def _refs(self, batches: Sequence[PlannedBatch]) -> list[SampleRef]:
+        dataset = self.loader.dataset
+        if dataset.draws:
+            columns = zip(*[planned.visits for planned in batches], strict=True)
+            return dataset.refs(Visits(*map(np.concatenate, columns)))
+        return dataset.refs(Visits.of([*chain.from_iterable(each.numbers for each in batches)], are_drawn=False))
 
     def _make(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         try:
-            return self._read(planned, refs or self._refs(planned))
+            return self._read(planned, refs or self._refs([planned]))
         except Exception as error:
             items = ", ".join(map(str, planned.numbers[:16]))
             add_note(error, f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")

@@ -218,7 +218,7 @@ class ManifestSamples:
         return places, counts
 
     def refs(
-        self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | int = 0
+        self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | None = None
     ) -> list[SampleRef]:
         """The samples of these rows, mirrored or not, with these captions.
 
@@ -226,7 +226,7 @@ class ManifestSamples:
             numbers: Those of the rows: integers [n].
             flips: Whether the mirrored image is meant: bool [n].
             captions: The number of each one's caption entry, that of a line's variant: integers [n].
-            crops: The number of each one's crop, below its `RowTable.num_crops`: integers [n].
+            crops: The number of each one's crop, below its `RowTable.num_crops`: integers [n]. By default the first.
 
         Returns:
             A reference for each.
@@ -234,18 +234,15 @@ class ManifestSamples:
         Raises:
             SampleError: One may not be read, or has no such image or caption.
         """
-        several = numbers, flips, captions, np.broadcast_to(crops, numbers.shape)
+        several = numbers, flips, captions, np.zeros_like(numbers) if crops is None else crops
         wanted = [*zip(*(each.tolist() for each in several), strict=True)]
-        known = {each: ref for each in wanted if (ref := self._known.get(each)) is not None}
-        lacking = [place for place, each in enumerate(wanted) if each not in known]
-        if lacking:
-            refs = self._refs(*(each[lacking] for each in several))
-            made = dict(zip([wanted[place] for place in lacking], refs, strict=True))
+        refs: list[Any] = [*map(self._known.get, wanted)]
+        if lacking := [place for place, ref in enumerate(refs) if ref is None]:
             if len(self._known) > _MAX_KNOWN:
                 self._known = {}
-            self._known.update(made)
-            known |= made
-        return [known[each] for each in wanted]
+            for place, ref in zip(lacking, self._refs(*(each[lacking] for each in several)), strict=True):
+                refs[place] = self._known[wanted[place]] = ref
+        return refs
 
     def _refs(self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray) -> list[SampleRef]:
         rows, columns = self.rows, self.rows.columns

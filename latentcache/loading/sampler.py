@@ -5,8 +5,9 @@ Every random choice of the training data follows from what it is for, the seed, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,39 @@ class Visit(int):
         return visit
 
 
+class Visits(NamedTuple):
+    """Visits of n items as arrays: numbers, draws and epochs, int64 [n], and the seeds of variants, uint64 [n]."""
+
+    items: np.ndarray
+    draws: np.ndarray
+    epochs: np.ndarray
+    seeds: np.ndarray
+
+    @classmethod
+    def of(cls, indices: Sequence[int], *, are_drawn: bool = True) -> Visits:
+        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator.
+
+        Where they are not drawn all but the items is 0.
+        """
+        items = np.array(indices, np.int64)
+        if not are_drawn:
+            nothing = np.zeros_like(items)
+            return cls(items, nothing, nothing, nothing.view(np.uint64))
+        visits = [each if isinstance(each, Visit) else _plain_visit(each) for each in indices]
+        draws, epochs = (np.array([getattr(each, name) for each in visits], np.int64) for name in ("draw", "epoch"))
+        return cls(items, draws, epochs, np.array([_seed_of_variants(each.seed) for each in visits], np.uint64))
+
+
+def _plain_visit(index: int) -> Visit:
+    draw, seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device="cpu").tolist()
+    return Visit.of(index, draw, 0, seed)
+
+
+@lru_cache(64)  # all visits of a sampler share it
+def _seed_of_variants(seed: int) -> int:
+    return seed_of("variants", seed)
+
+
 def noise_generator(seed: int, epoch: int, position: int) -> torch.Generator:
     """The CPU generator that the latents of the batch at `position` of the epoch are drawn with.
 
@@ -67,9 +101,17 @@ class PlannedBatch(NamedTuple):
     @property
     def items(self) -> list[Visit]:
         """The items, each with a draw of its own."""
-        generator = np.random.default_rng(seed_of("visits", self.seed, self.epoch, self.position))
-        draws = generator.integers(1 << 63, size=len(self.numbers)).tolist()
+        draws = self.visits.draws.tolist()
         return [Visit.of(item, draw, self.epoch, self.seed) for item, draw in zip(self.numbers, draws, strict=True)]
+
+    @property
+    def visits(self) -> Visits:
+        """The same as arrays."""
+        items = np.array(self.numbers, np.int64)
+        generator = np.random.default_rng(seed_of("visits", self.seed, self.epoch, self.position))
+        draws = generator.integers(1 << 63, size=len(items))
+        seed = np.uint64(_seed_of_variants(self.seed))
+        return Visits(items, draws, np.full(len(items), self.epoch), np.full(len(items), seed))
 
 
 @dataclass(slots=True)

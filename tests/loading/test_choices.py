@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from helpers.ragged_samples import fill, on_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,8 +26,8 @@ from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import FamilyName, family_named
 from latentcache.identity import key_of
-from latentcache.loading.choices import Choices, Chooser, Visits
-from latentcache.loading.sampler import Visit
+from latentcache.loading.choices import Choices, Chooser
+from latentcache.loading.sampler import Visit, Visits
 from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
 
 COMMON: dict[str, Any] = {
@@ -155,6 +157,19 @@ def test_workers_and_the_ways_of_reading_choose_alike(path: Path, order: str) ->
             made = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=dataset.collate)
             assert seen(made) == expected, num_workers
         torch.set_rng_state(state)
+
+
+def test_choices_stay_what_they_were(path: Path) -> None:
+    """Recorded: another draw of anything, at a visit of a run that is resumed, would be another training."""
+    for epoch, (digest, first) in {
+        0: ("9f3746aae11f5e94", [("21", "21000", 0), ("9", "", 1), ("6", "6002", 0), ("0", "", 0)]),
+        3: ("d15def141e83a38a", [("3", "3002", 0), ("9", "", 1), ("6", "6003", 0), ("9", "", 0)]),
+    }.items():
+        sampler = sampler_of(path)
+        sampler.set_epoch(epoch)
+        rows = seen(loader_of(sampler))
+        assert rows[0] == first
+        assert blake3(json.dumps(rows).encode()).hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -16,7 +16,7 @@ from helpers.page_server import page_of
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.dataset.captions import variants_of
-from latentcache.loading.sampler import Visit
+from latentcache.loading.sampler import Visit, Visits
 from latentcache.loading.status import show, status
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
@@ -88,7 +88,7 @@ def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], pho
     run_precache(config)
     dataset = LatentDataset(config.cache.path, "photos", caption="random")
     visits = [Visit.of(item, point << 10) for item in range(2) for point in range(1 << 10)]
-    drawn = Counter(ref.caption for ref in dataset.refs(visits))
+    drawn = Counter(ref.caption for ref in dataset.refs(Visits.of(visits)))
     assert drawn == {"a cow": 1024, "a dog": 256, "a cat": 768}
 
 

@@ -21,7 +21,7 @@ from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.masks import prepare_mask
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import ImageRefused, StoreError
-from latentcache.loading.sampler import Visit
+from latentcache.loading.sampler import Visit, Visits
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
@@ -310,7 +310,8 @@ def test_each_visit_draws_a_crop_with_its_mask_and_time_ids(cached: Config) -> N
 
 def test_a_choice_of_today_is_not_moved_by_crops(cached: Config) -> None:
     """The crop comes after caption and flip: these stay what they are without it."""
-    visits = [Visit.of(item % 5, draw, 0, 1) for item, draw in enumerate([0, 1, 2, 3, 5, 7, 1 << 40, (1 << 62) + 1])]
+    draws = [0, 1, 2, 3, 5, 7, 1 << 40, (1 << 62) + 1]
+    visits = Visits.of([Visit.of(item % 5, draw, 0, 1) for item, draw in enumerate(draws)])
     with_crops = LatentDataset(cached.cache, "photos", crops="random", flips="random", caption="random").refs(visits)
     without = LatentDataset(cached.cache, "photos", flips="random", caption="random").refs(visits)
     rows = rows_of(cached)
@@ -327,7 +328,7 @@ def test_datasets_of_several_crops_and_of_one_are_read_together(cached: Config) 
     dataset = LatentDataset(cached.cache, ["photos", "one"], crops="random")
     with LatentCache(cached.cache) as cache:
         ones = {ref.key for row in cache.manifest("one").rows.values() for ref in row.images}
-    refs = dataset.refs([Visit.of(item, draw, 0, 1) for item in range(10) for draw in range(6)])
+    refs = dataset.refs(Visits.of([Visit.of(item, draw, 0, 1) for item in range(10) for draw in range(6)]))
     assert all(ref.keys[0] in ones for ref in refs[30:]) and not all(ref.keys[0] in ones for ref in refs[:30])
     with pytest.raises(StoreError, match="each image of one has one crop: set `variations` of the dataset, then run"):
         LatentDataset(cached.cache, "one", crops="random")
