@@ -260,37 +260,29 @@ class RowTable(Mapping[str, Row]):
 
     def row(self, number: int) -> Row:
         """One row: it takes some microseconds."""
-        columns, source = self.columns, _hex(self.columns["source"][number])
-        first, end = (columns["caption/offsets"].item(number + at) for at in (0, 1))
-        captions = tuple(
-            Ref.of_text(self.caption_texts[at], _hex(columns["caption/keys"][at]), self._trust("caption", at))
-            for at in range(first, end)
+        captions, images = (
+            tuple(self._ref(name, at) for at in range(*self.columns[f"{name}/offsets"][number : number + 2].tolist()))
+            for name in ("caption", "image")
         )
-        first, end = (columns["image/offsets"].item(number + at) for at in (0, 1))
-        images = tuple(map(self._image, range(first, end)))
+        sample_id, path = self.sample_ids[number], self._paths[number]
         return Row(
-            self.sample_ids[number],
-            self._path(number),
-            source or None,
+            sample_id,
+            path[:-1] + sample_id if path.endswith(_ITS_ID) else path,
+            _hex(self.columns["source"][number]) or None,
             tuple(ref for ref in images if ref.role == "image"),
             captions,
             self.refusals.get(number),
             tuple(ref for ref in images if ref.role != "image"),
         )
 
-    def _path(self, number: int) -> str:
-        path: str = self._paths[number]
-        return f"{path[:-1]}{self.sample_ids[number]}" if path.endswith(_ITS_ID) else path
-
-    def _image(self, at: int) -> Ref:
-        """The entry of an image or a companion at this place."""
-        columns = self.columns
-        key, geometry = columns["image/keys"][at].tobytes().hex(), geometry_of(columns["image/geometry"][at])
-        role, crop = ROLES[columns["image/role"].item(at)], columns["image/crop"].item(at)
-        return Ref(key, geometry, self._trust("image", at), role, _hex(columns["image/source"][at]), crop=crop)
-
-    def _trust(self, name: str, at: int) -> Trust:
-        return _TRUSTS[self.columns[f"{name}/unverified"].item(at)]
+    def _ref(self, name: str, at: int) -> Ref:
+        """The entry at this place of the images and companions, or of the captions (`name`)."""
+        columns, key = self.columns, _hex(self.columns[f"{name}/keys"][at])
+        trust = _TRUSTS[columns[f"{name}/unverified"].item(at)]
+        if name == "caption":
+            return Ref.of_text(self.caption_texts[at], key, trust)
+        geometry, role = geometry_of(columns["image/geometry"][at]), ROLES[columns["image/role"].item(at)]
+        return Ref(key, geometry, trust, role, _hex(columns["image/source"][at]), crop=columns["image/crop"].item(at))
 
     @cached_property
     def refusals(self) -> Mapping[int, Refusal]:
