@@ -33,16 +33,19 @@ EXPECTED = {entry.record.key: entry.tensors for entry in ENTRIES}
 
 
 class CountingBucket(BucketTransport):
-    """A bucket that counts what is read."""
+    """A bucket that counts what is read, and may `refuse` to give it."""
 
-    def __init__(self, store: Any, url: str = "memory://counted"):
+    def __init__(self, store: Any, url: str = "memory://counted", refuse: Callable[[str, bool], None] | None = None):
         super().__init__(store, url)
         self.headers_read: list[str] = []
         self.packs_read: list[str] = []
+        self.refuse = refuse
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
         if name.startswith("packs/"):
             (self.packs_read if num_bytes is None else self.headers_read).append(Path(name).stem)
+        if self.refuse is not None:
+            self.refuse(name, num_bytes is None)
         return super().read(name, start, num_bytes)
 
 
@@ -205,19 +208,16 @@ def test_precache_fills_a_bucket_and_others_read_it(
     assert not any("unfinished" in name or name.startswith("probe") for name in names)
     again = run_precache(config)
     assert again.num_encoded == again.num_misses == 0 and again.to_json()["cache"]["path"] == s3_url
-    here = make_config()
-    run_precache(here)
-    for local in (None, tmp_path / "other"):
-        with LatentCache(s3_url, local=local) as cache, LatentCache(here.cache) as expected:
-            ids = cache.sample_ids()
-            assert ids == expected.sample_ids() and len(ids) == 5
-            assert set(cache.store.keys()) == set(expected.store.keys())
-            for sample_id in ids:
-                batch, wanted = (each.batch([sample_id], device="cpu") for each in (cache, expected))
-                assert torch.equal(batch["latents"], wanted["latents"])
-    assert status(s3_url).num_lost == 0 and status(s3_url).num_unused == 0
+    run_precache(here := make_config())
+    with LatentCache(s3_url, local=tmp_path / "other") as cache, LatentCache(here.cache) as expected:
+        ids = cache.sample_ids()
+        assert ids == expected.sample_ids() and len(ids) == 5
+        assert set(cache.store.keys()) == set(expected.store.keys())
+        for sample_id in ids:
+            batch, wanted = (each.batch([sample_id], device="cpu") for each in (cache, expected))
+            assert torch.equal(batch["latents"], wanted["latents"])
     code, out, _ = run("status", s3_url)
-    assert code == 0 and s3_url in out
+    assert code == 0 and s3_url in out and status(s3_url).num_lost == status(s3_url).num_unused == 0
 
 
 def test_a_dry_run_into_a_bucket_that_is_no_cache_yet_writes_nothing(
@@ -228,36 +228,29 @@ def test_a_dry_run_into_a_bucket_that_is_no_cache_yet_writes_nothing(
 
 
 def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: MemoryStore, tmp_path: Path) -> None:
-    class Lacking(CountingBucket):
-        def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-            if num_bytes is None and name.startswith("packs/"):
-                raise FileNotFoundError(name)
-            return super().read(name, start, num_bytes)
+    def lacking(name: str, is_whole: bool) -> None:
+        if is_whole and name.startswith("packs/"):
+            raise FileNotFoundError(name)
 
-    with RemoteStore(Lacking(objects), local=tmp_path / "local") as store:
+    with RemoteStore(CountingBucket(objects, refuse=lacking), local=tmp_path / "local") as store:
         for call in (store.get, store.record, lambda key: store.rows([key])):
             with pytest.raises(EntryDamagedError, match="gone"):
                 call(KEYS[0])
 
 
 def test_an_error_while_packs_are_read_again_loses_nothing(objects: MemoryStore, tmp_path: Path) -> None:
-    class Failing(CountingBucket):
-        fails = False
+    def failing(name: str, is_whole: bool) -> None:
+        raise RemoteError(bucket.url, "it is away", "Try again.")
 
-        def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-            if self.fails:
-                raise RemoteError(self.url, "it is away", "Try again.")
-            return super().read(name, start, num_bytes)
-
-    bucket = Failing(objects)
+    bucket = CountingBucket(objects)
     with RemoteStore(bucket, local=tmp_path / "local") as store:
         assert store.find(KEYS) == set(KEYS)
         old = list(packs_in(bucket))
         replace_packs(bucket)
         bucket.remove([pack_name(old[0])])
-        bucket.fails = True
+        bucket.refuse = failing
         with pytest.raises(RemoteError):
             list(store.keys())
-        bucket.fails = False
+        bucket.refuse = None
         assert store.find(KEYS) == set(KEYS)
         assert_right(store, KEYS)
