@@ -50,8 +50,6 @@ _MARK = "latentcache checkpoint"
 _USUAL_NAMES = {
     "model": ("model", "state_dict", "model_state_dict", "module", "unet", "net"),
     "optimizer": ("optimizer", "optimizer_state_dict", "optimizer_states", "optim"),
-    "scaler": ("scaler", "scaler_state_dict", "grad_scaler", "amp_scaler"),
-    "scheduler": ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers"),
     "ema": ("ema", "ema_state_dict", "model_ema", "ema_model"),
     "epoch": ("epoch",),
     "step": ("step", "global_step", "iteration"),
@@ -324,14 +322,12 @@ class ImportedCheckpoint:
 
     path: Path
     content: Any
-    """The whole file."""
+    """The whole file, for what has another name in it."""
 
     model: Mapping[str, Any] | None
     optimizer: Mapping[str, Any] | None
     """Give it to `load_optimizer_state`, which keeps the flags of the optimizer that is there."""
 
-    scaler: Mapping[str, Any] | None
-    scheduler: Mapping[str, Any] | None
     ema: Mapping[str, Any] | None
     epoch: int | None
     step: int | None

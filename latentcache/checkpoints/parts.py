@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.tensor_location import is_partitioned
@@ -85,20 +86,15 @@ def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optim
     found = [f"optimizer: {orphan} belongs to no module of `model`" for orphan in orphans]
     if len(saved["names"]) != len(names):
         found.append(f"optimizer: {len(saved['names'])} groups in the file, {len(names)} here")
-    there, here = _places(saved["names"]), _places(names)
-    for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
-            found.append(
-                f"optimizer.{name}: {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} here"
-            )
-    return found
+    return found + _unequal(_places(saved["names"]), _places(names))
 
 
 def _places(names: Sequence[Sequence[str]]) -> dict[str, str]:
     """Where each parameter is in an optimizer, by its name."""
-    return {
-        name: f"group {number}, place {place}" for number, group in enumerate(names) for place, name in enumerate(group)
-    }
+    found = {}
+    for number, group in enumerate(names):
+        found |= {f"optimizer.{name}": f"group {number}, place {place}" for place, name in enumerate(group)}
+    return found
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple[list[list[str]], list[str]]:
@@ -195,26 +191,25 @@ class PlainData:
         return self._copies[place]
 
 
-def differences(saved: Any, live: Any, name: str) -> list[str]:
-    """Where tensors and the lengths of lists differ in kind, shape or dtype, each with its dotted path."""
-    if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
-        return [] if _spec(saved) == _spec(live) else [f"{name}: {_spec(saved)} in the file, {_spec(live)} here"]
-    if isinstance(saved, Mapping) and isinstance(live, Mapping):
-        found = [f"{name}.{key}: only in the file" for key in saved.keys() - live.keys()]
-        found += [f"{name}.{key}: missing in the file" for key in live.keys() - saved.keys()]
-        for key in saved.keys() & live.keys():
-            found += differences(saved[key], live[key], f"{name}.{key}")
-        return sorted(found)
-    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
-        if len(saved) != len(live):
-            return [f"{name}: {len(saved)} items in the file, {len(live)} here"]
-        return [
-            line for i, (a, b) in enumerate(zip(saved, live, strict=True)) for line in differences(a, b, f"{name}.{i}")
-        ]
-    if isinstance(saved, torch.Tensor) or isinstance(live, torch.Tensor):
-        return [f"{name}: {type(saved).__name__} in the file, {type(live).__name__} here"]
-    return []
+def differences(saved: Any, live: Any, part: str) -> list[str]:
+    """Where tensors in nested dicts and lists differ in dtype or shape, or are on one side only, by dotted path."""
+    return _unequal(_specs(saved, part), _specs(live, part))
 
 
-def _spec(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+def _specs(tree: Any, part: str) -> dict[str, str]:
+    """Dtype and shape of each tensor."""
+    return {
+        ".".join((part, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))): (
+            f"{str(leaf.dtype).removeprefix('torch.')} {'x'.join(map(str, leaf.shape)) or 'scalar'}"
+        )
+        for path, leaf in tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _unequal(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}: {there.get(name, 'missing')} in the file, {here.get(name, 'missing')} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]

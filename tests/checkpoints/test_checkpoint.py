@@ -99,10 +99,10 @@ def test_every_offender_is_named_and_nothing_has_changed(tmp_path: Path) -> None
         "model.a.weight: float32 2x2 in the file, float16 2x2 here",
         "model.b.bias: float32 3 in the file, float32 2 here",
         "model.b.weight: float32 3x2 in the file, float32 2x2 here",
-        "model.new.bias: missing in the file",
-        "model.new.weight: missing in the file",
-        "model.old.bias: only in the file",
-        "model.old.weight: only in the file",
+        "model.new.bias: missing in the file, float32 1 here",
+        "model.new.weight: missing in the file, float32 1x1 here",
+        "model.old.bias: float32 1 in the file, missing here",
+        "model.old.weight: float32 1x1 in the file, missing here",
     }
     assert all(line in str(caught.value) for line in caught.value.offenders)
     assert_same_bits(weights(live), before)
