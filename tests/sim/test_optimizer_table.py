@@ -1,4 +1,4 @@
-"""Every torch optimizer under every flag: misplaced state fails, the audit says so, and a repair puts it right."""
+"""torch's optimizers under every flag: misplaced state fails, the audit says so, and a repair puts it right."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from latentcache.devices.audit import audit
 from latentcache.devices.optimizer import FLAGS, repair_optimizer, state_rule, state_tensors
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "RAdam": {},
+    "AdamW": {"amsgrad": True},
     "NAdam": {},
-    "Adamax": {},
-    "Adadelta": {},
     "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
     "Adafactor": {},
     "Adagrad": {},
     "ASGD": {"t0": 0},  # averages from the start: before, its loop only copies `ax`, which no device forbids
     "SGD": {"momentum": 0.9},
     "Muon": {},
 }
+"""One of each kind of state: the others have a `step` and moments, as AdamW has."""
 SETTINGS: dict[str, dict[str, bool]] = {
     "default": {},
     "foreach": {"foreach": True},
