@@ -192,19 +192,16 @@ def _need_peft() -> None:
 
 
 def _lora_file(path: str) -> Path:
-    folder = Path(path)
     if is_training_checkpoint(path):
         raise refused("lora", f"{path} is a checkpoint of a whole denoiser with its LoRA. Name it as the denoiser.")
-    if not folder.is_dir():
-        if not is_checkpoint("lora", path):
-            raise refused(
-                "lora",
-                f"there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
-            )
-        return Path(path)
-    if not (folder / LORA_FILE).is_file():
-        raise refused("lora", f"{path} has no {LORA_FILE}. Name the file itself.")
-    return folder / LORA_FILE
+    file = Path(path)
+    if file.is_dir():
+        file /= LORA_FILE
+        if not file.is_file():
+            raise refused("lora", f"{path} has no {LORA_FILE}. Name the file itself.")
+    elif not is_checkpoint("lora", path):
+        raise refused("lora", f"there is no file or folder {path}. Download a LoRA of the hub, and name its file.")
+    return file
 
 
 def _check_names(file: str, names: list[str], family: Family) -> None:
@@ -233,28 +230,23 @@ def _check_fit(
     """ModelError unless every tensor has its place: peft leaves out what has none, at most with a warning."""
     own = {key.removeprefix(f"{prefix}."): value for key, value in state.items()}
     layers = {name.removesuffix(".base_layer"): module for name, module in denoiser.named_modules()}
-    faults = []
-    for key, tensor in own.items():
-        kind = next((kind for kind in _KINDS if key.endswith(kind)), None)
-        weight = getattr(layers.get(key.removesuffix(kind or "")), "weight", None)
-        if kind is None:
-            faults.append(f"{key} is not a LoRA weight")
-        elif weight is None or weight.ndim < 2:
-            faults.append(f"{key} has no layer in the {family.denoiser_word}")
-        elif kind == ".lora_A.weight" and tensor.shape[1:] != weight.shape[1:]:
-            faults.append(f"{key} takes {list(tensor.shape[1:])}, the layer {list(weight.shape[1:])}")
-        elif kind == ".lora_B.weight" and tensor.shape[0] != weight.shape[0]:
-            faults.append(f"{key} gives {tensor.shape[0]}, the layer {weight.shape[0]}")
-        elif kind in (".lora_A.weight", ".lora_B.weight"):
-            other = ".lora_B.weight" if kind == ".lora_A.weight" else ".lora_A.weight"
-            if key.removesuffix(kind) + other not in own:
-                faults.append(f"{key} has no {other.removeprefix('.')} next to it")
+
+    def has_place(key: str, shape: torch.Size) -> bool:
+        kind = next((kind for kind in _KINDS if key.endswith(kind)), "")
+        layer = key.removesuffix(kind)
+        weight = getattr(layers.get(layer), "weight", None)
+        if not kind or weight is None or weight.ndim < 2:
+            return False
+        if kind == ".lora_A.weight":
+            return shape[1:] == weight.shape[1:] and f"{layer}.lora_B.weight" in own
+        return kind != ".lora_B.weight" or (shape[0] == weight.shape[0] and f"{layer}.lora_A.weight" in own)
+
+    faults = [key for key, tensor in own.items() if not has_place(key, tensor.shape)]
     if faults or not own:
-        raise refused(
-            "lora",
-            f"{file} does not fit this {family.denoiser_word}: of {len(own)} tensors {len(faults)} have no place "
-            f"in it, e.g. {faults[0] if faults else 'nothing'}. Name a LoRA of a model of {family.name}.",
-        )
+        met = f"of {len(own)} tensors {len(faults)} have no place in it"
+        example = f", e.g. {faults[0]} {list(own[faults[0]].shape)}" if faults else ""
+        step = f"Name a complete LoRA of a model of {family.name}"
+        raise refused("lora", f"{file} does not fit this {family.denoiser_word}: {met}{example}. {step}.")
 
 
 @contextmanager
