@@ -195,6 +195,8 @@ class BucketsConfig(Section):
         _check_settings(self, "rule", self.rule, _SETTINGS_OF_RULE)
         if self.resolution < self.step and not self.square:
             raise ValueError(f"resolution is {self.resolution}; it must be at least step, {self.step}")
+        if self.rule == "latentcache" and self.area < self.step**2:
+            raise ValueError(f"area is {self.area}; one bucket of {self.step}x{self.step} needs {self.step**2}")
         sides = (self.step, self.min_side, self.resolution, self.max_side)
         if self.rule == "kohya" and self.upscale and not self.square and sorted(sides) != list(sides):
             raise ValueError("kohya needs step {} <= min_side {} <= resolution {} <= max_side {}".format(*sides))

@@ -100,6 +100,10 @@ def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
         return f"give settings by their names{example}"
     if fault["type"] == "tuple_type":
         return "give a list" + (" in the file; no flag takes one" if isinstance(fault["input"], str) else "")
+    if dotted.endswith("buckets.area") and fault["type"] == "int_parsing":
+        return "give a number of pixels, such as 1048576 for 1024x1024"
+    if fault["loc"][-1] != (name := dotted.split(".")[-1]) and name in AUTO_OR_NUMBER:
+        return "give 'auto' or a whole number from 1"
     if dotted.endswith("max_bytes"):
         return "give a number of bytes, such as 50GB or 50GiB"
     if dotted.endswith(".name") and fault["type"] == "string_pattern_mismatch":
@@ -112,6 +116,8 @@ def near_name(text: str) -> str:
     return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
 
 
+AUTO_OR_NUMBER = ("batch_size", "num_workers", "max_encoders")
+"""Where `auto` may stand, each of both kinds has a fault of its own, under a further name."""
 NOT_NEEDED = dict.fromkeys(("cache_latents", "cache_latents_to_disk"), "; latents are always cached: remove it")
 """Settings of trainers that have no place here -> why."""
 

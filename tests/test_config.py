@@ -180,6 +180,16 @@ def test_resolutions_are_one_dataset_each(tmp_path: Path) -> None:
         ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
         ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"images": {"min_side": 64}}, r"images: unknown setting; did you mean 'datasets\.0\.images'\?"),
+        ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$"),
+        ({"encode": {"num_workers": "many"}}, r"^encode\.num_workers: give 'auto' or .* \(met: 'many'\)$"),
+        (
+            {"datasets": [MINIMAL["datasets"][0] | {"buckets": {"area": "1024x1024"}}]},
+            r"datasets\.0\.buckets\.area: give a number of pixels, such as 1048576",
+        ),
+        (
+            {"datasets": [MINIMAL["datasets"][0] | {"buckets": {"area": 1024}}]},
+            r"datasets\.0\.buckets: area is 1024; one bucket of 64x64 needs 4096",
+        ),
         ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),

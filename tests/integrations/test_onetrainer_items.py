@@ -22,7 +22,8 @@ _plain = st.recursive(
 ).filter(lambda value: value is not None)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])  # the text strategy is slow to draw on a busy machine
+# The text strategy is slow to draw on a busy machine.
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(), _plain, max_size=4))
 def test_plain_values_come_back_as_they_were(values: dict[str, Any]) -> None:
     fields = fields_of(values)
