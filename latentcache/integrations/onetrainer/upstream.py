@@ -59,8 +59,9 @@ RECOGNISED = (
     | TEXTS
     | DRAWS.keys()
     | {
-        *("CalcAspect", "EncodeClipText", "EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE"),
-        *("GenerateImageLike", "GenerateMaskedConditioningImage", "MapData", "PruneMaskedTokens"),
+        *("CalcAspect", "EncodeAnimaText", "EncodeClipText", "EncodeGemmaText", "EncodeIdeogramText"),
+        *("EncodeLlamaText", "EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE", "EncodeWuerstchenEffnet"),
+        *("GenerateImageLike", "GenerateMaskedConditioningImage", "MapData", "PadMaskedTokens", "PruneMaskedTokens"),
         *("ImageToVideo", "LoadImage", "NormalizeImageChannels", "RescaleImageChannels", "SampleVAEDistribution"),
         *("ScaleImage", "SelectFirstInput", "Tokenize"),
     }
@@ -68,6 +69,7 @@ RECOGNISED = (
 """Their values depend on the variation only through random numbers."""
 
 KEPT_AS: Mapping[tuple[str, str], str | None] = {
+    ("EncodeLlamaText", "all_hidden_state_output_indices"): "max_hidden_state_output_index",
     ("EncodeMistralText", "hidden_state_output_index"): "hidden_state_indexes",
     ("EncodeQwenText", "hidden_state_output_index"): "hidden_state_indexes",
     ("EncodeVAE", "sample_mode"): None,
