@@ -15,6 +15,7 @@ from contextlib import ExitStack, nullcontext
 from itertools import islice
 
 import msgspec
+import numpy as np
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.captions import variants_of
@@ -196,7 +197,11 @@ class _DatasetPlanner:
 
     def _note_costs(self, table: RowTable) -> None:
         """Note what crops and variants take, before anything is encoded: more than all else, where there are many."""
-        dataset, notes, number_of = self._dataset, list[str](), lambda keys: len(set(hex_of(keys)))
+        dataset, notes = self._dataset, list[str]()
+
+        def number_of(keys: np.ndarray) -> int:
+            return len(set(hex_of(keys)))
+
         if dataset.variations > 1:
             keys = table.columns["image/keys"]
             num_first, num_all = number_of(keys[table.columns["image/crop"] == 0]), number_of(keys)
