@@ -8,6 +8,7 @@ gives the same bytes.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -157,43 +158,39 @@ class Batches(Generic[T]):
 
     def __init__(self, shard: Shard):
         self._shard = shard
-        self._open: dict[Hashable, list[T | None]] = {}
-        self._whole: list[list[T]] = []
-        self._partial: dict[Hashable, list[T]] = {}
-        self._sizes: dict[Hashable, int] = {}
+        self._open: dict[tuple[Hashable, int], list[T | None]] = defaultdict(list)
+        self._closed: list[tuple[tuple[Hashable, int], list[T | None]]] = []
+        """Those of this shard that have a task."""
         self._num_closed = 0
 
     def add(self, group: Hashable, size: int, task: T | None) -> None:
         """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
-        members = self._open.get(group)
-        if members is None:
-            self._open[group], self._sizes[group] = (members := []), size
+        members = self._open[group, size]
         members.append(task)
         if len(members) == size:
-            self._close(group)
+            self._close((group, size))
 
     def finish(self) -> list[list[T]]:
         """All batches of this shard, in order."""
         for group in list(self._open):
             self._close(group)
-        for group, tasks in self._partial.items():
-            size = self._sizes[group]
-            self._whole += [tasks[start : start + size] for start in range(0, len(tasks), size)]
-        self._partial.clear()
-        return self._whole
+        whole, partial = list[list[T]](), defaultdict[tuple[Hashable, int], list[T]](list)
+        for group, members in self._closed:
+            tasks = [task for task in members if task is not None]
+            if len(tasks) == len(members):
+                whole.append(tasks)
+            else:
+                # They are joined, or a small addition to a large dataset would be encoded one image at a time.
+                partial[group] += tasks
+        for (_, size), tasks in partial.items():
+            whole += [tasks[start : start + size] for start in range(0, len(tasks), size)]
+        return whole
 
-    def _close(self, group: Hashable) -> None:
-        members = self._open.pop(group)
-        owner = self._num_closed % self._shard.world_size
+    def _close(self, group: tuple[Hashable, int]) -> None:
+        members, owner = self._open.pop(group), self._num_closed % self._shard.world_size
         self._num_closed += 1
-        tasks = [task for task in members if task is not None]
-        if owner != self._shard.rank or not tasks:
-            return
-        if len(tasks) == len(members):
-            self._whole.append(tasks)
-        else:
-            # Batches with hits are joined, or a small addition to a large dataset would be encoded one image at a time.
-            self._partial.setdefault(group, []).extend(tasks)
+        if owner == self._shard.rank and any(task is not None for task in members):
+            self._closed.append((group, members))
 
 
 @dataclass(slots=True)
