@@ -149,11 +149,6 @@ class BucketTransport(Transport):
 
     @override
     def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        if version != ANY_VERSION:
-            self.check_compares()
-        return self._put(name, data, version)
-
-    def _put(self, name: str, data: bytes | memoryview, version: str | None) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -179,9 +174,10 @@ class BucketTransport(Transport):
         """Whether the store compares before it replaces an object. It is tried out, once, on an object of its own."""
         name = f"{PROBES}/{uuid.uuid4().hex}"
         try:
-            self._put(name, b"1", ANY_VERSION)
+            self.write(name, b"1", version=ANY_VERSION)
             version = self.read(name)[1]
-            return version != "" and self._put(name, b"2", version) and not self._put(name, b"3", version)
+            compares = version != "" and self.write(name, b"2", version=version)
+            return compares and not self.write(name, b"3", version=version)
         except RemoteError as error:
             if error.status == _NOT_IMPLEMENTED or isinstance(error.__cause__, NotImplementedError):
                 return False

@@ -44,6 +44,7 @@ class FarIndex:
         """The packs that are listed for removal, and the bytes of their notes: see `removals_in`."""
         self.unreadable: dict[str, str] = {}
         """Why the entries of other packs are not known."""
+        self._warned: set[str] = set()
         self._leaving_keys: set[str] = set()
         self._rows: dict[str, PackRow] = {}
         """What packs list, so that each is asked once: 48 bytes an entry."""
@@ -163,7 +164,9 @@ class FarIndex:
             if isinstance(found, PackRow):
                 yield found
             elif found is not None:
-                logger.warning("%s Its entries are missing.", found)
+                if str(found) not in self._warned:  # it is tried again whenever packs are listed
+                    logger.warning("%s Its entries are missing.", found)
+                self._warned.add(str(found))
                 self.unreadable[pack] = str(found)
                 refusals += [found] if isinstance(found, RemoteError) else []
         if refusals and len(refusals) == len(packs) and not self.sizes:

@@ -66,6 +66,7 @@ class RemoteManifests:
         StoreBusyError if another writer replaced it since it was read, until it was read again.
         """
         self._check_writable()
+        self._transport.check_compares()
         name, data = manifest.name, manifest_bytes(manifest)
         if name not in self._versions:
             with suppress(DatasetError):  # a damaged one is replaced

@@ -104,20 +104,21 @@ class ServiceTransport(Transport):
             except urllib3.exceptions.HTTPError as error:
                 cause = error
             passed_s = time.monotonic() - began
-            if answer is not None and (answer.status not in _PASSING or passed_s >= self._retry_s):
-                if answer.status < 300 or answer.status in also:
-                    return answer
-                self._refused(answer)
-            if cause is not None and passed_s >= self._retry_s:
-                raise RemoteError(
-                    self.url,
-                    f"does not answer: {type(cause).__name__}: {cause!s:.300} (tried for {passed_s:.1f} s, "
-                    f"cache.retry_s is {self._retry_s:g})",
-                    "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing "
-                    "that was stored is lost.",
-                ) from cause
+            if passed_s >= self._retry_s or (answer is not None and answer.status not in _PASSING):
+                break
             time.sleep(min(delay_s * random.uniform(0.5, 1.5), self._retry_s - passed_s))
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
+        if answer is None:
+            raise RemoteError(
+                self.url,
+                f"does not answer: {type(cause).__name__}: {cause!s:.300} (tried for {passed_s:.1f} s, "
+                f"cache.retry_s is {self._retry_s:g})",
+                "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing that "
+                "was stored is lost.",
+            ) from cause
+        if answer.status < 300 or answer.status in also:
+            return answer
+        self._refused(answer)
 
     @property
     def _pool(self) -> urllib3.PoolManager:

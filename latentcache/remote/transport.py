@@ -59,7 +59,7 @@ class Transport(Closing, Protocol):
     def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
         """Write a whole file: others see all of it or nothing. False if the one that is there is of another version.
 
-        `version` None: there must be none. ANY_VERSION: it does not matter.
+        `version` None: there must be none. ANY_VERSION: it does not matter. Who gives another calls `check_compares`.
         """
         raise ReadOnlyError(self.url)
 

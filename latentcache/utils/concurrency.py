@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from latentcache.errors import StoreError, add_note
 
@@ -108,7 +108,7 @@ class BackgroundWorker:
             raise first
 
 
-class Prefetcher(Generic[Item]):
+class Prefetcher(Iterator[Item]):
     """The items of `source`, made by a thread up to `size` items ahead of the consumer.
 
     An error of the source is raised after the items that were made before it, and again at each further call. The
@@ -122,9 +122,6 @@ class Prefetcher(Generic[Item]):
         # at the end of the process: a thread that still ran in torch then would crash the interpreter.
         self._executor = ThreadPoolExecutor(1, "latentcache-prefetch")
         self._coming = deque(self._executor.submit(next, source) for _ in range(size))
-
-    def __iter__(self) -> Prefetcher[Item]:
-        return self
 
     def __next__(self) -> Item:
         if os.getpid() != self._pid:

@@ -17,14 +17,21 @@ logger = logging.getLogger("latentcache")
 class Progress:
     """Shows how far a run is. Stages follow one another. This one shows nothing."""
 
+    _bar: tqdm | None = None
+
     def start(self, stage: str, total: int | None) -> None:
         """Begin a stage of `total` steps, or of an unknown number."""
 
     def advance(self, count: int = 1) -> None:
         """Add steps of the stage."""
+        if self._bar is not None:
+            self._bar.update(count)
 
     def finish(self) -> None:
         """End the stage, if there is one."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 class ShownProgress(Progress):
@@ -35,7 +42,6 @@ class ShownProgress(Progress):
 
     def __init__(self, interval_s: float = LOG_INTERVAL_S):
         self._interval_s = interval_s
-        self._bar: tqdm | None = None
 
     @override
     def start(self, stage: str, total: int | None) -> None:
@@ -46,17 +52,6 @@ class ShownProgress(Progress):
             form = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
             steps = {"mininterval": self._interval_s, "miniters": 1}
             self._bar = _LoggedBar(desc=stage, total=total, file=io.StringIO(), bar_format=form, **steps)
-
-    @override
-    def advance(self, count: int = 1) -> None:
-        if self._bar is not None:
-            self._bar.update(count)
-
-    @override
-    def finish(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 class _LoggedBar(tqdm):  # type: ignore[misc]  # tqdm has no types
