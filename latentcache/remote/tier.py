@@ -15,7 +15,7 @@ from latentcache.errors import RemoteError, StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.location import HUB
 from latentcache.remote.transport import Transport, read_pack
-from latentcache.store.directory import KEEPS_MAPPED
+from latentcache.store.directory import KEEPS_MAPPED, remove_unless_mapped
 from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
 
@@ -187,12 +187,9 @@ class Tier:
         """Remove a pack's file. False if that must wait: Windows removes no file that is mapped."""
         self._release([path.stem])  # before: this process may have mapped it
         try:
-            path.unlink(missing_ok=True)
+            return remove_unless_mapped(path)
         except OSError as error:
-            if not (KEEPS_MAPPED and isinstance(error, PermissionError)):
-                raise _not_kept(path, error) from error
-            return False
-        return True
+            raise _not_kept(path, error) from error
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = []

@@ -119,15 +119,10 @@ class CacheDirectory:
         """Delete a pack's file, if it is there. False if that must wait: Windows removes no file that is mapped."""
         path = self.pack_path(pack)
         with typed_errors(path, 0):
-            try:
-                path.unlink(missing_ok=True)
-            except PermissionError:
-                if not KEEPS_MAPPED:
-                    raise
-                return False
+            is_gone = remove_unless_mapped(path)
             if path.parent.exists():
                 sync_folder(path.parent)
-        return True
+        return is_gone
 
     def sweep(self) -> None:
         """Remove what dead writers left half written, or were about to remove."""
@@ -143,6 +138,17 @@ class CacheDirectory:
             return []
         with system_errors(self.packs), os.scandir(self.packs) as entries:
             return [self.packs / entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir()]
+
+
+def remove_unless_mapped(path: Path) -> bool:
+    """Remove a file, if it is there. False if that must wait: Windows removes no file that is mapped."""
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        if not KEEPS_MAPPED:
+            raise
+        return False
+    return True
 
 
 def pack_name(pack: str) -> str:

@@ -53,7 +53,7 @@ class DiskStore(PackReader):
         self._table: LocationTable
         self._position: Position | None
         self._index: Index | None
-        """None for a reader that can use none: memory then has what the packs say, until one of them is gone."""
+        """None for a reader that can use none: memory then has what the packs said when it was opened."""
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
             self.path = self.directory.path
@@ -222,8 +222,8 @@ class DiskStore(PackReader):
         return found
 
     @override
-    def look_up(self, keys: Sequence[str], *, again: bool = False) -> list[Location | None]:
-        found: list[Location | None] = [None] if again else self.table.look_up(keys)
+    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
+        found = self.table.look_up(keys)
         if None in found:
             with self.current() as table:
                 found = table.look_up(keys)
@@ -249,12 +249,8 @@ class DiskStore(PackReader):
     def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
         self.invalidate([location])
-        if self._index is None and not self.path_of(location.pack.id).exists():  # another process compacted the cache
-            with process_lock:
-                self._read_packs()
-        moved = self.look_up([key], again=True)[0]
-        if moved is None:
-            [moved] = self.locate([key])  # it was removed, or found damaged, elsewhere
+        self.reload()
+        [moved] = self.locate([key])  # it may have been removed, or found damaged, elsewhere
         if moved.place != location.place:
             return moved
         self.mark_damaged({key: (location, problem)})
@@ -286,7 +282,9 @@ class DiskStore(PackReader):
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        present = self.find([entry.key for entry in entries], again=True)
+        keys = [entry.key for entry in entries]
+        # What memory has may have been removed elsewhere. What it lacks is asked for once, when the row is written.
+        present = self.find(keys, again=True) if self.table.find(keys) else set()
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0

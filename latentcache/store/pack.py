@@ -388,8 +388,6 @@ class WholePack:
         row, starts, metadata = row_in(path, len(data), lambda at, number: bytes(data[at : at + number]))
         first = starts[_OFFSETS]
         offsets = np.frombuffer(bytes(data[first : first + (len(row.keys) + 1) * _INT64.itemsize]), _INT64)
-        if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > len(data) - starts[_RECORDS]:
-            raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
         records = bytes(data[starts[_RECORDS] : starts[_RECORDS] + int(offsets[-1])])
         if metadata.get("records_digest") != _records_digest(offsets, records):
             raise PackError(path, "the records do not have the digest that was stored with them")

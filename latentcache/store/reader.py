@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError
 from latentcache.store.base import Store, StoreStats
-from latentcache.store.entry import Description, EntryArrays
+from latentcache.store.entry import EntryArrays
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack, verified_arrays
 from latentcache.store.table import LocationTable
@@ -130,19 +130,14 @@ class PackReader(Store):
     # Reading
 
     @override
-    def describe(self, key: str) -> Description:
-        group = self.locate([key])[0].group
-        return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
-
-    @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         locations = self.locate(keys)
         self.bring({location.pack.id for location in locations})
-        known = [self._known(location) for location in locations]
-        if unread := [location for location, row in zip(locations, known, strict=True) if row is None]:
+        maps = [self._maps.get(location.pack.id) for location in locations]
+        known = zip(locations, maps, strict=True)
+        if unread := [each for each, mapping in known if mapping is None or not mapping.good[each.row]]:
             self._advise(unread)
-        found = zip(keys, locations, known, strict=True)
-        return [self._verified(key, location) if row is None else row for key, location, row in found]
+        return [self._read(key, location) for key, location in zip(keys, locations, strict=True)]
 
     @override
     def get(self, key: str) -> Entry:
@@ -172,28 +167,21 @@ class PackReader(Store):
         found = self.table.look_up(list(dict.fromkeys(keys)))
         self._advise([location for location in found if location is not None], whole_packs=whole_packs)
 
-    def _known(self, location: Location) -> EntryArrays | None:
-        """The arrays of an entry that was found good before."""
-        mapping = self._maps.get(location.pack.id)
-        if mapping is None or not mapping.good[location.row]:
-            return None
-        try:
-            return arrays_in(mapping.data, location)
-        except ValueError:  # its bytes have changed
-            return None
-
-    def _verified(self, key: str, location: Location) -> EntryArrays:
-        """The entry's arrays, mapped and compared with its digest, where they lie now."""
+    def _read(self, key: str, location: Location) -> EntryArrays:
+        """The entry's arrays, mapped, and compared with its digest the first time, where they lie now."""
         num_looks = 0
         while True:
+            mapping = self._maps.get(location.pack.id)
             try:
+                if mapping is not None and mapping.good[location.row]:
+                    return arrays_in(mapping.data, location)
                 mapping = self._map(location.pack)
                 found = verified_arrays(mapping.data, key, location)
                 if not isinstance(found, str):
                     mapping.good[location.row] = True  # of these bytes: another thread may map others
                     return found
                 problem = found
-            except PackError as error:
+            except (PackError, ValueError) as error:
                 problem = str(error)
             num_looks += 1
             location = self.relocate(key, location, problem, num_looks)

@@ -145,7 +145,8 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
     What is not there, or moved meanwhile, is not damaged. StoreError for what is no key, or if a pack cannot be read
     now.
     """
-    disk.release({found.pack.id for found in disk.look_up(list(keys), again=True) if found is not None})
+    disk.reload()
+    disk.release({found.pack.id for found in disk.look_up(list(keys)) if found is not None})
     damaged: dict[str, str] = {}
     for key in keys:
         try:

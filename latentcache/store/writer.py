@@ -85,7 +85,6 @@ class Writer:
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
         self._buffer = PackBuffer()
-        self._sealing: Sequence[OwnedEntry] = ()
 
     def __enter__(self) -> Writer:
         self._open.enter_context(self._hold)
@@ -132,10 +131,6 @@ class Writer:
         if self._claims is not None:
             self._claims.release(keys)
 
-    def pending(self) -> set[str]:
-        """The keys that were added and are not durable yet."""
-        return {*self._buffer.entries, *(entry.key for entry in self._sealing)}
-
     def seal(self) -> None:
         """Make all that was added durable. Raises the errors of the background thread."""
         if self._worker is not None:
@@ -145,7 +140,7 @@ class Writer:
     def _start_sealing(self, worker: BackgroundWorker) -> None:
         worker.finish()  # before the buffer is emptied: an error of the last seal leaves it as it is
         if self._buffer.entries:
-            self._sealing = entries = list(self._buffer.entries.values())
+            entries = list(self._buffer.entries.values())
             self._buffer = PackBuffer()
             worker.call(self._seal, entries)
 
@@ -154,4 +149,3 @@ class Writer:
         self.release(entry.key for entry in entries)
         self.num_added += num_added
         self.bytes_written += bytes_written
-        self._sealing = ()

