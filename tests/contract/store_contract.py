@@ -80,12 +80,12 @@ class StoreContract:
             assert store.record(entry.record.key) == entry.record
         assert set(store.keys()) == {entry.record.key for entry in entries}
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_every_dtype(self, store, dtype):
-        entries = [make_entry(number, dtype=dtype) for number in range(3)]
+    def test_every_dtype(self, store):
+        entries = [make_entry(number, dtype=dtype) for number, dtype in enumerate(DTYPES * 2)]
         store.add(entries)
-        batch = read_batch(store, [entry.record.key for entry in entries])["moments"]
-        assert same(batch, torch.stack([entry.tensors["moments"] for entry in entries]))
+        for pair in zip(entries, entries[len(DTYPES) :], strict=False):
+            batch = read_batch(store, [entry.record.key for entry in pair])["moments"]
+            assert same(batch, torch.stack([entry.tensors["moments"] for entry in pair]))
 
     def test_entries_are_immutable(self, store):
         first, other = make_entry(1, seed=1), make_entry(1, seed=2)
@@ -120,19 +120,14 @@ class StoreContract:
         with pytest.raises(EntryMissingError):
             store.rows([ABSENT])
 
-    @pytest.mark.parametrize("key", ["", "../" * 20 + "abcd", "A" * 64, "0" * 63, "0" * 65, "0" * 63 + "\n", None, 7])
-    def test_what_is_no_key_is_refused(self, store, key):
-        for call in (
-            lambda: store.get(key),
-            lambda: store.record(key),
-            lambda: store.describe(key),
-            lambda: store.find([key]),
-            lambda: read_batch(store, [key]),
-            lambda: store.remove([key]),
-            lambda: store.add([Entry(Record(key, "image", {}, {}), make_entry(1).tensors)]),
-        ):
-            with pytest.raises(StoreError, match="not a key"):
-                call()
+    def test_what_is_no_key_is_refused(self, store):
+        for key in ["", "../" * 20 + "abcd", "A" * 64, "0" * 63, "0" * 65, "0" * 63 + "\n", None, 7]:
+            calls = [(call, key) for call in (store.get, store.record, store.describe)]
+            calls += [(call, [key]) for call in (store.find, store.rows, store.remove)]
+            calls += [(store.add, [Entry(Record(key, "image", {}, {}), make_entry(1).tensors)])]
+            for call, argument in calls:
+                with pytest.raises(StoreError, match="not a key"):
+                    call(argument)
 
     def test_a_batch_is_stacked_in_order_and_keys_may_repeat(self, store):
         entries = [make_entry(number) for number in range(4)]

@@ -49,7 +49,7 @@ class RemoteStoreContract(StoreContract):
             store.remove([make_entry(1).record.key])
         assert store.find([make_entry(1).record.key])
 
-    @pytest.mark.parametrize("num_values", [60_000, 64_000, 126_464, 131_072, 400_000])
+    @pytest.mark.parametrize("num_values", [64_000, 400_000])
     def test_entries_of_all_sizes_come_whole(self, store, num_values):
         """An answer is sent in parts, and entries may be smaller or larger than these."""
         entries = [make_entry(number, shape=(num_values,)) for number in range(3)]
@@ -69,10 +69,3 @@ class RemoteStoreContract(StoreContract):
 
 class TestRemoteStore(RemoteStoreContract):
     """Of a service."""
-
-
-class TestRemoteStoreWithoutRoom(RemoteStoreContract):
-    @pytest.fixture
-    def store(self, far, tmp_path):
-        with RemoteStore(far, local=tmp_path / "local", local_max_bytes=0) as store:
-            yield store

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import socket
 import threading
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from helpers.relay import Relay
 from helpers.remote_samples import make_cache, make_manifest
 from helpers.serving import RunningServer, serving
@@ -327,23 +325,3 @@ def test_ranks_of_several_machines_are_refused_by_a_precache_over_a_service(
         run_precache(config, shard=Shard(0, 2, local_world_size=local))
     assert ManifestFolder(filled[1] / "manifests").unfinished() == {}
     assert run_precache(config, shard=Shard(0, 2), dry_run=True).num_misses
-
-
-def test_import_and_export_use_a_service(
-    empty: RunningServer, photos: Path, tmp_path: Path, run_json: Callable[..., Any]
-) -> None:
-    for seed, (stem, width, height, bucket) in enumerate([("a", 144, 80, (128, 64)), ("c", 80, 144, (64, 128))]):
-        write_npz(photos / latents_name(stem, width, height), dialect_a(seed, width, height, bucket))
-        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed))
-    reports = [run_json("import", "kohya", photos, "--cache", c) for c in (empty.url, tmp_path / "near")]
-    for _, report in reports:
-        assert report["num_samples"] == 2 and report.pop("cache") and report.pop("seconds")
-        report.pop("bytes_written")
-    assert reports[0] == reports[1]
-    written = []
-    for cache in (empty.url, tmp_path / "near"):
-        out = tmp_path / re.sub("[^a-z]", "", str(cache))[-8:]
-        code, report = run_json("export", "kohya", out, "--cache", cache, "--unverified")
-        assert code == 0 and report["num_files"] == 4
-        written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.npz")})
-    assert written[0].keys() == written[1].keys() and len(written[0]) == 4

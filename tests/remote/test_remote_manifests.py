@@ -11,7 +11,6 @@ import pytest
 from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
 from helpers.serving import RunningServer, serving
-from obstore.store import MemoryStore
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import update_manifest
@@ -33,12 +32,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
         yield server, cache / "manifests"
 
 
-@pytest.fixture(params=["memory", "s3", "service"])
+@pytest.fixture(params=["s3", "service"])
 def far(request: pytest.FixtureRequest) -> Iterator[Transport]:
     """A cache elsewhere that has no manifest yet."""
-    if request.param == "memory":
-        yield BucketTransport(MemoryStore(), "memory://manifests")
-    elif request.param == "s3":
+    if request.param == "s3":
         yield BucketTransport.open(request.getfixturevalue("s3_url"))
     else:
         server, folder = request.getfixturevalue("written")

@@ -73,7 +73,7 @@ def test_what_was_damaged_on_its_way_is_fetched_once_more(
         assert read(store, 0, 4) and "It is fetched again" in caplog.text
 
 
-@pytest.mark.parametrize("where", [0, 8, 40, 200, 1000, 5000, -1, -3000])
+@pytest.mark.parametrize("where", [8, 200, 5000, -3000])
 def test_no_flipped_bit_gives_other_values(relay: Relay, server: RunningServer, tmp_path: Path, where: int) -> None:
     relay.change = lambda path, status, data: (
         data if "/packs/" not in path else data[: where % len(data)] + bytes([data[where] ^ 1]) + data[where:][1:]

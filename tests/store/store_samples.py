@@ -14,7 +14,6 @@ from latentcache.store.upkeep import verify
 from latentcache.types import Entry, Record
 
 fork = multiprocessing.get_context("fork")
-spawn = multiprocessing.get_context("spawn")
 
 
 def sample(number, shape=(4, 8, 8), dtype=torch.float16, **more):
@@ -115,9 +114,9 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(target, *args, context=fork):
+def run(target, *args):
     """Run in another process and return its exit code."""
-    process = context.Process(target=target, args=args)
+    process = fork.Process(target=target, args=args)
     process.start()
     process.join(60)
     assert process.exitcode is not None

@@ -27,7 +27,6 @@ from store_samples import (
     same,
     sample,
     samples,
-    spawn,
     where,
 )
 
@@ -37,7 +36,6 @@ from latentcache.errors import (
     ReadOnlyError,
     SchemaError,
     StorageFullError,
-    StoreBusyError,
     StoreError,
 )
 from latentcache.store import DiskStore
@@ -134,11 +132,10 @@ def write_some(root, numbers, barrier):
         assert_holds(store, *numbers)
 
 
-@pytest.mark.parametrize("context", [fork, spawn], ids=["fork", "spawn"])
-def test_processes_write_and_read_at_once(root, context):
-    barrier = context.Barrier(2)
+def test_processes_write_and_read_at_once(root):
+    barrier = fork.Barrier(2)
     orders = [random.Random(seed).sample(range(30), 30) for seed in range(2)]
-    processes = [context.Process(target=write_some, args=(root, order, barrier)) for order in orders]
+    processes = [fork.Process(target=write_some, args=(root, order, barrier)) for order in orders]
     for process in processes:
         process.start()
     for process in processes:
@@ -467,18 +464,3 @@ def test_nothing_in_the_index_is_unpickled(root, tmp_path, name):
             assert_holds(store, 0)
             assert set(store.keys()) == {key(0)}
     assert not (tmp_path / "exploded").exists()
-
-
-def test_locks(root):
-    with DiskStore(root) as one, DiskStore(root) as two:
-        with one.lock("precache", shared=True), two.lock("precache", shared=True):
-            busy = pytest.raises(StoreBusyError, match=rf"prune cannot start: precache \(process {os.getpid()}")
-            with busy, two.lock("prune", shared=False):
-                pass
-            assert one.add(samples(0)) == 1
-        with one.lock("compact", shared=False):
-            with pytest.raises(StoreBusyError, match="compact"), two.writer():
-                pass
-            assert_holds(two, 0)
-            DiskStore(root).close()
-        assert two.add(samples(1)) == 1

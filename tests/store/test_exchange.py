@@ -9,7 +9,6 @@ from store_samples import key, same, sample, samples
 from latentcache.errors import (
     ReadOnlyError,
     StoreBusyError,
-    StoreError,
 )
 from latentcache.store import DiskStore
 from latentcache.store.entry import own_entry
@@ -48,17 +47,3 @@ def test_a_pack_is_refused_while_upkeep_works_and_by_readers(store, tmp_path):
         reader.take_pack(pack, [data], len(data))
     assert not list((store.path / "packs").rglob(f"*{pack}*")) and store.find([key(7)]) == set()
     assert store.take_pack(pack, [data], len(data)) == 1
-
-
-def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
-    pack, data = packed([own_entry(sample(8))])
-
-    def fails(row):
-        raise StoreError("the index cannot be written now")
-
-    with monkeypatch.context() as patched, pytest.raises(StoreError, match="cannot be written now"):
-        patched.setattr(store, "add_row", fails)
-        store.take_pack(pack, [data], len(data))
-    assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(8)]) == set()
-    assert store.take_pack(pack, [data], len(data)) == 1 and store.find([key(8)]) == {key(8)}
-    assert store.take_pack(pack, [data], len(data)) == 0
