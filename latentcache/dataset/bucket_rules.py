@@ -58,11 +58,8 @@ class BucketRule:
     @property
     def filters(self) -> str:
         """The filter of its trainer; where there are two, that which shrinks, `and` that which enlarges."""
-        config = self.config
-        by_default = FILTERS_OF_RULE[config.rule]
-        if config.rule == "diffusers":
-            return config.resample or ("bilinear" if config.sizes else by_default)
-        return by_default
+        config = self.config  # only diffusers has `resample` and `sizes`
+        return config.resample or ("bilinear" if config.sizes else FILTERS_OF_RULE[config.rule])
 
     def __str__(self) -> str:
         config = self.config
@@ -158,14 +155,13 @@ def _simpletuner(config: BucketsConfig) -> FitFunction:
     It keeps the first bucket that it meets of each aspect, which it rounds to two digits. So a few long portraits
     (1:4 and beyond) have a bucket there that depends on the order of the images; here it does not.
     """
-    step, by_area = config.step, config.resolution_type == "pixel_area"
-    square = edge = config.resolution
-    if by_area:
+    step, square = config.step, config.resolution
+    edge, sized = square, _simpletuner_by_edge
+    if config.resolution_type == "pixel_area":
         megapixels = config.resolution**2 / 1000**2
-        edge = _stepped(int(math.sqrt(megapixels * 1e6)), step)
+        edge, sized = _stepped(int(math.sqrt(megapixels * 1e6)), step), _simpletuner_by_area
         near = (side for known, side in _SIMPLETUNER_SQUARES.items() if abs(megapixels - known) < 0.05)
         square = next(near, 0) or _stepped(math.sqrt(megapixels * 1e6), step)
-    sized = _simpletuner_by_area if by_area else _simpletuner_by_edge
 
     def place(size: Size) -> Geometry | None:
         aspect = 1.0 if config.square else round(size.width / size.height, 2)
@@ -184,38 +180,39 @@ def _stepped(value: float, step: int) -> int:
     return max(round(value / step) * step, step)
 
 
+def _of_height(size: Size, height: int) -> Size:
+    return Size(height, int(height * (size.width / size.height)))
+
+
+def _of_width(size: Size, width: int) -> Size:
+    return Size(int(width / (size.width / size.height)), width)
+
+
 def _simpletuner_by_area(size: Size, aspect: float, edge: int, step: int) -> tuple[Bucket, Size]:
     """Its `calculate_new_size_by_pixel_area`: the bucket, and the size before the crop."""
     if aspect == 1.0 and size.width == size.height:
         return Bucket(edge, edge), Size(edge, edge)
-    exact = size.width / size.height
-    width, height = _stepped(edge * math.sqrt(aspect), step), _stepped(edge / math.sqrt(aspect), step)
-    resized = Size(int(width / exact), width) if width < height else Size(height, int(height * exact))
-    if width > resized.width:
-        lack = width - resized.width
-        resized = Size(resized.height + int(lack / exact), resized.width + lack)
-    elif height > resized.height:
-        lack = height - resized.height
-        resized = Size(resized.height + lack, resized.width + int(lack * exact))
-    return Bucket(height, width), resized
+    bucket = Bucket(_stepped(edge / math.sqrt(aspect), step), _stepped(edge * math.sqrt(aspect), step))
+    resized = _of_width(size, bucket.width) if bucket.width < bucket.height else _of_height(size, bucket.height)
+    # What is lacking on the other side is added to both.
+    if bucket.width > resized.width:
+        more = _of_width(size, bucket.width - resized.width)
+    else:
+        more = _of_height(size, max(0, bucket.height - resized.height))
+    return bucket, Size(resized.height + more.height, resized.width + more.width)
 
 
 def _simpletuner_by_edge(size: Size, aspect: float, edge: int, step: int) -> tuple[Bucket, Size]:
     """Its `calculate_new_size_by_pixel_edge`: the shorter side of the bucket has `edge` pixels."""
-    exact = size.width / size.height
-    width, height = (edge, int(edge / aspect)) if exact < 1 else (int(edge * aspect), edge)
+    if size.width < size.height:
+        height, width = int(edge / aspect), edge
+        bucket = Bucket(_stepped(height, step), _stepped(width, step))
+        resized = _of_width(size, max(bucket.width, width))
+        return bucket, resized if resized.height >= bucket.height else _of_height(size, bucket.height)
+    height, width = edge, int(edge * aspect)
     bucket = Bucket(_stepped(height, step), _stepped(width, step))
-    if exact >= 1:
-        high = max(bucket.height, height)
-        resized = Size(high, int(high * exact))
-        if resized.width < bucket.width:
-            resized = Size(int(bucket.width / exact), bucket.width)
-    else:
-        wide = max(bucket.width, width)
-        resized = Size(int(wide / exact), wide)
-        if resized.height < bucket.height:
-            resized = Size(bucket.height, int(bucket.height * exact))
-    return bucket, resized
+    resized = _of_height(size, max(bucket.height, height))
+    return bucket, resized if resized.width >= bucket.width else _of_width(size, bucket.width)
 
 
 def _onetrainer(config: BucketsConfig) -> FitFunction:

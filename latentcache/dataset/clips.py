@@ -111,18 +111,18 @@ def _is_video(data: bytes) -> bool:
 
 def _decode_video(data: bytes, path: str, images: ImagesConfig, numbers: Sequence[int]) -> Iterator[np.ndarray]:
     """These frames, numbered from 0 in the order in which they are shown: uint8 [H, W, 3]. `numbers` ascend."""
-    starts, place = _starts(data, path, images), 0
+    starts, waiting = _starts(data, path, images), list(numbers)
     with _opened_video(data, path, images) as (file, stream):
         for frame in file.decode(stream):
             start = -math.inf if frame.pts is None else _milliseconds(frame.pts, stream)
-            if start > starts[numbers[place]]:
-                break
-            if start == starts[numbers[place]]:
+            if start == starts[waiting[0]]:
                 yield _upright(frame)
-                place += 1
-                if place == len(numbers):
-                    return
-    raise ImageRefused(path, "corrupt", f"frame {numbers[place]} cannot be decoded")
+                del waiting[0]
+            if not waiting:
+                return
+            if start > starts[waiting[0]]:
+                break
+    raise ImageRefused(path, "corrupt", f"frame {waiting[0]} cannot be decoded")
 
 
 def _starts(data: bytes, path: str, images: ImagesConfig) -> np.ndarray:

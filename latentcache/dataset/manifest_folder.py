@@ -6,7 +6,6 @@ import mmap
 import os
 import platform
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +29,6 @@ LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""
 SUFFIX = ".safetensors"
 """How the file of a manifest ends."""
-_NOTE = re.compile(rf"(?:.*/)?([^/+]+)(?:\+[0-9a-f]{{32}})?{re.escape(UNFINISHED)}")
 _ATTEMPTS = 8
 """To write a manifest that another client replaces in the middle each time."""
 
@@ -47,8 +45,8 @@ def note_file(name: str, owner: str) -> str:
 
 def noted_in(file: str) -> str | None:
     """The manifest that a file notes a run of, by the file's name or path; None for another file."""
-    match = _NOTE.fullmatch(file)
-    return None if match is None else match[1]
+    name = os.path.basename(file)
+    return name.removesuffix(UNFINISHED).partition("+")[0] if name.endswith(UNFINISHED) else None
 
 
 class Manifests(Protocol):
@@ -180,8 +178,7 @@ class ManifestFolder:
         """When each run began (seconds since 1970), its note's file, and the manifest."""
         for file in self._files(UNFINISHED):
             with suppress(FileNotFoundError):  # it may have ended since it was listed
-                if name := noted_in(file):
-                    yield (self.path / file).lstat().st_mtime, file, name
+                yield (self.path / file).lstat().st_mtime, file, str(noted_in(file))
 
     def _remove(self, files: Iterable[str]) -> None:
         with typed_errors(self.path, 0):

@@ -56,7 +56,7 @@ def caption_bytes(path: str, place: tuple[int, int] | None = None) -> bytes:
     """The bytes of a caption file, or those at (offset, bytes) in a tar. Raises OSError and ImageRefused."""
     offset, num_bytes = place or (0, MAX_CAPTION_BYTES + 1)
     if len(data := read_range(path, offset, min(num_bytes, MAX_CAPTION_BYTES + 1))) > MAX_CAPTION_BYTES:
-        raise bad_caption(path, f"its caption has more than {MAX_CAPTION_BYTES:,} bytes, which are allowed")
+        raise bad_caption(path, f"it has more than the {MAX_CAPTION_BYTES:,} bytes that a caption file may have")
     return data
 
 
