@@ -49,7 +49,7 @@ OWNERS = {
     "diskcache": ("store/index.py",),
     "sqlite3": ("store/index.py", "precache/memo.py"),
     # musubi-tuner's cache is safetensors files.
-    "safetensors": ("interop/formats/musubi.py", "models/lora.py", "models/single_file.py"),
+    "safetensors": ("interop/formats/musubi.py", "models/lora.py"),
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",
