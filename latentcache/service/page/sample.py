@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from latentcache.config import ImagesConfig
 from latentcache.dataset.images import decode
 from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.samples import read_range
 from latentcache.errors import EntryDamagedError, EntryMissingError, ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
 from latentcache.loading.status import entry_json
@@ -20,7 +19,6 @@ from latentcache.service.page.views import Gallery
 from latentcache.store.base import Store
 from latentcache.store.cut_captions import num_cut_tokens
 from latentcache.types import Geometry
-from latentcache.utils.file_locks import READ_FLAGS
 
 if TYPE_CHECKING:
     from latentcache.config import Config
@@ -34,8 +32,6 @@ _OTHER_BYTES = "The file has other bytes than those that were encoded: precache 
 PHOTO_SIDE = 1024
 """The longer side of a photo that is shown, in pixels, at most."""
 _ANY_IMAGE = ImagesConfig(animated="first-frame", max_aspect=1e6, min_side=1)
-_decoding = threading.Semaphore(2)
-"""Photos are decoded two at a time: one of 100 megapixels takes 300 MB meanwhile."""
 
 
 def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> dict[str, Any]:
@@ -128,8 +124,7 @@ def _examined(row: Row) -> tuple[bool, str]:
 def photo_webp(row: Row) -> bytes:
     """The photo upright, in sRGB, at most PHOTO_SIDE pixels high and wide. RequestRefused if it cannot be shown."""
     try:
-        with _decoding:
-            return webp_of(decode(_read(row.path), row.path, _ANY_IMAGE), PHOTO_SIDE)
+        return webp_of(decode(_read(row.path), row.path, _ANY_IMAGE), PHOTO_SIDE)
     except ImageRefused as error:
         # Not its detail: that may have bytes of a file that is no photo.
         raise RequestRefused(f"{row.path}: cannot be shown: {error.reason}", status=404) from error
@@ -138,16 +133,15 @@ def photo_webp(row: Row) -> bytes:
 
 
 def _read(path: str) -> bytes:
-    """The bytes of a regular file. A pipe or a device is never waited for."""
+    """The bytes of a regular file. A pipe or a device has none, and is never waited for."""
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PHOTO_BYTES:
-            raise StoreError(f"{path}: is no regular file of at most {MAX_PHOTO_BYTES:,} bytes")
-        with os.fdopen(os.open(path, READ_FLAGS), "rb") as file:
-            return file.read(MAX_PHOTO_BYTES)
+        data = read_range(path, 0, MAX_PHOTO_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StoreError(f"{path}: cannot be read on this machine: {reason}") from error
+    if not 0 < len(data) <= MAX_PHOTO_BYTES:
+        raise StoreError(f"{path}: is no regular file of 1 to {MAX_PHOTO_BYTES:,} bytes")
+    return data
 
 
 # What the next precache would do
