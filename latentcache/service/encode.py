@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Query, Request
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
-from typing_extensions import override
 
 from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError, RequestRefused
 from latentcache.precache.memo import Memo
 from latentcache.precache.tasks import Task
 from latentcache.precache.workspace import Workspace
 from latentcache.service.auth import Role
-from latentcache.service.miss_encoder import COUNTED, MissEncoder
-from latentcache.service.packs import OCTETS, pack_answer
+from latentcache.service.miss_encoder import MissEncoder
+from latentcache.service.packs import OCTETS
 from latentcache.service.state import ServiceState
 from latentcache.store import DiskStore
+from latentcache.store.entry import own_entry
+from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.types import Kind
 
 MAX_PROMPTS = 32
@@ -76,10 +76,11 @@ def encode_router(state: ServiceState) -> APIRouter:
     Raises ConfigError, DeviceError, ModelError, StoreError.
     """
     assert state.settings.encode is not None
+    registry = state.telemetry.registry
     with contextlib.ExitStack() as opened:
         memo = opened.enter_context(contextlib.closing(Memo(state.store.path / "memo")))
         workspace = Workspace(state.store, state.manifests, memo, state.store.path)
-        encoder = MissEncoder(state.settings.encode, workspace, idle_s=state.settings.idle_s)
+        encoder = MissEncoder(state.settings.encode, workspace, idle_s=state.settings.idle_s, registry=registry)
         memo.flush()  # the digests of the weights, whatever becomes of this process
         opened.enter_context(encoder)
         to_close = opened.pop_all()
@@ -91,7 +92,11 @@ def encode_router(state: ServiceState) -> APIRouter:
         finally:
             await asyncio.to_thread(to_close.close)
 
-    state.telemetry.registry.register(_EncoderCollector(encoder))
+    waiting = "Entries that wait or are being encoded."
+    Gauge("latentcache_encoder_queue", waiting, registry=registry).set_function(lambda: encoder.num_waiting)
+    loaded = Gauge("latentcache_encoder_loaded", "Whether encoders are on the device.", ["kind"], registry=registry)
+    for kind in get_args(Kind):
+        loaded.labels(kind).set_function(partial(_is_loaded, encoder, kind))
     entries, receiving = _Requested(state, encoder), asyncio.Semaphore(MAX_IMAGES)
     router = APIRouter(prefix="/v1", tags=["encode"], lifespan=lifespan)
     options: dict[str, Any] = {"responses": _ANSWER, "response_class": Response}
@@ -163,13 +168,15 @@ class _Requested:
                 raise EncoderBusyError(f"{MAX_REQUESTS} requests wait for the encoder", retry_after_s=1)
         missing = await self._encode(tasks)
         try:
-            await self._state.read(_check_whole, store, keys)
+            data = await self._state.read(_pack_of, store, keys)
         except (EntryDamagedError, EntryMissingError):
             # Reading found damage, which is a miss now; or a prune was faster.
             missing |= await self._encode(tasks)
+            data = await self._state.read(_pack_of, store, keys)
+        self._state.telemetry.hits.inc(len(keys))
         if wanted == "keys":
             return JSONResponse({"entries": [{**each, "cached": each["key"] not in missing} for each in facts]})
-        return await pack_answer(self._state, keys, headers)
+        return Response(data, headers=dict(headers), media_type=OCTETS)
 
     def _check_may_store(self, request: Request, num_missing: int) -> None:
         """RequestRefused for entries that are not there and a client that may only read: they would stay for good."""
@@ -188,26 +195,10 @@ class _Requested:
         return set(futures)
 
 
-def _check_whole(store: DiskStore, keys: Sequence[str]) -> None:
-    """Read entries and their records. EntryMissingError, EntryDamagedError."""
-    store.rows(keys)
-    for key in keys:
-        store.record(key)
+def _pack_of(store: DiskStore, keys: Sequence[str]) -> bytes:
+    """A pack of these entries. EntryMissingError, EntryDamagedError."""
+    return b"".join(pack_buffers(new_pack_id(), [own_entry(store.get(key)) for key in keys])[2])
 
 
-class _EncoderCollector(Collector):
-    """What an encoder counts, for Prometheus."""
-
-    def __init__(self, encoder: MissEncoder):
-        self._encoder = encoder
-
-    @override
-    def collect(self) -> Iterator[Metric]:
-        for name, what in COUNTED.items():
-            yield CounterMetricFamily(f"latentcache_encoder_{name}", what, self._encoder.counts[name])
-        waiting = "Entries that wait or are being encoded."
-        yield GaugeMetricFamily("latentcache_encoder_queue", waiting, self._encoder.num_waiting)
-        loaded = GaugeMetricFamily("latentcache_encoder_loaded", "Whether encoders are on the device.", labels=["kind"])
-        for kind in get_args(Kind):
-            loaded.add_metric([kind], float(kind == self._encoder.loaded))
-        yield loaded
+def _is_loaded(encoder: MissEncoder, kind: Kind) -> float:
+    return float(kind == encoder.loaded)

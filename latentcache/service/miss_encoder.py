@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry, Counter
 from typing_extensions import override
 
 from latentcache.config import Config, DatasetConfig
@@ -46,8 +47,6 @@ MAX_WAITING_BYTES = 256 << 20
 """Of images that wait to be encoded."""
 ROUND_SIZES: Mapping[Kind, int] = {"text": 64, "image": 16}
 """Entries that are encoded, stored as one pack, and returned together."""
-FILL_S = 0.005
-"""How long the encoder waits for more entries before it begins with fewer than a round."""
 CLOSED_S, BUSY_S = 5, 2
 """A client may try again after so many seconds: of a service that is shutting down, as another may take its place, and
 of one whose queue is full."""
@@ -58,14 +57,14 @@ failure."""
 logger = logging.getLogger("latentcache")
 
 
-COUNTED: Mapping[str, str] = {
+_COUNTED: Mapping[str, str] = {
     "hits": "Entries requested of the encoder that were there.",
     "misses": "Entries requested of the encoder that were not there: encoded, or awaited by another request already.",
     "entries": "Entries encoded.",
     "failures": "Entries that could not be encoded.",
     "turned_away": "Requests that found no room in the queue.",
 }
-"""What an encoder counts since its start."""
+"""What an encoder counts since its start, for Prometheus."""
 
 
 class UploadedImages(SampleSource):
@@ -111,12 +110,20 @@ class MissEncoder(Closing):
     returned; prompts join the manifest of prompts some seconds later. A process that is killed loses those of the last
     seconds: their entries are there all the same, and a later request finds them, but `prune` does not know them.
     Images are in no manifest. `models` are by default those of the config; they leave the device where nothing came for
-    `idle_s`. All methods may be called from any thread. `close` it.
+    `idle_s`. What it counts is in `registry`. All methods may be called from any thread. `close` it.
 
     Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
     """
 
-    def __init__(self, config: Config, workspace: Workspace, *, models: Models | None = None, idle_s: float = IDLE_S):
+    def __init__(
+        self,
+        config: Config,
+        workspace: Workspace,
+        *,
+        models: Models | None = None,
+        idle_s: float = IDLE_S,
+        registry: CollectorRegistry | None = None,
+    ):
         if workspace.store.read_only:
             raise ReadOnlyError(workspace.path or "cpu store", "encoding on a miss stores entries: open it for writing")
         if not idle_s > 0:
@@ -134,7 +141,9 @@ class MissEncoder(Closing):
         self._waiting: list[_Miss] = []
         self._under_way: dict[str, _Miss] = {}
         self._is_closed = False
-        self.counts = dict.fromkeys(COUNTED, 0)
+        self._counts = {
+            name: Counter(f"latentcache_encoder_{name}", what, registry=registry) for name, what in _COUNTED.items()
+        }
         self._new_rows: dict[str, Row] = {}
         """Of prompts that are stored and not in their manifest. They join it at this time, by the monotonic clock:"""
         self._due_at = math.inf
@@ -192,8 +201,8 @@ class MissEncoder(Closing):
             missing = {key: same for key, same in by_key.items() if key not in present}
             new = {key: _Miss(same, Future()) for key, same in missing.items() if key not in self._under_way}
             self._check_room(new.values())
-            self.counts["hits"] += len(present)
-            self.counts["misses"] += len(missing)
+            self._counts["hits"].inc(len(present))
+            self._counts["misses"].inc(len(missing))
             for key in missing.keys() - new.keys():
                 self._under_way[key].tasks += missing[key]
             for miss in new.values():
@@ -208,7 +217,7 @@ class MissEncoder(Closing):
             raise EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
         num, num_bytes = len(self._waiting) + len(new), sum(miss.num_bytes for miss in (*self._waiting, *new))
         if new and (num > MAX_WAITING or (num_bytes > MAX_WAITING_BYTES and self._waiting)):
-            self.counts["turned_away"] += 1
+            self._counts["turned_away"].inc()
             raise EncoderBusyError(
                 f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
                 f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
@@ -275,9 +284,6 @@ class MissEncoder(Closing):
             if not self._waiting or self._is_closed:
                 return []
             kind = self._waiting[0].kind
-            until = time.monotonic() + FILL_S
-            while len(self._waiting) < ROUND_SIZES[kind] and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
             taken = [miss for miss in self._waiting if miss.kind == kind][: ROUND_SIZES[kind]]
             self._waiting = [miss for miss in self._waiting if miss not in taken]
             return taken
@@ -321,8 +327,8 @@ class MissEncoder(Closing):
         with self._changed:
             for miss in misses:
                 del self._under_way[miss.key]
-            self.counts["entries"] += len(misses) - len(errors)
-            self.counts["failures"] += len(errors)
+            self._counts["entries"].inc(len(misses) - len(errors))
+            self._counts["failures"].inc(len(errors))
         for miss in misses:
             if error := errors.get(miss.key):
                 miss.future.set_exception(error)

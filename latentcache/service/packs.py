@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
 import anyio
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import FileResponse, Response
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.requests import ClientDisconnect
 
 from latentcache.errors import RequestRefused
 from latentcache.service.state import ServiceState
-from latentcache.store.entry import own_entry
-from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify_entries
 
 OCTETS = "application/octet-stream"
+MAX_KEYS = 16384
+"""In one request."""
 KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an example
 PACK = "3f9c2a7be1d84f0c9a1b2c3d4e5f6a7b"
 Key = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
@@ -49,7 +49,7 @@ class KeyList(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": [KEY]}]})
 
-    keys: list[Key]
+    keys: Annotated[list[Key], Field(max_length=MAX_KEYS)]
 
 
 def pack_router(state: ServiceState) -> APIRouter:
@@ -93,7 +93,6 @@ def pack_router(state: ServiceState) -> APIRouter:
     @router.post("/entries:find")
     async def find(request: KeyList) -> dict[Literal["found"], list[Key]]:
         """Which of these entries are there, each once."""
-        _check_number(state, request.keys)
         found = await state.read(state.store.find, request.keys)
         state.telemetry.hits.inc(len(found))
         state.telemetry.misses.inc(len(set(request.keys)) - len(found))
@@ -106,7 +105,6 @@ def pack_router(state: ServiceState) -> APIRouter:
         The answer says why entries are damaged, by key, also of those that were marked before. Entries that are not
         there are not damaged.
         """
-        _check_number(state, request.keys)
         if not request.keys:  # who asks whether it may write
             return {"damaged": {}}
         return {"damaged": await state.change(verify_entries, state.store, list(dict.fromkeys(request.keys)))}
@@ -126,26 +124,6 @@ def _status_of(path: FilePath, pack: str) -> os.stat_result:
     except FileNotFoundError:
         step = "`GET /v1/packs` lists those that there are"
         raise RequestRefused(f"there is no pack {pack}", status=404, met=pack, next_step=step) from None
-
-
-def _check_number(state: ServiceState, keys: Sequence[str]) -> None:
-    """RequestRefused for more keys than a request may have."""
-    allowed = state.limits.max_keys
-    if len(keys) > allowed:
-        detail = f"{len(keys):,} keys in one request, and {allowed:,} are allowed"
-        step = "Request them in several parts"
-        raise RequestRefused(detail, status=413, met=len(keys), allowed=allowed, next_step=step)
-
-
-async def pack_answer(state: ServiceState, keys: Sequence[str], headers: Mapping[str, str]) -> Response:
-    """The entries of these distinct keys as a pack: those of one request that encodes. Errors of `Store.get`."""
-
-    def pack() -> bytes:
-        return b"".join(pack_buffers(new_pack_id(), [own_entry(state.store.get(key)) for key in keys])[2])
-
-    data = await state.read(pack)
-    state.telemetry.hits.inc(len(keys))
-    return Response(data, headers=dict(headers), media_type=OCTETS)
 
 
 # Files that are sent and taken

@@ -35,8 +35,6 @@ class Limits:
     """Max size of an image to encode."""
     max_upload_bytes: int = 2 << 30
     """Max size of a pack or a manifest."""
-    max_keys: int = 16384
-    """Max keys in one request."""
     max_requests: int = 64
     """Requests under way at once. Others wait their turn."""
     max_uploads: int = 4
@@ -48,7 +46,7 @@ class Limits:
     num_threads: int = 8
     """Threads that read the store."""
     num_view_threads: int = 2
-    """Threads that make pages and pictures, and count for `status`."""
+    """Threads that make pages and pictures, and count for `status`. A photo of 100 megapixels takes 300 MB in each."""
 
 
 @dataclass(frozen=True, kw_only=True)

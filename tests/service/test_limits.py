@@ -14,7 +14,7 @@ from service_samples import fill
 
 from latentcache.service.state import Limits
 
-LIMITS = Limits(max_body_bytes=4096, max_upload_bytes=100_000, max_keys=20, max_requests=4, max_uploads=1, stall_s=1.0)
+LIMITS = Limits(max_body_bytes=4096, max_upload_bytes=100_000, max_requests=4, max_uploads=1, stall_s=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -98,9 +98,8 @@ def png(size: tuple[int, int] = (80, 144), seed: int = 0) -> bytes:
     [
         {"encode.clip_skip": 1, "datasets.0.flip": True},
         {"encode.image_output": "sample", "encode.seed": 7, "encode.store_dtype": "float16", "cache.salt": "s"},
-        {"datasets.0.buckets": {"rule": "simpletuner", "resolution": 96, "step": 32}, "encode.vae_dtype": "bfloat16"},
     ],
-    ids=["clip skip and flip", "a seeded draw", "the buckets of a trainer"],
+    ids=["clip skip and flip", "a seeded draw"],
 )
 def test_entries_are_those_of_precache(
     make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], photos: Path, changes: dict[str, Any]
@@ -135,7 +134,6 @@ def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path:
             tasks: list[Task] = [encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]
             tasks += [task for _, task in encoder.image((photos / "a.png").read_bytes())]
             assert encoder.submit(tasks) == {}
-            assert (encoder.counts["hits"], encoder.counts["misses"]) == (3, 0)
             assert encoder.loaded is None
 
 
@@ -160,7 +158,6 @@ def test_one_that_breaks_the_encoder_costs_the_others_nothing(
                 future.result(WAIT_S)
         else:
             future.result(WAIT_S)
-    assert (encoder.counts["entries"], encoder.counts["failures"]) == (3, 1)
     [later] = encoder.submit([encoder.prompt("later")]).values()
     later.result(WAIT_S)
 
@@ -235,7 +232,7 @@ def test_the_queue_has_an_end(
     waiting = encoder.submit([encoder.prompt(f"{number}") for number in range(3)])
     with pytest.raises(EncoderBusyError, match="3 entries wait to be encoded, and there is no room for 1 more") as busy:
         encoder.submit([encoder.prompt("one more")])
-    assert busy.value.retry_after_s >= 1 and encoder.counts["turned_away"] == 1
+    assert busy.value.retry_after_s >= 1
     assert encoder.submit([encoder.prompt("0")]).keys() <= waiting.keys(), "joining one that waits needs no room"
     gate.opened.set()
     for future in (*first.values(), *waiting.values()):

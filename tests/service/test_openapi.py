@@ -14,8 +14,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from service_samples import fill
 
-from latentcache.service.state import Limits
-
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 NUM_EXAMPLES = 5
 
@@ -23,7 +21,7 @@ NUM_EXAMPLES = 5
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     cache = fill(tmp_path_factory.mktemp("openapi") / "cache")
-    with serving_here(cache.path, Limits(max_keys=50)) as server:
+    with serving_here(cache.path) as server:
         yield server
 
 

@@ -12,7 +12,6 @@ from service_samples import fill
 
 from latentcache.dataset.manifest import manifest_bytes, read_head
 from latentcache.loading.status import status
-from latentcache.service.state import Limits
 from latentcache.store import DiskStore
 from latentcache.store.upkeep import compact
 
@@ -76,7 +75,7 @@ def test_manifests_are_files(served):
 def test_only_what_is_damaged_on_the_disk_becomes_a_miss(tmp_path):
     """Not what another process has moved or removed meanwhile."""
     cache = fill(tmp_path / "cache")
-    with serving_here(cache.path, Limits(max_keys=20)) as server:
+    with serving_here(cache.path) as server:
 
         def verify(keys, token=server.write_token):
             return server.post("/v1/verify", {"keys": keys}, token=token)
@@ -86,7 +85,7 @@ def test_only_what_is_damaged_on_the_disk_becomes_a_miss(tmp_path):
             for number in (5, 7):
                 damage(cache.path, store.get(cache.keys[number]).tensors["moments"].numpy().tobytes())
         assert verify([cache.keys[5]], None).status == 401
-        assert verify(["no key"]).status == 422 and verify(["0" * 64] * 21).status == 413
+        assert verify(["no key"]).status == 422 and verify(["0" * 64] * 16385).status == 422
         found = verify([cache.keys[5], cache.keys[6]]).json()["damaged"]
         assert found.keys() == {cache.keys[5]} and "digest" in found[cache.keys[5]]
         there = server.post("/v1/entries:find", {"keys": cache.keys}).json()["found"]
