@@ -60,10 +60,10 @@ RECOGNISED = (
     | DRAWS.keys()
     | {
         *("CalcAspect", "EncodeAnimaText", "EncodeClipText", "EncodeGemmaText", "EncodeIdeogramText"),
-        *("EncodeLlamaText", "EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE", "EncodeWuerstchenEffnet"),
+        *("EncodeLlamaText", "EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE"),
         *("GenerateImageLike", "GenerateMaskedConditioningImage", "MapData", "PadMaskedTokens", "PruneMaskedTokens"),
         *("ImageToVideo", "LoadImage", "NormalizeImageChannels", "RescaleImageChannels", "SampleVAEDistribution"),
-        *("ScaleImage", "SelectFirstInput", "Tokenize"),
+        *("EncodeWuerstchenEffnet", "ScaleImage", "SelectFirstInput", "Tokenize"),
     }
 )
 """Their values depend on the variation only through random numbers."""
