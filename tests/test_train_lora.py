@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -262,9 +263,10 @@ def test_the_target_follows_the_schedulers_config(
 
 
 class Recipe(NamedTuple):
-    """Changes of the second dataset and of `train`, and what must be true of all batches."""
+    """Changes of the second dataset, of `encode` and of `train`, and what must be true of all batches."""
 
     dataset: dict[str, Any]
+    encode: dict[str, Any]
     train: dict[str, Any]
     holds: Callable[[list[dict[str, Any]]], bool]
 
@@ -274,26 +276,61 @@ def captions_of(batches: list[dict[str, Any]]) -> set[str]:
 
 
 RECIPES = {
-    "zeros for some captions, and random flips": Recipe(
-        {"flip": True},
-        {"caption_dropout": 0.5, "dropout_to": "zeros", "flips": "random"},
+    "the second caption": Recipe(
+        {},
+        {},
+        {"caption": 1},
+        lambda batches: all(each.startswith("another caption") for each in captions_of(batches)),
+    ),
+    "dropout to zeros": Recipe(
+        {},
+        {},
+        {"caption_dropout": 0.5, "dropout_to": "zeros"},
         lambda batches: all(
-            (caption == "") == (not texts.any()) and batch["num_items"] == 5  # and not 10, of both sides
+            (caption == "") == (not texts.any())
             for batch in batches
             for caption, texts in zip(batch["caption"], batch["prompt_embeds"], strict=True)
         ),
     ),
-    "variants of the second caption, and several resolutions": Recipe(
-        {
-            "captions": {"variants": 8, "shuffle": True, "drop": 0.5},
-            "resolutions": [64, 96],
-            "buckets": {"step": 32},
-        },
-        {"caption": 1},
+    "long prompts, dropped to the empty text": Recipe(
+        {},
+        {"max_length": 150},
+        {"caption_dropout": 0.5},
         lambda batches: (
-            all(caption.startswith("another caption") for caption in captions_of(batches))
-            and {name for batch in batches for name in batch["dataset"]} == {"first", "second-64", "second-96"}
+            {batch["prompt_embeds"].shape[1] for batch in batches} == {152}
+            and {texts.any().item() for batch in batches for texts in batch["prompt_embeds"]} == {True}
+            and "" in captions_of(batches)
         ),
+    ),
+    "several crops": Recipe(
+        {"variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8},
+        {},
+        {"crops": "random"},
+        lambda batches: (
+            len({crop for batch in batches for crop in zip(batch["sample_id"], batch["crop_top_left"], strict=True)})
+            > len({name for batch in batches for name in batch["sample_id"]})
+        ),
+    ),
+    "random flips": Recipe(
+        {"flip": True},
+        {},
+        {"flips": "random"},
+        lambda batches: {batch["num_items"] for batch in batches} == {5},  # and not 10, of both sides
+    ),
+    "variants of captions": Recipe(
+        {"captions": {"variants": 8, "shuffle": True, "drop": 0.5}},
+        {},
+        {},
+        lambda batches: any(
+            not re.fullmatch(r"photo \d, a tag, a last one|another caption of \d", text)
+            for text in captions_of(batches)
+        ),
+    ),
+    "several resolutions": Recipe(
+        {"resolutions": [64, 96], "buckets": {"step": 32}},
+        {},
+        {},
+        lambda batches: {name for batch in batches for name in batch["dataset"]} == {"first", "second-64", "second-96"},
     ),
 }
 
@@ -303,6 +340,7 @@ def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: s
     recipe, config = RECIPES[name], training_only(cold)
     settings = config.model_dump(mode="json", exclude_unset=True)
     settings["datasets"][1] |= recipe.dataset
+    settings["encode"] |= recipe.encode
     config = parse_config(settings | {"train": recipe.train})
     run_precache(config)
     batches: list[dict[str, Any]] = []

@@ -88,6 +88,33 @@ def test_a_batch_has_captions_and_no_texts(alone: Config, make_config: Callable[
     assert all("prompt_embeds" not in dataset.place(batch, device="cpu") for batch in items)
 
 
+def test_a_text_encoder_is_trained_on_the_captions_of_a_batch(alone: Config) -> None:
+    """The loader goes on as ever while the encoder that reads its captions changes."""
+    parts = tiny_parts()
+    encoder, tokenizer = parts["text_encoder"].requires_grad_(True), parts["tokenizer"]
+    denoiser = torch.nn.Linear(encoder.config.hidden_size, 4)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *denoiser.parameters()], lr=1e-2)
+    before = {name: value.detach().clone() for name, value in encoder.named_parameters()}
+    losses, captions = [], set[str]()
+    dataset = LatentDataset(alone.cache.path, caption="random")
+    with LatentLoader(BucketBatchSampler(dataset, batch_size=2, seed=3), device=encoder, scaled=True) as loader:
+        batches = loader.forever()
+        for _ in range(24):
+            batch = next(batches)
+            ids = tokenizer(batch["caption"], padding="max_length", truncation=True, return_tensors="pt").input_ids
+            texts = encoder(ids).last_hidden_state.mean(dim=1)
+            loss = (denoiser(texts) - batch["latents"].mean(dim=(2, 3))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            captions |= {*batch["caption"]}
+    assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
+    assert {"a red house", "a house in the rain", "a tree"} < captions
+    changed = [name for name, value in encoder.named_parameters() if not torch.equal(value, before[name])]
+    assert len(changed) > len(before) // 2
+
+
 def test_whatever_reads_texts_says_what_to_do(alone: Config) -> None:
     remedy = r"encode\.text: none\)\. Encode them live, .*or set encode\.text to all"
     with LatentCache(alone.cache.path) as cache:
