@@ -163,7 +163,10 @@ class PackRow:
 
     def to_bytes(self) -> bytes:
         """The row's value in the index, with a checksum at its end. `from_bytes` is its inverse."""
-        value = {"file_bytes": self.pack.file_bytes, "groups": self.pack.to_json(), "reasons": self.reasons}
+        reasons: dict[str, list[int]] = {}  # one for all entries of a pack that is gone
+        for row, reason in self.reasons.items():
+            reasons.setdefault(reason, []).append(row)
+        value = {"file_bytes": self.pack.file_bytes, "groups": self.pack.to_json(), "reasons": reasons}
         head = json.dumps(value, separators=(",", ":")).encode("ascii")
         arrays = (self.keys.tobytes(), self.digests.tobytes(), np.packbits(self.live).tobytes())
         data = b"".join((len(head).to_bytes(4, "little"), head, *arrays))
@@ -177,9 +180,10 @@ class PackRow:
             raise ValueError("its bytes do not have the checksum that was stored with them")
         at = 4 + int.from_bytes(body[:4], "little")
         try:
-            groups, file_bytes, reasons = _parsed_head(body[4:at])
+            groups, file_bytes, by_reason = _parsed_head(body[4:at])
             layout = Pack(pack, file_bytes, groups)
             num = layout.num_entries
+            reasons = {row: reason for reason, rows in by_reason.items() for row in rows}
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"not the row of a pack: {error!r:.100}") from error
         sizes = [num * KEY_BYTES, num * DIGEST_BYTES, (num + 7) // 8]
@@ -188,7 +192,7 @@ class PackRow:
         keys = np.frombuffer(body, np.uint8, sizes[0], at).reshape(num, KEY_BYTES)
         digests = np.frombuffer(body, np.uint8, sizes[1], at + sizes[0]).reshape(num, DIGEST_BYTES)
         live = np.unpackbits(np.frombuffer(body, np.uint8, sizes[2], at + sizes[0] + sizes[1]), count=num).view(bool)
-        return cls(layout, keys, digests, live, {int(row): reason for row, reason in reasons.items()})
+        return cls(layout, keys, digests, live, reasons)
 
     def key(self, row: int) -> str:
         """The key of a row."""
@@ -220,8 +224,8 @@ def drop_copies(rows: Sequence[PackRow]) -> None:
 
 
 @lru_cache(256)  # of damaged entries they are long
-def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, dict[str, str]]:
-    """The groups, bytes of the file, and reasons by row that a row's head lists. Full packs often share one.
+def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, dict[str, list[int]]]:
+    """The groups, bytes of the file, and rows by reason that a row's head lists. Full packs often share one.
 
     Do not change what it returns.
     """
