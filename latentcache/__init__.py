@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from latentcache.devices.optimizer import repair_optimizer as repair_optimizer
     from latentcache.doctor.environment import diagnose as diagnose
     from latentcache.errors import LatentCacheError as LatentCacheError
+    from latentcache.loading.batch import unpadded as unpadded
     from latentcache.loading.cache import LatentCache as LatentCache
     from latentcache.loading.cached_batches import CachedBatches as CachedBatches
-    from latentcache.loading.cached_batches import unpadded as unpadded
     from latentcache.loading.dataset import LatentDataset as LatentDataset
     from latentcache.loading.loader import LatentLoader as LatentLoader
     from latentcache.loading.sampler import BucketBatchSampler as BucketBatchSampler
@@ -74,7 +74,7 @@ _HOMES = {
     "repair_optimizer": "devices.optimizer",
     "run_precache": "precache.run",
     "save_checkpoint": "checkpoints.checkpoint",
-    "unpadded": "loading.cached_batches",
+    "unpadded": "loading.batch",
     "validate": "validation.checkpoint_validation",
 }
 

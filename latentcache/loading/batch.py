@@ -9,7 +9,7 @@ import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import StoreError
-from latentcache.families.base import CONDITION
+from latentcache.families.base import CONDITION, MASK
 from latentcache.families.scaling import Scaling, latents_from_moments
 from latentcache.types import Batch
 
@@ -94,3 +94,24 @@ def _latents(batch: Batch, target: torch.device, generator: torch.Generator | No
 def is_cpu(device: DeviceLike) -> bool:
     """Whether it is the CPU by name, which requests no dtype."""
     return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
+
+
+def unpadded(batch: Batch, name: str) -> list[torch.Tensor]:
+    """A text field of a batch as one tensor [L, D] a sample, without padding.
+
+    Args:
+        batch: A batch of a `LatentLoader` or of `CachedBatches`.
+        name: The field, `prompt_embeds` for instance [B, L, D]. Its mask `<name>_mask`, bool [B, L], says which rows
+            are the caption's own; without one all are.
+
+    Returns:
+        B tensors.
+
+    Raises:
+        KeyError: The batch has no such field.
+    """
+    values, mask = batch[name], batch.get(f"{name}{MASK}")
+    if mask is None:
+        return [*values]
+    rows = values.view(torch.uint8) if values.itemsize == 1 else values  # torch 2.4 cannot index float8
+    return [row[kept].view(values.dtype) for row, kept in zip(rows, mask.bool(), strict=True)]

@@ -35,7 +35,7 @@ from latentcache.loading.sample import (
 )
 from latentcache.remote.store import RemoteStore, open_cache
 from latentcache.store.base import Closing, Store
-from latentcache.store.batch import Column, Empty, columns_of, concatenated, stack_columns
+from latentcache.store.batch import Column, Empty, columns_of, stack_columns
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
@@ -297,15 +297,12 @@ class LatentCache(Closing):
         scaling = refs[0].facts.scaling if scaled else None
         return to_device(batch, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
 
-    def gather(
-        self, refs: Sequence[SampleRef], *, memory: Empty = np.empty, pad: bool = True, scaled: bool = False
-    ) -> Batch:
+    def gather(self, refs: Sequence[SampleRef], *, memory: Empty = np.empty, scaled: bool = False) -> Batch:
         """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
 
-        Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
-        without `pad` such a field is a list of B tensors [L, *rest], and has no mask. `memory` makes the arrays of the
-        tensors. `scaled`: the latents are scaled afterwards, all alike. SampleError for a sample whose entry is missing
-        or damaged; StoreError for mixed buckets or families, and unequal shapes.
+        Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs.
+        `memory` makes the arrays of the tensors. `scaled`: the latents are scaled afterwards, all alike. SampleError
+        for a sample whose entry is missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
         """
         check_alike(refs, scaled=scaled)
         sample_ids, first = [ref.sample_id for ref in refs], refs[0]
@@ -322,21 +319,17 @@ class LatentCache(Closing):
                 found[first.parts[part][0] if part >= 0 else name] = column  # that of a part goes by the part's name
         columns = {name: found[name] for name in sorted(found)}
         ragged = {name: rule for name, rule in rules.items() if name in columns}
-        apart = {} if pad else {name: concatenated(columns.pop(name)) for name in ragged}
-        batch, masks = stack_columns(sample_ids, columns, ragged if pad else {}, memory)
+        batch, masks = stack_columns(sample_ids, columns, ragged, memory)
         if zeros := [place for place, ref in enumerate(refs) if ref.dropped == "zeros"]:
             family = first.facts.family
             if rows[1].description.keys() - family.fields.keys():  # a text was not cached when the dataset was made
                 raise no_zeros(family)
             for name in family.fields:
                 for place in zeros:  # an index of all takes longer than the copy of the batch
-                    if name in apart:
-                        apart[name][place] = apart[name][place][:0]
-                        continue
                     batch[name][place].zero_()
                     if name in masks:
                         masks[name][place] = False
-        return {**batch, **apart, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
+        return {**batch, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Iterable[SampleRef], *, whole_packs: bool = False) -> None:
         """These samples are read soon: see `Store.prefetch`."""

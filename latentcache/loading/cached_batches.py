@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.utils.data import Dataset
 
-from latentcache.families.base import MASK
 from latentcache.loading.loader import Output, check_output, placed
 from latentcache.loading.sampler import BucketBatchSampler, PlannedBatch
 from latentcache.store.batch import CPU
@@ -61,21 +60,3 @@ class CachedBatches(Dataset[Batch]):
         planned, dataset = self._plan[number], self.sampler.dataset
         batch = dataset.cache.gather(dataset.refs(planned.visits))
         return placed(dataset, planned, batch, CPU, dtype=self.dtype, output=self.output, scaled=self.scaled)
-
-
-def unpadded(batch: Batch, name: str) -> list[torch.Tensor]:
-    """A text field of a batch as one tensor [L, D] a sample, without padding.
-
-    Args:
-        batch: A batch of a `LatentLoader` or of `CachedBatches`.
-        name: The field, `prompt_embeds` for instance [B, L, D]. Its mask `<name>_mask`, bool [B, L], says which rows
-            are the caption's own; without one all are.
-
-    Returns:
-        B tensors.
-
-    Raises:
-        KeyError: The batch has no such field.
-    """
-    values, mask = batch[name], batch.get(f"{name}{MASK}")
-    return [*values] if mask is None else [row[kept] for row, kept in zip(values, mask.bool(), strict=True)]

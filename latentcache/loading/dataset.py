@@ -21,7 +21,7 @@ from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
-from latentcache.loading.batch import to_device
+from latentcache.loading.batch import to_device, unpadded
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser
 from latentcache.loading.pack_order import Places
@@ -277,7 +277,9 @@ class LatentDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        batch = self.cache.gather(self.refs(Visits.of(indices, are_drawn=self.draws)), pad=False)
+        batch = self.cache.gather(self.refs(Visits.of(indices, are_drawn=self.draws)))
+        ragged = {name: unpadded(batch, name) for name, _ in self.facts.padding if name in batch}
+        batch = {name: batch[name] for name in batch if name.removesuffix(MASK) not in ragged} | ragged
         batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
         columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
         return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors

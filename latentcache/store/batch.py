@@ -87,15 +87,6 @@ def stack_columns(
     return tensors, masks
 
 
-def concatenated(column: Column) -> list[torch.Tensor]:
-    """Arrays [1, length, *rest] as tensors [length, *rest]: views of one new tensor."""
-    dtype, arrays = column
-    lengths = [array.shape[1] for array in arrays]
-    tensor, array = _new_tensor(dtype, (sum(lengths), *arrays[0].shape[2:]), np.empty)
-    np.concatenate([each[0] for each in arrays], out=array)
-    return list(torch.split(tensor, lengths))
-
-
 def _padded(
     keys: Sequence[str], name: str, dtype: str, arrays: Sequence[np.ndarray], rule: Padding, empty: Empty
 ) -> tuple[torch.Tensor, torch.Tensor]:
