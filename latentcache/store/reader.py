@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError
 from latentcache.store.base import Store, StoreStats
-from latentcache.store.entry import EntryArrays
+from latentcache.store.entry import Description, EntryArrays
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack, verified_arrays
 from latentcache.store.table import LocationTable
@@ -128,6 +128,11 @@ class PackReader(Store):
         return EntryDamagedError(key, reason, is_marked=not self.read_only)
 
     # Reading
+
+    @override
+    def describe(self, key: str) -> Description:
+        group = self.locate([key])[0].group  # which imports no torch; lengths are in the pack alone
+        return dict(self.rows([key])[0].description if group.ragged else group.description)
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
