@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import override
 
@@ -71,10 +70,6 @@ class TransferReport(Report):
     def ok(self) -> bool:
         """Whether nothing was refused."""
         return not self.refused
-
-    @override
-    def to_json(self) -> dict[str, Any]:
-        return super(TransferReport, self).to_json() | {"ok": self.ok}
 
     def to_text(self) -> str:
         """The report for people."""

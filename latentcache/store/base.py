@@ -23,8 +23,9 @@ class Report:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]  # each report is a dataclass
+        """The fields as JSON, and `ok` where a report says so."""
+        fields: dict[str, Any] = asdict(self)  # type: ignore[call-overload]  # each report is a dataclass
+        return fields | ({"ok": self.ok} if hasattr(self, "ok") else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,14 +349,14 @@ class DiskStore(PackReader):
             rows.put(row)
             return int(row.live.sum())
 
-    def move(self, row: PackRow, old: Mapping[str, Location]) -> int:
-        """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
+    def move(self, row: PackRow, sources: Collection[str]) -> int:
+        """Point entries to their copies from these packs in a new one, in one transaction, if they still lie there."""
         with self._changing() as rows:
             left: dict[str, list[int]] = {}
-            for number, (key, now) in enumerate(zip(row.names(), self.table.look_up(row.names()), strict=True)):
-                row.live[number] = now is not None and now.place == old[key].place
-                if row.live[number]:
-                    left.setdefault(old[key].pack.id, []).append(old[key].row)
+            for number, now in enumerate(self.table.look_up(row.names())):
+                row.live[number] = now is not None and now.pack.id in sources
+                if now is not None and row.live[number]:
+                    left.setdefault(now.pack.id, []).append(now.row)
             for changed in _changed(rows, left):
                 changed.live[left[changed.pack.id]] = False
             rows.put(row)

@@ -15,9 +15,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-from typing_extensions import override
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreBusyError, StoreError
 from latentcache.store.base import Report
@@ -60,10 +57,6 @@ class VerifyReport(Report):
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.damaged and not self.known_damaged and not self.unreadable
-
-    @override
-    def to_json(self) -> dict[str, Any]:
-        return super(VerifyReport, self).to_json() | {"ok": self.ok}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +217,12 @@ def prune(
             _check_readers(disk.directory)
         sizes = disk.directory.pack_sizes()
         num_removed, removed_bytes, gone, bytes_left = 0, 0, set[str](), sum(sizes.values())
+        limit = -1 if max_bytes is None else max_bytes
         for pack in sorted(disk.table.packs, key=disk.directory.last_use):
+            if bytes_left <= limit:
+                break
             others, others_bytes, is_all, frees = _unneeded(disk.table, pack, kept)
-            if max_bytes is not None and (bytes_left <= max_bytes or frees <= 0):
+            if max_bytes is not None and frees <= 0:
                 continue
             num_removed, removed_bytes = num_removed + len(others), removed_bytes + others_bytes
             gone |= {pack} if is_all else set()
@@ -331,8 +327,7 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
     Reasons of entries that are damaged are added to `damaged`, by key, and those of packs to `unreadable`. Returns how
     many entries were copied.
     """
-    old: dict[str, Location] = {}
-    copies, num_copied = _copies(disk, frozenset(chosen), old, damaged, unreadable), 0
+    copies, num_copied = _copies(disk, chosen, damaged, unreadable), 0
     while True:
         buffer = PackBuffer()  # before: the entries of the last one have their packs mapped
         disk.drop_empty()
@@ -341,18 +336,13 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
             disk.drop_empty()
             return num_copied
         row = write_pack(disk.directory.new_pack_path(new_pack_id()), list(buffer.entries.values()))
-        num_copied += disk.move(row, old)
-        old.clear()
+        num_copied += disk.move(row, chosen)
 
 
 def _copies(
-    disk: DiskStore,
-    chosen: Collection[str],
-    old: dict[str, Location],
-    damaged: dict[str, str],
-    unreadable: dict[str, str],
+    disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], unreadable: dict[str, str]
 ) -> Iterator[OwnedEntry]:
-    """The entries of these packs. Where each is is noted in `old`."""
+    """The entries of these packs."""
     for pack in chosen:
         if not (entries := disk.table.entries_in(pack)):  # all of it was removed meanwhile
             continue
@@ -367,5 +357,4 @@ def _copies(
                 disk.mark_damaged({key: (location, entry)})
                 damaged[key] = entry
             else:
-                old[key] = location
                 yield entry

@@ -15,8 +15,6 @@ from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, Unsa
 from latentcache.utils import file_locks
 
 TEMPORARY_SUFFIX = ".tmp"
-REBUILD = "run `latentcache rebuild`"
-"""The step that restores most of a cache."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -188,7 +186,7 @@ def open_to_read(path: Path) -> int:
         raise unreadable(path, error) from error
 
 
-def read_small_file(path: Path, max_bytes: int, remedy: str = REBUILD) -> bytes:
+def read_small_file(path: Path, max_bytes: int, remedy: str) -> bytes:
     """The bytes of a file. UnsafeStoreError if it has more than `max_bytes`: `remedy` is the next step.
 
     FileNotFoundError is passed on; any other refusal is a plain StoreError: the file cannot be read now.

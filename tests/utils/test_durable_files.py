@@ -48,13 +48,13 @@ def test_a_refused_write_leaves_the_old_file(
 
 def test_a_small_file_is_read_and_a_large_one_refused(tmp_path: Path) -> None:
     write_sealed(tmp_path / "file", b"data")
-    assert read_small_file(tmp_path / "file", 4) == b"data"
+    assert read_small_file(tmp_path / "file", 4, "x") == b"data"
     with pytest.raises(UnsafeStoreError, match="more than 3 bytes"):
-        read_small_file(tmp_path / "file", 3)
+        read_small_file(tmp_path / "file", 3, "x")
     with pytest.raises(FileNotFoundError):
-        read_small_file(tmp_path / "none", 3)
+        read_small_file(tmp_path / "none", 3, "x")
     with pytest.raises(StoreError, match="cannot be read now"):
-        read_small_file(tmp_path, 3)
+        read_small_file(tmp_path, 3, "x")
 
 
 def test_what_dead_writers_left_is_swept_and_what_others_write_stays(tmp_path: Path) -> None:
