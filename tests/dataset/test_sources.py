@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import odd_images
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +24,7 @@ from latentcache.config import Config, SourceConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.dataset.sources import open_source as open_configured
-from latentcache.errors import DatasetError, ImageRefused
+from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.precache.run import run_precache
 from latentcache.types import Refusal
 
@@ -38,10 +40,10 @@ PHOTOS: dict[str, tuple[bytes, Captions]] = {
 IMAGE = PHOTOS["a"][0]
 
 
-def open_source(kind: str, path: str | Path, *, control: Any = (), **settings: Any) -> SampleSource:
-    """What a user's config with this source opens. Raises ConfigError and DatasetError."""
+def open_source(kind: str, path: str | Path, *, parts: dict[str, Any] | None = None, **settings: Any) -> SampleSource:
+    """What a user's config with this source and these companions opens. Raises ConfigError and DatasetError."""
     source = {"kind": kind, "path": path, **settings}
-    dataset = parse_config({"datasets": [{"name": "photos", "source": source, "control": control}]}).datasets[0]
+    dataset = parse_config({"datasets": [{"name": "photos", "source": source, **(parts or {})}]}).datasets[0]
     return open_configured(dataset.source, dataset.part_files)
 
 
@@ -547,3 +549,117 @@ def test_a_caption_column_that_no_sample_has_ends_the_run(
     config = make_config(**{"datasets.0.source": {"kind": kind, "path": folder, "caption_columns": ["captoin"]}})
     with pytest.raises(DatasetError, match=r"column 'captoin', but: .*caption"):
         run_precache(config)
+
+
+# --- control images and masks ----------------------------------------------------------------------------------------
+
+
+def png(seed: int) -> bytes:
+    return odd_images.png(np.full((16, 16, 3), seed, np.uint8))
+
+
+def put(path: Path, seed: int) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(seed))
+    return png(seed)
+
+
+def parts_of(source: SampleSource) -> tuple[dict[str, list[bytes]], dict[str, tuple[str, str]]]:
+    """What each sample's companions read as, and why the others are refused."""
+    items = list(source.samples())
+    refused = {item.sample_id: (item.reason, item.detail) for item in items if isinstance(item, Refusal)}
+    found = [item for item in items if isinstance(item, Sample)]
+    return {sample.sample_id: [source.read(part) for part in sample.parts] for sample in found}, refused
+
+
+class TestCompanions:
+    def test_a_folder_of_the_same_names_with_any_ending(self, tmp_path: Path) -> None:
+        for name in ("cat.png", "sub/dog.png", "sub/fox.png", "owl.png"):
+            put(tmp_path / "after" / name, 1)
+        cat, dog = put(tmp_path / "before/cat.png", 2), put(tmp_path / "before/sub/dog.webp", 3)
+        put(tmp_path / "before/cat.webp", 9)  # the image's own ending comes first
+        put(tmp_path / "before/sub/fox.webp", 9), put(tmp_path / "before/sub/fox.bmp", 9)
+        source = open_source("folder", tmp_path / "after", parts={"control": {"path": tmp_path / "before"}})
+        found, refused = parts_of(source)
+        assert found == {"cat.png": [cat], "sub/dog.png": [dog]}
+        assert refused == {
+            "owl.png": (
+                "missing",
+                f"control 1: there is no image owl in {tmp_path / 'before'}; add it, or remove the sample",
+            ),
+            "sub/fox.png": ("duplicate", "control 1: the folder has several, fox.bmp, fox.webp; keep one"),
+        }
+
+    def test_a_folder_inside_the_images_own_and_numbered_names_hold_no_samples(self, tmp_path: Path) -> None:
+        put(tmp_path / "cat.png", 1), put(tmp_path / "photo_1.png", 9)
+        files = ("control/cat.png", "cat_1.png", "cat_2.jpg", "cat-masklabel.png")
+        wanted = [put(tmp_path / name, seed) for seed, name in enumerate(files, 2)]
+        control = [{"path": tmp_path / "control"}, {"suffix": "_1"}, {"suffix": "_2"}]
+        source = open_source("folder", tmp_path, parts={"control": control, "mask": {"suffix": "-masklabel"}})
+        found, refused = parts_of(source)
+        assert parts_of(pickle.loads(pickle.dumps(source))) == (found, refused), "other processes read them too"
+        assert found == {"cat.png": wanted}
+        # It ends like a companion, but there is no image that it would be one of.
+        assert refused.keys() == {"photo_1.png"} and refused["photo_1.png"][0] == "missing"
+
+    def test_metadata_names_the_files(self, tmp_path: Path) -> None:
+        put(tmp_path / "in/a.png", 1), put(tmp_path / "in/b.png", 1)
+        mask, control = put(tmp_path / "in/masks/x.png", 2), put(tmp_path / "in/y.png", 3)
+        metadata(
+            tmp_path,
+            {"file_name": "in/a.png", "mask": "in/masks/x.png", "edit": "in/y.png"},
+            {"file_name": "in/b.png", "mask": "in/masks/x.png"},
+            {"file_name": "in/y.png", "mask": "../../../x.png", "edit": "in/y.png"},
+            {"file_name": "in/./a.png", "mask": "in/masks/z.png", "edit": "in/y.png"},
+        )
+        parts = {"control": {"column": "edit"}, "mask": {"column": "mask"}}
+        source = open_source("imagefolder", tmp_path, parts=parts)
+        first, *others = source.samples()
+        assert isinstance(first, Sample) and [source.read(part) for part in first.parts] == [control, mask]
+        assert [(item.sample_id, item.reason, item.detail) for item in others if isinstance(item, Refusal)] == [
+            ("in/b.png", "missing", "control 1: its metadata has no 'edit'"),
+            ("in/y.png", "unreadable", "mask: mask '../../../x.png' leads out of the dataset's folder"),
+            ("in/a.png", "missing", "mask: there is no such file"),
+        ]
+
+    def test_members_of_a_tar(self, tmp_path: Path) -> None:
+        names = "cat.png cat.control.png cat.Mask.png dog.png dog.control.png fox.png fox.mask.png fox.mask.webp"
+        write_tar(tmp_path / "0.tar", {name: png(seed) for seed, name in enumerate(f"{names} fox.control.png".split())})
+        parts = {"control": {"column": "control"}, "mask": {"column": "mask"}}
+        found, refused = parts_of(open_source("webdataset", tmp_path, parts=parts))
+        assert found == {"0.tar/cat": [png(1), png(2)]}
+        assert refused == {
+            "0.tar/dog": ("missing", "mask: its key has no member .mask of an image"),
+            "0.tar/fox": ("duplicate", "mask: its key has several: fox.mask.png, fox.mask.webp"),
+        }
+
+    def test_columns_of_a_table(self, tmp_path: Path) -> None:
+        edits = [{"bytes": png(3), "path": "x"}, {"bytes": None, "path": "y"}]
+        write_parquet(tmp_path / "0.parquet", {"image": [png(1), png(2)], "text": ["a", "b"], "edit": edits})
+        source = open_source("parquet", tmp_path, parts={"control": {"column": "edit"}})
+        first, second = samples(source)
+        assert source.read(first) == png(1) and [source.read(part) for part in first.parts] == [png(3)]
+        with pytest.raises(ImageRefused, match="column 'edit' has no bytes in this row"):
+            source.read(second.parts[0])
+        with pytest.raises(DatasetError, match="has no column 'depth'"):
+            parts_of(open_source("parquet", tmp_path, parts={"control": {"column": "depth"}}))
+
+    @pytest.mark.parametrize(
+        ("kind", "parts", "message"),
+        [
+            ("folder", {"control": {}}, "give path, suffix or column"),
+            ("parquet", {"mask": {"suffix": "_m"}}, "no settings for a source of kind parquet; give column"),
+            ("folder", {"control": [{"path": "c"}, {"path": "c", "area": 65536}]}, "are the same file"),
+            ("webdataset", {"control": {"column": "M"}, "mask": {"column": "m"}}, "are the same file"),
+            ("folder", {"mask": {"alpha": True, "suffix": "_1"}}, "leave out path, suffix and column"),
+            ("folder", {"control": {"suffix": "/../x"}}, "leads to another folder"),
+            ("folder", {"control": {"path": "photos"}}, "is in the folder of the images, and has their names"),
+        ],
+    )
+    def test_what_names_no_part_is_refused(self, kind: str, parts: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            open_source(kind, "photos", parts=parts)
+
+    def test_a_folder_that_is_not_there_is_one_error(self, tmp_path: Path) -> None:
+        with pytest.raises(DatasetError, match=r"nowhere.*does not exist; correct path of mask"):
+            open_source("folder", tmp_path, parts={"mask": {"path": tmp_path / "nowhere"}})
