@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_photos
 from helpers.tiny_configs import tiny_config
 from hypothesis import settings
 
@@ -65,21 +65,8 @@ def swift() -> Iterator[SwiftServer]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Five photos in two buckets: two captions, one caption, a shared one, none; one in a subfolder."""
-    folder = tmp_path / "photos"
-    for number, (name, size, captions) in enumerate(
-        [
-            ("a.png", (80, 144), ["a red house", "a house in the rain"]),
-            ("b.png", (80, 144), ["a blue car"]),
-            ("c.png", (144, 80), ["a blue car"]),
-            ("d.png", (144, 80), None),
-            ("sub/e.png", (80, 144), ["a tree"]),
-        ]
-    ):
-        path = write_photo(folder / name, number, size)
-        if captions is not None:
-            path.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
-    return folder
+    """The photos of `write_photos`."""
+    return write_photos(tmp_path / "photos")
 
 
 @pytest.fixture

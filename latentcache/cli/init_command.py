@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,14 +77,19 @@ def init(
     if config.exists() or config.suffix not in (".yaml", ".yml"):
         problem = "exists, and is left as it is" if config.exists() else "does not end in .yaml"
         raise ConfigError(f"{problem}; `latentcache init PHOTOS OTHER.yaml` writes OTHER.yaml", source=str(config))
-    folders = [found for found in walk(str(photos)) if not isinstance(found, Refusal)]
-    tops = [top for top in dict.fromkeys(name.partition("/")[0] for name, _ in folders) if REPEATS.fullmatch(top)]
+    # What cannot be read the datasets report.
+    walked = [found for found in walk(str(photos)) if not isinstance(found, Refusal)]
+    files = [f"{folder}/{name}".lstrip("/") for folder, names in walked for name in names]
+    tops = [top for top in dict.fromkeys(folder.partition("/")[0] for folder, _ in walked) if REPEATS.fullmatch(top)]
     text, found = HEAD, dict[str, Any]()
-    for folder in [photos / top for top in tops] or [photos]:
+    for top in tops or [""]:
+        folder = photos / top
         match = REPEATS.fullmatch(folder.resolve().name)
         name = near_name(match[2] if match else folder.resolve().name) or "photos"
         name = f"{name[:56]}-{len(found) + 1}" if name.lower() in map(str.lower, found) else name
-        (extension, alone), buckets = _captions_of(folder), BUCKETS[trainer]
+        begin = f"{top}/" if top else ""
+        own = [file.removeprefix(begin) for file in files if file.startswith(begin)]
+        (extension, alone), buckets = _captions_among(own), BUCKETS[trainer]
         source = {"path": folder.as_posix()} | ({} if extension == ".txt" else {"caption_extension": extension})
         settings = {"name": name, "repeats": match[1] if match else 1, "source": source}
         dataset = DatasetConfig.model_validate(settings | {"buckets": yaml.safe_load(buckets)})
@@ -95,8 +100,7 @@ def init(
     parse_config(yaml.safe_load(text + TAIL), source=str(config))
     with config.open("x", encoding="utf-8") as file:
         file.write(text + TAIL)
-    images = [f"{folder}/{name}".lstrip("/") for folder, names in folders for name in names if is_image(name)]
-    others = [image for image in images if tops and image.partition("/")[0] not in tops]
+    others = [file for file in files if tops and is_image(file) and file.partition("/")[0] not in tops]
     name = shlex.quote(str(config))
     steps = [f"latentcache precache {name} --dry-run", f"latentcache precache {name}"]
     for manifest, has in found.items() if trainer == "kohya" else ():
@@ -120,22 +124,17 @@ def _sentences(told: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"wrote {told['config']}. Read it, then run", *(f"  {step}" for step in told["next"]))
 
 
-def _captions_of(folder: Path) -> tuple[str, list[str]]:
+def _captions_among(files: Sequence[str]) -> tuple[str, list[str]]:
     """The extension that most images' captions have, and the caption files with it that have no image."""
-    from latentcache.dataset.samples import is_image, walk
+    from latentcache.dataset.samples import is_image
 
-    images, files = set[str](), {extension: dict[str, str]() for extension in CAPTION_EXTENSIONS}
-    for found in walk(str(folder)):
-        if isinstance(found, Refusal):  # the config's dataset reports it
-            continue
-        for name in (f"{found[0]}/{each}".lstrip("/") for each in found[1]):
-            stem, suffix = os.path.splitext(name)
-            if is_image(name):
-                images.add(stem)
-            elif suffix.lower() in files:
-                files[suffix.lower()][stem] = name
-    extension = max(files, key=lambda each: len(images & files[each].keys()))
-    return extension, sorted(name for stem, name in files[extension].items() if stem not in images)
+    images = {os.path.splitext(file)[0] for file in files if is_image(file)}
+    found = {
+        extension: {os.path.splitext(file)[0]: file for file in files if file.lower().endswith(extension)}
+        for extension in CAPTION_EXTENSIONS
+    }
+    extension = max(found, key=lambda each: len(images & found[each].keys()))
+    return extension, sorted(file for stem, file in found[extension].items() if stem not in images)
 
 
 def _look(dataset: DatasetConfig) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from cyclopts import App, Parameter
 
 from latentcache.cli.options import Dtype, ImportOptions, SourceOptions, Switch
 from latentcache.cli.output import finish
-from latentcache.config import Config
 from latentcache.config_file import load_config, number_of_bytes, parse_buckets
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from latentcache.interop.readers import ForeignCache
     from latentcache.interop.reports import ExportReport
-    from latentcache.interop.verification import Verification
 
 import_app = App(
     name="import",
@@ -30,8 +28,6 @@ OfImport = Annotated[ImportOptions, Parameter(name="*")]
 OfExport = Annotated[SourceOptions, Parameter(name="*")]
 IMPORT_DEFAULTS, EXPORT_DEFAULTS = ImportOptions(), SourceOptions()
 Overwrite = Annotated[bool, Parameter(negative="", help="Replace files that exist already.")]
-Family = Annotated[str | None, Parameter(help="The model family of the files. Default: the one that their names say.")]
-CaptionExtension = Annotated[str, Parameter(help="Suffix of the caption files next to the images.")]
 
 
 @import_app.command(name="kohya")
@@ -40,8 +36,6 @@ def import_kohya(
     /,
     *,
     images: Path | None = None,
-    caption_extension: CaptionExtension = ".txt",
-    family: Family = None,
     options: OfImport = IMPORT_DEFAULTS,
 ) -> int:
     """Import the .npz files of kohya's sd-scripts.
@@ -52,8 +46,7 @@ def import_kohya(
     """
     from latentcache.interop.formats.kohya import KohyaCache
 
-    read = partial(KohyaCache, root, images=images, caption_extension=caption_extension, family=family)
-    return _import(read, options)
+    return _import(partial(KohyaCache, root, images=images), options)
 
 
 @import_app.command(name="simpletuner")
@@ -64,8 +57,6 @@ def import_simpletuner(
     images: Path,
     text_cache: Path | None = None,
     metadata: Path | None = None,
-    caption_extension: CaptionExtension = ".txt",
-    family: Family = None,
     options: OfImport = IMPORT_DEFAULTS,
 ) -> int:
     """Import SimpleTuner's VAE and text caches.
@@ -78,15 +69,7 @@ def import_simpletuner(
     """
     from latentcache.interop.formats.simpletuner import SimpleTunerCache
 
-    read = partial(
-        SimpleTunerCache,
-        root,
-        images=images,
-        text_cache=text_cache,
-        metadata=metadata,
-        caption_extension=caption_extension,
-        family=family,
-    )
+    read = partial(SimpleTunerCache, root, images=images, text_cache=text_cache, metadata=metadata)
     return _import(read, options)
 
 
@@ -171,25 +154,31 @@ def export_webdataset(
     return _export(export, source)
 
 
-def _import(read: Callable[[], ForeignCache], options: ImportOptions) -> int:
+def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
     """Import what `read` opens, and print the report."""
     from latentcache.interop.importing import import_cache
     from latentcache.precache.workspace import open_workspace
-    from latentcache.store.batch import DTYPES
     from latentcache.utils.progress import ShownProgress
 
     config = None if options.config is None else load_config(options.config)
     datasets = [] if config is None else [each for each in config.datasets if options.name in (None, each.name)]
     dataset = datasets[0] if len(datasets) == 1 else None
-    verification = _verification(options, config)
-    foreign = read()
+    verification = None
+    if options.verify is not None:
+        if config is None:
+            raise ConfigError("--verify encodes entries again, and needs --config for the models")
+        if options.verify != "all" and not (options.verify.isdecimal() and int(options.verify) > 0):
+            raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
+        from latentcache.interop.verification import Verification
+
+        verification = Verification(config, None, "all" if options.verify == "all" else int(options.verify))
+    foreign = read(caption_extension=options.caption_extension, family=options.family)
     with open_workspace(options.cache()) as workspace:
         report = import_cache(
             foreign,
             workspace,
             name=options.name or (dataset.name if dataset is not None else foreign.format),
             dataset=dataset,
-            store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=verification,
             progress=ShownProgress(),
@@ -210,15 +199,3 @@ def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
         report = export(cache, source.manifest or names[0], progress=ShownProgress())
     has_faults = bool(report.num_unread or (source.strict and report.skipped))
     return finish(report, source.as_json, has_faults=has_faults)
-
-
-def _verification(options: ImportOptions, config: Config | None) -> Verification | None:
-    if options.verify is None:
-        return None
-    if config is None:
-        raise ConfigError("--verify encodes entries again, and needs --config for the models")
-    if options.verify != "all" and not (options.verify.isdecimal() and int(options.verify) > 0):
-        raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
-    from latentcache.interop.verification import Verification
-
-    return Verification(config, None, "all" if options.verify == "all" else int(options.verify))

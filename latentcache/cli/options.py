@@ -90,9 +90,8 @@ class CacheOptions:
 
     def cache(self, target: str | None = None) -> CacheConfig:
         """The cache that a command is about: a flag, else the target, else the config."""
-        place = self.cache_path
-        if place is None and target is not None and (is_url(target) or Path(target).is_dir()):
-            place = target
+        is_place = target is not None and (is_url(target) or Path(target).is_dir())
+        place = self.cache_path or (target if is_place else None)
         file = self.config if place is not None or target is None else Path(target)
         if file is not None:
             if not file.exists():
@@ -120,8 +119,10 @@ class ImportOptions(CacheOptions):
 
     name: str | None = None
     """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
-    dtype: Dtype | None = None
-    """The dtype that is stored. Default: that of the files, float32 for scaled latents."""
+    caption_extension: str = ".txt"
+    """Suffix of the caption files next to the images."""
+    family: str | None = None
+    """The model family of the files. Default: the one that their names say."""
     verify: str | None = None
     """Encode so many entries of each kind again, or `all`, and report how they differ. Needs --config."""
     no_scale_check: Switch = False

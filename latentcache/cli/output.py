@@ -22,9 +22,9 @@ STARTED = time.monotonic()
 
 
 def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = None) -> int:
-    """Print a report by its `to_json`, or as `text`, or by its `to_text`. Damage or errors make the exit code 1."""
+    """Print a report: itself or its `to_json`, else `text` or its `to_text`. Damage or errors make the exit code 1."""
     if as_json:
-        print(json.dumps(report.to_json(), ensure_ascii=True))
+        print(json.dumps(report if isinstance(report, dict) else report.to_json(), ensure_ascii=True))
     else:
         print(report.to_text() if text is None else text)
     return DONE_WITH_FAULTS if has_faults else DONE

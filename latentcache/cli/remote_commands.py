@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -82,19 +82,6 @@ def merge(out: str, /, *caches: str, options: OfTransfer = TRANSFER_DEFAULTS) ->
     return _moved([(cache, out) for cache in caches], options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reports:
-    """The reports of several transfers."""
-
-    reports: list[TransferReport]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"transfers": [report.to_json() for report in self.reports], "ok": all(r.ok for r in self.reports)}
-
-    def to_text(self) -> str:
-        return "\n".join(report.to_text() for report in self.reports)
-
-
 def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
     from latentcache.remote.transfer import TransferReport, transfer
     from latentcache.utils.progress import ShownProgress
@@ -117,8 +104,11 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
             reports.append(TransferReport(source, target, options.dry_run, refused={"the whole": str(error)}))
             break
         reports.append(report)
-    found = reports[0] if len(reports) == 1 else _Reports(reports)
-    return finish(found, options.as_json, has_faults=not all(each.ok for each in reports))
+    is_ok = all(report.ok for report in reports)
+    documents = [report.to_json() for report in reports]
+    document = documents[0] if len(reports) == 1 else {"transfers": documents, "ok": is_ok}
+    text = "\n".join(report.to_text() for report in reports)
+    return finish(document, options.as_json, has_faults=not is_ok, text=text)
 
 
 def prune_bucket(url: str, *, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:

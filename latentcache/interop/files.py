@@ -54,16 +54,11 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_torch(path: str | Path) -> Any:
-    """What `torch.save` wrote: tensors on the CPU, and plain data. The file may be a gzip of one, or hold such bytes.
+    """What `torch.save` wrote, plainly or as a gzip: tensors on the CPU, and plain data.
 
     Only torch's restricted reader is used. Raises ForeignFileRefused.
     """
-    content = load_torch(read_file(path), path)
-    return load_torch(content, path) if isinstance(content, bytes) else content
-
-
-def load_torch(data: bytes, path: str | Path) -> Any:
-    """What torch wrote, from the bytes of the file."""
+    data = read_file(path)
     if data.startswith(b"\x1f\x8b"):
         with _refusing(path, "gzip"), gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             data = file.read(MAX_FILE_BYTES + 1)

@@ -56,15 +56,14 @@ def import_cache(
     *,
     name: str,
     dataset: DatasetConfig | None = None,
-    store_dtype: torch.dtype | None = None,
     scale_check: bool = True,
     verification: Verification | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
     """Import a foreign cache as the manifest `name`; what is refused is listed in the report.
 
-    Latents are stored unscaled: the scaling of scaled ones is undone in float32. `store_dtype` None keeps the dtype
-    of unscaled latents and of embeddings, and float32 for what was divided: an export then writes the same values, but
+    Latents are stored unscaled: the scaling of scaled ones is undone in float32, in which they are stored; others and
+    embeddings keep their dtype. An export then writes the same values, but
     for the last bit of a float32. With a `verification` the report says how entries differ from what encoding gives;
     they are unverified all the same, and precache replaces them. A manifest that was imported before is replaced,
     unless nothing could be imported. `dataset` says what it is for, and how often an epoch visits each sample.
@@ -89,15 +88,15 @@ def import_cache(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
     report = ImportReport(foreign.format, name)
-    # What a verification lacks is found now, not when all has been read. It imports diffusers, which takes seconds.
-    verifier = None if verification is None else verification.verifier(name, workspace, report)
-    run = _Import(foreign, workspace, store_dtype, report, scale_check=scale_check)
+    if verification is not None:
+        verification.begin(name, workspace, report)  # what it lacks is found now, not when all has been read
+    run = _Import(foreign, workspace, report, scale_check=scale_check)
     progress = progress or Progress()
     with workspace.in_use():
         try:
             rows = run.read(progress)
-            if verifier is not None:
-                verifier.verify(rows, progress)
+            if verification is not None:
+                verification.verify(rows, progress)
         finally:
             progress.finish()
         if rows:
@@ -144,17 +143,9 @@ def _recipe_of(family: str) -> dict[str, Any]:
 class _Import:
     """The state of one import."""
 
-    def __init__(
-        self,
-        foreign: ForeignCache,
-        workspace: Workspace,
-        store_dtype: torch.dtype | None,
-        report: ImportReport,
-        *,
-        scale_check: bool,
-    ):
-        self._foreign, self._workspace, self._store_dtype = foreign, workspace, store_dtype
-        self._family, self._report, self._scale_check = family_named(foreign.family), report, scale_check
+    def __init__(self, foreign: ForeignCache, workspace: Workspace, report: ImportReport, *, scale_check: bool):
+        self._foreign, self._workspace, self._report = foreign, workspace, report
+        self._family, self._scale_check = family_named(foreign.family), scale_check
         self._scaling = published_scaling(foreign.family)
         self._stds: list[float] = []
         """The standard deviations of the latents as if all were scaled."""
@@ -347,25 +338,22 @@ class _Import:
     def _stored(
         self, kind: Kind, found: Mapping[str, torch.Tensor], form: tuple[int, ...], path: str
     ) -> dict[str, torch.Tensor]:
-        """These tensors in the dtype that is stored.
+        """These tensors in the dtype of the first.
 
         Raises ForeignFileRefused for bad values, and for another form or dtype than the first item of this kind has.
         """
-        dtype = self._store_dtype or next(iter(found.values())).dtype
+        dtype = next(iter(found.values())).dtype
         stored = {name: tensor.to(dtype) for name, tensor in found.items()}
-        for name, tensor in found.items():
+        for name, tensor in stored.items():
             if problem := flaw_of(tensor):
                 raise ForeignFileRefused(path, "bad-output", f"{name} holds {problem}")
-            if problem := flaw_of(stored[name]):
-                detail = f"{name} holds {problem} in {dtype}, which is to be stored"
-                raise ForeignFileRefused(path, "bad-output", detail)
         first = self._forms.setdefault(kind, (form, dtype))
         if first != (form, dtype):
             what = "latents" if kind == "image" else "embeddings"
             raise corrupt(
                 path,
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
-                "and a batch holds one form; for dtypes alone give --dtype",
+                "and a batch holds one form: import its folder alone, under another --name",
             )
         return stored
 

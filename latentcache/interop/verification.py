@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
 
-from latentcache.config import Config, DatasetConfig
+from latentcache.config import Config
 from latentcache.dataset.bucket_rules import filter_of_trainer
 from latentcache.dataset.folder import CaptionFileSource
 from latentcache.dataset.images import probe
@@ -44,32 +44,6 @@ _FILES = CaptionFileSource("", ".txt")
 """It reads an image by the path in its sample, wherever that is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """How many entries of each kind are encoded again, with which config's models.
-
-    `models` None loads those of the config. The image policy is that of the config's dataset of the import's name, or
-    of its only dataset.
-    """
-
-    config: Config
-    models: Models | None = None
-    num_entries: int | Literal["all"] = 8
-
-    def dataset(self, name: str) -> DatasetConfig:
-        """The dataset whose image policy counts for an import of this name. ConfigError: it is not clear which."""
-        named = [dataset for dataset in self.config.datasets if dataset.name == name] or list(self.config.datasets)
-        if len(named) > 1:
-            names = ", ".join(dataset.name for dataset in named)
-            message = f"none of the datasets {names} is named {name!r}: import under the name of the one whose images "
-            raise ConfigError(f"{message}these are", key="datasets")
-        return named[0]
-
-    def verifier(self, name: str, workspace: Workspace, report: ImportReport) -> Verifier:
-        """What verifies an import of this name. Raises as `Verifier`."""
-        return Verifier(self, name, workspace, report)
-
-
 class Comparison(NamedTuple):
     """How an imported tensor differs from the encoded one."""
 
@@ -89,19 +63,31 @@ def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float) -
     return Comparison(difference.max().item(), share.max().item())
 
 
-class Verifier:
+class Verification:
     """Encodes imported entries again, as precache does, and notes in the report how they differ.
 
-    Images are prepared as the config's dataset does, but with the resize filter of the trainer.
-
-    Raises ConfigError where it is not clear which dataset counts, ModelError or DeviceError.
+    `num_entries` of each kind are encoded, with the config's models; `models` None loads them. Images are prepared as
+    those of the config's dataset of the import's name, or of its only dataset, but with the resize filter of the
+    trainer. Call `begin` first.
     """
 
-    def __init__(self, verification: Verification, name: str, workspace: Workspace, report: ImportReport):
-        self._num_entries, self._store, self._report = verification.num_entries, workspace.store, report
-        self._dataset, config = verification.dataset(name), verification.config
+    def __init__(self, config: Config, models: Models | None = None, num_entries: int | Literal["all"] = 8):
+        self._config, self._given, self._num_entries = config, models, num_entries
+
+    def begin(self, name: str, workspace: Workspace, report: ImportReport) -> None:
+        """Load what verifies an import of this name.
+
+        Raises ConfigError where it is not clear which dataset counts, ModelError or DeviceError.
+        """
+        self._store, self._report, config = workspace.store, report, self._config
+        named = [dataset for dataset in config.datasets if dataset.name == name] or list(config.datasets)
+        if len(named) > 1:
+            names = ", ".join(dataset.name for dataset in named)
+            message = f"none of the datasets {names} is named {name!r}: import under the name of the one whose images "
+            raise ConfigError(f"{message}these are", key="datasets")
+        [self._dataset] = named
         config = config.model_copy(update={"encode": config.encode.model_copy(update=_EXACT)})
-        models = verification.models or load_models(config.model, workspace.memo)
+        models = self._given or load_models(config.model, workspace.memo)
         self._models = ServingModels(config, models, workspace.memo)
         encodings = self._models.encodings
         self._compute_dtypes = {"image": DTYPES[encodings.image.compute_dtype]}

@@ -13,32 +13,36 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_photo, write_photos
+from helpers.tiny_configs import tiny_config
 
 import latentcache
 import latentcache.precache.run
-from latentcache.config_file import known_settings
+from latentcache.config_file import known_settings, load_config
+from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def config_file(tmp_path: Path, photos: Path) -> Path:
-    path = tmp_path / "run.yaml"
-    settings = {
-        "cache": {"path": str(tmp_path / "cache")},
-        "datasets": [
-            {
-                "name": "photos",
-                "source": {"path": str(photos)},
-                "buckets": {"area": 9216, "step": 32},
-                "images": {"min_side": 8},
-            }
-        ],
-        "model": {"path": "tiny"},
-        "encode": {"device": "cpu"},
-    }
-    path.write_text(yaml.safe_dump(settings))
+    return written(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config whose cache is filled. Tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("cached")
+    write_photos(folder / "photos")
+    path = written(folder)
+    run_precache(load_config(path))
+    return path
+
+
+def written(folder: Path) -> Path:
+    """A config of the photos in this folder, as a file."""
+    path, config = folder / "run.yaml", tiny_config(folder, validation={})
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json(exclude_defaults=True))))
     return path
 
 
@@ -86,10 +90,9 @@ def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any
     assert code == 0 and out.startswith(key) and "a.png)" in out
 
 
-def test_the_cache_can_be_named_in_every_way(config_file: Path, run_json: Any, tmp_path: Path) -> None:
-    run_json("precache", config_file)
-    cache = tmp_path / "cache"
-    for arguments in ([cache], [config_file], ["--config", config_file], ["--cache.path", cache]):
+def test_the_cache_can_be_named_in_every_way(cached: Path, run_json: Any) -> None:
+    cache = cached.parent / "cache"
+    for arguments in ([cache], [cached], ["--config", cached], ["--cache.path", cache]):
         code, status = run_json("status", *arguments)
         assert code == 0 and status["path"] == str(cache), arguments
     code, error = run_json("status")
@@ -180,12 +183,11 @@ def test_a_missing_argument_says_where_to_look(run: Any) -> None:
         assert code == 2 and f"`latentcache {command} --help` says what it takes." in err
 
 
-def test_unknown_samples_and_keys(config_file: Path, run: Any) -> None:
-    run("precache", config_file)
-    code, _, err = run("explain", "a.pgn", config_file)
+def test_unknown_samples_and_keys(cached: Path, run: Any) -> None:
+    code, _, err = run("explain", "a.pgn", cached)
     assert code == 2 and "did you mean 'a.png'?" in err
-    assert "is no sample_id of this cache, and no key" in run("show", "nothing", config_file)[2]
-    assert run("show", "0" * 64, config_file)[0] == 2
+    assert "is no sample_id of this cache, and no key" in run("show", "nothing", cached)[2]
+    assert run("show", "0" * 64, cached)[0] == 2
 
 
 def test_a_manifest_is_shown_as_lines(config_file: Path, run: Any, photos: Path) -> None:
@@ -251,12 +253,11 @@ def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, 
     assert run("verify", config_file, "--subset", "x")[0] == 2
 
 
-def test_rebuild_brings_everything_back(config_file: Path, run_json: Any, tmp_path: Path) -> None:
-    run_json("precache", config_file)
-    shutil.rmtree(tmp_path / "cache" / "index")
-    code, report = run_json("rebuild", config_file)
+def test_rebuild_brings_everything_back(cached: Path, run_json: Any) -> None:
+    shutil.rmtree(cached.parent / "cache" / "index")
+    code, report = run_json("rebuild", cached)
     assert code == 0 and report["num_entries"] == 10 and report["unreadable"] == {}
-    assert run_json("precache", config_file)[1]["num_hits"] == 10
+    assert run_json("precache", cached)[1]["num_hits"] == 10
 
 
 def test_prune_and_compact(
@@ -337,21 +338,12 @@ def test_ctrl_c_says_that_nothing_is_lost(run: Any, tmp_path: Path, monkeypatch:
     assert code == 130 and "interrupted; sealed entries are safe" in err
 
 
-def test_a_reader_that_goes_away_is_no_traceback(config_file: Path) -> None:
-    command = f"{sys.executable} -m latentcache precache {config_file} --json | true"
+def test_a_reader_that_goes_away_is_no_traceback(cached: Path) -> None:
+    command = f"{sys.executable} -m latentcache status {cached} --json | true"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
-
-
-def test_names_that_are_no_text_do_not_lose_the_report(config_file: Path, photos: Path) -> None:
-    (Path(os.fsdecode(os.fsencode(photos) + b"/b\xfed.png"))).write_bytes(b"")
-    done = subprocess.run(
-        [sys.executable, "-m", "latentcache", "precache", str(config_file)],
-        capture_output=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
-    )  # fmt: skip
-    assert done.returncode == 0 and b"b\\udcfed.png: empty" in done.stdout
 
 
 def test_a_memory_store_on_the_command_line_warns(
@@ -371,14 +363,18 @@ def test_the_home_directory_is_expanded(
     assert run_json("status", "--cache.path=~/home-cache")[1]["num_unused"] == 0
 
 
-def test_logs_and_progress_stay_off_stdout(config_file: Path) -> None:
+def test_logs_and_progress_stay_off_stdout_and_names_that_are_no_text_are_escaped(
+    config_file: Path, photos: Path
+) -> None:
+    (Path(os.fsdecode(os.fsencode(photos) + b"/b\xfed.png"))).write_bytes(b"")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "precache.py"), str(config_file), "--json"],
-        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, str(ROOT / "scripts" / "precache.py"), str(config_file)],
+        capture_output=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_encoded"] == 10
-    assert "encode images: 5 of 5" in done.stderr and "\r" not in done.stderr
+    assert b"b\\udcfed.png: empty" in done.stdout and b"ready: 5 of 6" in done.stdout
+    assert b"encode images: 5 of 5" not in done.stdout
+    assert b"encode images: 5 of 5" in done.stderr and b"\r" not in done.stderr
 
 
 def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any, photos: Path) -> None:

@@ -198,15 +198,6 @@ def test_verify_says_how_entries_differ(
     assert report["differences"]["image"]["num_equal"] == 10 and report["differences"]["image"]["largest_share"] <= 1
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
-
-
 def test_training_on_an_import_is_training_on_what_was_exported(
     script: Any,
     exported: Config,

@@ -26,6 +26,23 @@ def write_clip(path: Path, seed: int, size: tuple[int, int] = (96, 128), num_fra
     return path
 
 
+def write_photos(folder: Path) -> Path:
+    """Five photos in two buckets: two captions, one caption, a shared one, none; one in a subfolder."""
+    for number, (name, size, captions) in enumerate(
+        [
+            ("a.png", (80, 144), ["a red house", "a house in the rain"]),
+            ("b.png", (80, 144), ["a blue car"]),
+            ("c.png", (144, 80), ["a blue car"]),
+            ("d.png", (144, 80), None),
+            ("sub/e.png", (80, 144), ["a tree"]),
+        ]
+    ):
+        path = write_photo(folder / name, number, size)
+        if captions is not None:
+            path.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
+    return folder
+
+
 def _photo(generator: np.random.Generator, size: tuple[int, int]) -> Image.Image:
     small = generator.integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((size[1], size[0]), Image.Resampling.BICUBIC)

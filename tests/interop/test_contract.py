@@ -68,7 +68,7 @@ def latents_in(module: Any, folder: Path) -> list[torch.Tensor]:
     return [torch.as_tensor(file[name]) for file in files for name in file if name.startswith("latents")]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(sorted(LATENT_FILES)))
 def test_a_damaged_file_is_refused_or_read_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: str

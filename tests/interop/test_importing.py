@@ -86,27 +86,6 @@ def test_scaled_latents_are_divided_in_float32() -> None:
     assert torch.equal(batch["latents"][0], latents)
 
 
-def test_a_dtype_can_be_asked_for() -> None:
-    workspace = Workspace()
-    item = image("a")
-    into(workspace, item, text("a"), store_dtype=torch.float16)
-    row = rows_of(workspace)["a"]
-    assert torch.equal(workspace.store.get(row.images[0].key).tensors["latents"], item.latents.half())
-    assert workspace.store.get(row.captions[0].key).tensors["pooled_prompt_embeds"].dtype is torch.float16
-
-
-def test_what_overflows_the_dtype_that_was_asked_for_is_not_imported() -> None:
-    workspace = Workspace()
-    large, loud = text("a", caption="of a"), image("b", is_scaled=True, std=1.0)
-    large.prompt_embeds[3, 5] = 1e6
-    loud.latents[0, 0, 0] = 60_000  # which float16 has, but not divided by SDXL's factor
-    report = into(workspace, image("a", is_scaled=True, std=1.0), large, loud, store_dtype=torch.float16)
-    assert [(refusal.reason, refusal.detail) for refusal in report.refused] == [
-        ("bad-output", "prompt_embeds holds inf in torch.float16, which is to be stored"),
-        ("bad-output", "latents holds inf in torch.float16, which is to be stored"),
-    ]
-
-
 def test_scaled_latents_of_two_dtypes_are_stored_in_one() -> None:
     workspace = Workspace()
     latents = torch.randn(4, 8, 16)
@@ -151,7 +130,7 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
         (image("x", latents=torch.randn(4, 16, 8)), "corrupt", "does not fit a bucket of 64x128"),
         (image("x", latents=torch.randn(8, 16)), "corrupt", "does not fit a bucket"),
         (image("x", latents=torch.randn(8, 8, 16)), "corrupt", "a batch holds one form"),
-        (image("x", latents=torch.randn(4, 8, 16).half()), "corrupt", "--dtype"),
+        (image("x", latents=torch.randn(4, 8, 16).half()), "corrupt", "--name"),
         (image("a"), "duplicate", "only the first is imported"),
         (text(), "missing", "of no sample"),
         (text("a", width=80), "corrupt", "a batch holds one form"),

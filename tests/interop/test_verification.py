@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.foreign_samples import Foreign, image
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_photo, write_photos
+from helpers.tiny_configs import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,10 +81,12 @@ def target(make_config: Callable[..., Config], tmp_path: Path) -> Config:
     return make_config(**{"cache.path": tmp_path / "target", "datasets.0.flip": True})
 
 
-@pytest.fixture
-def samples(make_config: Callable[..., Config], tmp_path: Path) -> list[ExportSample]:
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[ExportSample]:
     """What the tiny SDXL gives for the photos, with flipped twins."""
-    config = make_config(**{"cache.path": tmp_path / "origin", "datasets.0.flip": True})
+    folder = tmp_path_factory.mktemp("origin")
+    write_photos(folder / "photos")
+    config = tiny_config(folder, **{"datasets.0.flip": True})
     run_precache(config)
     return samples_of(config)
 

@@ -4,8 +4,8 @@ Latents: `<cache_dir_vae>/<sub folders of the images>/<sha256 of the image's nam
 of the posterior [C, h, w], of Wan the mean [C, F, h, w]. Sizes are in `aspect_ratio_bucket_metadata_<id>.json`.
 Text: `<md5 of the prompt>-<model>.pt`, a dict of prompt_embeds [1, L, ...], of SDXL and FLUX.1 pooled_prompt_embeds
 [P] or [1, P], and masks [1, L]; or (older ones of SDXL, and negative prompts) a tuple of both embeds. Wan's mask is
-none: it is the embeddings of the empty text, and padding is zeros. Both are `torch.save` files, or gzip of one, or (old
-ones from S3) a `torch.save` file that holds the bytes of such a gzip. (Formats read in SimpleTuner bc8e6ab.)
+none: it is the embeddings of the empty text, and padding is zeros. Both are `torch.save` files, or gzip of one.
+(Formats read in SimpleTuner bc8e6ab.)
 
 A name gives its hash, but a hash does not give its name: so the images' folder is needed.
 """

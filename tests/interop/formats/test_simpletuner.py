@@ -137,12 +137,8 @@ def test_a_record_that_does_not_fit_is_refused(images, vae, changed, reason, wor
     assert words in refusal.detail
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda data: data, gzip.compress, lambda data: saved(gzip.compress(data))],
-    ids=["plain", "gzip", "bytes-of-gzip"],
-)
-def test_all_three_wrappings_are_read(images, vae, wrap):
+@pytest.mark.parametrize("wrap", [lambda data: data, gzip.compress], ids=["plain", "gzip"])
+def test_both_wrappings_are_read(images, vae, wrap):
     write(vae / FIRST, wrap(saved(LATENTS)))
     embeds, pooled = embeds_of(0)
     content = {"prompt_embeds": embeds[None], "pooled_prompt_embeds": pooled}
