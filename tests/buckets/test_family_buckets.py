@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.family_walks import assert_same_batches, assert_same_entries, walked
+from helpers.family_walks import FEW_WALKS, assert_same_batches, assert_same_entries, walked
 
 from latentcache import LatentCache
 
 Run = Callable[..., Any]
 
 
-@pytest.mark.parametrize("family", ["flux2", "wan"])
+@pytest.mark.parametrize("family", FEW_WALKS)
 def test_a_cache_moves_to_a_bucket_and_back(family: str, tmp_path: Path, s3_url: str, run_json: Run) -> None:
     config = walked(tmp_path, family)
     for command in (

@@ -117,6 +117,8 @@ WALKS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "wan-i2v": videos,
 }
 """Family -> what makes its dataset in a folder, and returns its settings."""
+FEW_WALKS = ("flux", "z-image", "wan-i2v")
+"""What differs to a server or a bucket: control images, masks, and clips with their first frame."""
 
 
 def walk_config(

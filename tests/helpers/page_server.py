@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from helpers.page_caches import write_cache
 from helpers.photo_files import write_photo
+from helpers.serving import running_here
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.service.app import create_app
 from latentcache.service.auth import Access
 from latentcache.service.server import Address
 from latentcache.service.state import ServiceSettings
@@ -27,17 +25,8 @@ LONG_CAPTION = " ".join(f"word{number}" for number in range(90))
 def page_of(cache: Path, *, access: Access | None = None, **page: Any) -> Iterator[str]:
     """Serve a cache for the block. Returns the URL. `page` are fields of ServiceSettings."""
     settings = ServiceSettings(cache=cache, access=access or Access(), **page)
-    server = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
-    address = Address(port=0)
-    with address.listen() as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        try:
-            yield address.url(listener.getsockname()[1])
-        finally:
-            server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
+    with running_here(settings, Address(port=0)) as url:
+        yield url
 
 
 def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:

@@ -24,6 +24,7 @@ from latentcache.service.server import Address, access_for, make_server
 from latentcache.service.state import Limits, ServiceSettings
 
 START_S = 60.0
+TOKEN = "the-reading-token-of-tests"
 DEFAULT_LIMITS = Limits()
 
 
@@ -70,7 +71,7 @@ class RunningServer:
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
             sent["Content-Type"] = "application/json"
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        connection = http.client.HTTPConnection(*self.address, timeout=90)
         try:
             connection.request(method, path, body, {**sent, **(headers or {})})
             answer = connection.getresponse()
@@ -87,7 +88,7 @@ class RunningServer:
     def put(self, path: str, body: Any, **more: Any) -> Answer:
         return self.request("PUT", path, body, **{"token": self.write_token, **more})
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 90.0) -> int:
         """Send a signal, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -158,13 +159,15 @@ def serving_here(
     writes: bool = True,
     token: str | None = None,
     encode: Config | None = None,
+    certfile: Path | None = None,
+    keyfile: Path | None = None,
 ) -> Iterator[RunningServer]:
     """The same by a thread of this process, with limits of a test's own. Reading needs the `token`, if any.
 
-    `encode` is the config that `--encode` names; then photos are shown too.
+    `encode` is the config that `--encode` names; then photos are shown too. With `certfile` and `keyfile` by TLS.
     """
     write_token = secrets.token_urlsafe(24) if writes else None
-    address = Address(port=0)
+    address = Address(port=0, certfile=certfile, keyfile=keyfile)
     settings = ServiceSettings(
         cache=cache,
         access=access_for(address, token, write_token),
@@ -174,13 +177,19 @@ def serving_here(
         config=encode,
         show_photos=encode is not None,
     )
+    with running_here(settings, address) as url:
+        yield RunningServer(None, url, token, write_token)  # type: ignore[arg-type]
+
+
+@contextmanager
+def running_here(settings: ServiceSettings, address: Address) -> Iterator[str]:
+    """Serve in a thread of this process for the block. Yields the URL."""
     server, listener = make_server(settings, address)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     with listener:
         thread.start()
         try:
-            url = address.url(listener.getsockname()[1])
-            yield RunningServer(None, url, token, write_token)  # type: ignore[arg-type]
+            yield address.url(listener.getsockname()[1])
         finally:
             server.should_exit = True
             thread.join(60)

@@ -143,21 +143,6 @@ def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path])
     assert not set(drawn(0, seed=2)) & set(first)
 
 
-@pytest.mark.parametrize("proportion", [0.0, 0.5, 1.0])
-def test_the_proportion_of_empty_prompts(make_cache: Callable[..., Path], proportion: float) -> None:
-    dataset = PrecomputedDataset(LatentDataset(make_cache(), caption_dropout=proportion))
-    with LatentCache(make_cache()) as cache:
-        empty = cache.prompt("", device="cpu")
-    loader, num_empty = data_loader(dataset, 1), 0
-    for batches in epochs_of(loader, 20):
-        for row in rows_of(batches):
-            is_empty = torch.equal(row["prompt_embeds"], empty["prompt_embeds"][0])
-            assert is_empty == torch.equal(row["pooled_prompt_embeds"], empty["pooled_prompt_embeds"][0])
-            num_empty += is_empty
-    low, high = {0.0: (0, 0), 0.5: (35, 65), 1.0: (100, 100)}[proportion]
-    assert low <= num_empty <= high
-
-
 OLD_ACCELERATE = Version(version("accelerate")) < Version("1.14")
 NEEDS_DROP_LAST = pytest.mark.skipif(OLD_ACCELERATE, reason="accelerate before 1.14 shares batches of one size only")
 
@@ -346,15 +331,13 @@ def test_a_batch_of_prompts_with_a_negative_for_each(make_cache: Callable[..., P
     assert not zeros["negative_prompt_embeds"].any() and not zeros["negative_pooled_prompt_embeds"].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_pipeline_asks_in_the_dtype_of_its_unet(make_cache: Callable[..., Path], dtype: torch.dtype) -> None:
-    whole = tiny_pipeline().to(dtype)
+def test_a_pipeline_asks_in_the_dtype_of_its_unet(make_cache: Callable[..., Path]) -> None:
+    whole = tiny_pipeline().to(torch.bfloat16)
     bare = without_encoders(whole)
     bare.vae.float()  # as people have it, and what pipe.dtype then says is not what the UNet computes in
-    text_dtype = str(dtype).removeprefix("torch.")
-    with LatentCache(make_cache(text_dtype=text_dtype)) as cache:
+    with LatentCache(make_cache(text_dtype="bfloat16")) as cache:
         kwargs = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
-    assert {tensor.dtype for tensor in kwargs.values()} == {dtype}
+    assert {tensor.dtype for tensor in kwargs.values()} == {torch.bfloat16}
     encoded = whole.encode_prompt(PROMPTS[0], device="cpu", negative_prompt="ugly")
     assert torch.equal(kwargs["prompt_embeds"], encoded[0])
     assert torch.equal(kwargs["negative_pooled_prompt_embeds"], encoded[3])

@@ -229,22 +229,33 @@ def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[.
         assert_same(item, {key: expected[name][key] for key in item})
 
 
+# The outputs of both text encoders are one item of the pipeline.
+TEXTS = Counter(text_encoder=NUM, text_encoder_2=NUM)
+
+
+def swapped(part: str) -> dict[str, Any]:
+    return {"parts": models(0) | {part: models(1)[part]}}
+
+
 @pytest.mark.parametrize(
-    ("part", "name", "encoded"),
+    ("changes", "name", "encoded"),
     [
-        ("vae", "latent_image", Counter(vae=NUM)),
-        # The outputs of both text encoders are one item of the pipeline.
-        ("text_encoder", "text_encoder_1_hidden_state", Counter(text_encoder=NUM, text_encoder_2=NUM)),
-        ("text_encoder_2", "text_encoder_2_hidden_state", Counter(text_encoder=NUM, text_encoder_2=NUM)),
+        (lambda: swapped("vae"), "latent_image", Counter(vae=NUM)),
+        (lambda: swapped("text_encoder"), "text_encoder_1_hidden_state", TEXTS),
+        (lambda: swapped("text_encoder_2"), "text_encoder_2_hidden_state", TEXTS),
+        (lambda: {"clip_layer": -1}, "text_encoder_1_hidden_state", TEXTS),  # which is in no group's name
+        (lambda: {"resolution": "110"}, "latent_image", Counter(vae=NUM)),
     ],
+    ids=["vae", "text_encoder", "text_encoder_2", "layer", "resolution"],
 )
-def test_a_swap_of_a_model(setup: Callable[..., Setup], part: str, name: str, encoded: Counter[str]) -> None:
+def test_another_model_or_setting(
+    setup: Callable[..., Setup], changes: Callable[[], dict[str, Any]], name: str, encoded: Counter[str]
+) -> None:
     """Its outputs are new, all others are the old ones."""
-    before = setup().start().by_photo()
-    parts = models(0) | {part: models(1)[part]}
-    run = setup(parts=parts).start()
+    before, changed = setup().start().by_photo(), changes()
+    run = setup(**changed).start()
     assert run.encoded == encoded
-    expected = live(setup(parts=parts))
+    expected = live(setup(**changed))
     for photo, item in run.by_photo().items():
         assert not torch.equal(item[name], before[photo][name])
         assert_same(item, {key: expected[photo][key] for key in item})
@@ -261,20 +272,3 @@ def test_truncated_file_recovers(setup: Callable[..., Setup]) -> None:
     assert run.encoded == EVERYTHING
     for name, item in run.by_photo().items():
         assert_same(item, before[name])
-
-
-def test_layer_skip(setup: Callable[..., Setup]) -> None:
-    """A setting of the text encoders that is in no group's name."""
-    setup().start()
-    assert setup(clip_layer=-1).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
-
-
-def test_resolution_change(setup: Callable[..., Setup]) -> None:
-    before = setup().start().by_photo()
-    run = setup(resolution="110").start()
-    assert run.encoded == Counter(vae=NUM)
-    expected = live(setup(resolution="110"))
-    for name, item in run.by_photo().items():
-        assert item["crop_resolution"] != before[name]["crop_resolution"]
-        assert_same(item, {key: expected[name][key] for key in item})
-    assert setup().start().encoded == Counter()

@@ -17,7 +17,7 @@ from helpers.comparing_server import ComparingServer
 from helpers.pack_damage import damage
 from helpers.relay import Relay, relaying
 from helpers.remote_samples import entries_of
-from helpers.serving import RunningServer, serving
+from helpers.serving import TOKEN, RunningServer, serving_here
 from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -62,7 +62,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
     """A server on a cache that tests fill."""
     cache = tmp_path_factory.mktemp("moved") / "far"
     DiskStore(cache).close()
-    with serving(cache) as server:
+    with serving_here(cache, token=TOKEN) as server:
         yield server, cache
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.relay import Relay
 from helpers.remote_samples import make_cache, make_manifest
-from helpers.serving import RunningServer, serving
+from helpers.serving import TOKEN, RunningServer, serving, serving_here
 from torch.utils.data import DataLoader
 
 from latentcache import (
@@ -176,7 +176,7 @@ def test_verify_finds_damage_over_http(
 ) -> None:
     cache = make_cache(tmp_path / "cache", num_samples=16)
     (pack,) = cache.glob("packs/*/*.safetensors")
-    with serving(cache) as server:
+    with serving_here(cache, token=TOKEN) as server:
         monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.token))
         assert run_json("verify", server.url)[1]["ok"]
         data = bytearray(pack.read_bytes())
@@ -280,7 +280,7 @@ def test_two_precaches_at_once_fill_one_service(
 ) -> None:
     """As on two machines: both encode the same entries, each is stored once, and both end with whole manifests."""
     DiskStore(tmp_path / "shared").close()
-    with serving(tmp_path / "shared") as server, ThreadPoolExecutor(2) as threads:
+    with serving_here(tmp_path / "shared", token=TOKEN) as server, ThreadPoolExecutor(2) as threads:
         monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
         config = make_config(**{"cache.path": server.url, "encode.batch_size": 1})
         needed = run_precache(config, dry_run=True).num_misses

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
-from helpers.serving import RunningServer, serving
+from helpers.serving import TOKEN, RunningServer, serving_here
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import update_manifest
@@ -28,7 +28,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
     """A server of a cache without entries, and the folder of its manifests."""
     cache = tmp_path_factory.mktemp("written") / "cache"
     DiskStore(cache).close()
-    with serving(cache) as server:
+    with serving_here(cache, token=TOKEN) as server:
         yield server, cache / "manifests"
 
 

@@ -15,7 +15,7 @@ import torch
 from helpers.far_stores import served_store
 from helpers.relay import Relay, relaying
 from helpers.remote_samples import NUM_SAMPLES, entries_of, make_cache
-from helpers.serving import RunningServer, serving
+from helpers.serving import TOKEN, RunningServer, serving_here
 from obstore.store import LocalStore
 
 from latentcache.errors import EntryMissingError, LatentCacheError, StoreError
@@ -93,7 +93,7 @@ def twice(tmp_path: Path) -> Iterator[tuple[RunningServer, Relay]]:
     for path in packs_in(other):
         (cache / "packs" / path.parent.name).mkdir(exist_ok=True)
         path.rename(cache / "packs" / path.parent.name / path.name)
-    with serving(cache) as server, relaying(server.address) as relay:
+    with serving_here(cache, token=TOKEN) as server, relaying(server.address) as relay:
         yield server, relay
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 from helpers.family_walks import (
-    WALKS,
+    FEW_WALKS,
     assert_same_batches,
     assert_same_entry,
     walked,
@@ -25,7 +25,7 @@ from latentcache.dataset.sources import open_source
 from latentcache.service.page.text import url
 
 
-@pytest.fixture(scope="module", params=WALKS)
+@pytest.fixture(scope="module", params=FEW_WALKS)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     return walked(tmp_path_factory.mktemp(request.param), request.param)
 

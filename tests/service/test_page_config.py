@@ -17,7 +17,7 @@ from helpers.tiny_models import tiny_encoders, tiny_model
 from PIL import Image
 
 from latentcache.config import Config
-from latentcache.families import FAMILIES, family_named
+from latentcache.families import family_named
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import decode_latents, vae_facts
 from latentcache.precache.run import run_precache
@@ -75,7 +75,7 @@ def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., 
         )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["sdxl", "flux2", "qwen-image", "qwen-image-21", "wan"])  # one for each rule
 def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Callable[..., Config]) -> None:
     """An odd number of rows is what halving a picture may leave; joined in pairs, the last one has no partner."""
     family = family_named(name)

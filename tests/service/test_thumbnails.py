@@ -71,7 +71,7 @@ def test_moments_latents_and_imported_entries_give_the_same_picture() -> None:
         assert stored(record, **tensors).webp(record.key, 64) == (webp_of(expected, 64), "linear")
 
 
-@pytest.mark.parametrize("factor", [0.5, 10**400, float("nan"), float("inf"), 0, "x", [1]])
+@pytest.mark.parametrize("factor", [0.5, float("nan"), "x"])
 def test_colours_are_not_guessed_for_the_latents_of_another_vae(factor: Any) -> None:
     """SD 1.5 has as many channels as SDXL, and another factor: SDXL's map would give wrong colours."""
     record = Record("0" * 64, "image", {"encoding": {"scaling_factor": factor}}, {})

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.serving import serving, serving_here
+from helpers.serving import TOKEN, serving, serving_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_samples import entry, fill, manifest
@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(cache):
-    with serving(cache.path) as server:
+    with serving_here(cache.path, token=TOKEN) as server:
         yield server
 
 
