@@ -6,14 +6,15 @@ move them back, so that a validation whose cache is cold fails (OneTrainer #459)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any
 
 import torch
 
 from latentcache.errors import PipelineError
+from latentcache.phases.state import TrainingModes
+from latentcache.phases.weights import named_weights
 
 
 class PlacementGuard:
@@ -32,7 +33,7 @@ class PlacementGuard:
         self._places: dict[str, tuple[torch.nn.Module, dict[str, torch.device]]] = {}
         """Each part, and the device of each of its tensors. Those without values (on `meta`) are left out: if they are
         loaded meanwhile, they stay where they are."""
-        self._modes: list[tuple[torch.nn.Module, bool]] = []
+        self._modes = TrainingModes({})
 
     def before(self) -> None:
         """Record the placement. PipelineError if there is no model yet."""
@@ -44,10 +45,10 @@ class PlacementGuard:
                 "that the trainer loads, or a function that gives it."
             )
         self._places = {
-            name: (part, {path: tensor.device for path, tensor in _tensors(part) if tensor.device.type != "meta"})
+            name: (part, {path: tensor.device for path, tensor in named_weights(part) if tensor.device.type != "meta"})
             for name, part in parts.items()
         }
-        self._modes = [(child, child.training) for part in parts.values() for child in part.modules()]
+        self._modes = TrainingModes(parts)
 
     def after(self) -> None:
         """Restore what `before` recorded. Without a record it does nothing.
@@ -55,9 +56,8 @@ class PlacementGuard:
         All parts are restored, also after an error. Raises PipelineError for weights that have no values any more.
         """
         places, self._places = self._places, {}
-        modes, self._modes = self._modes, []
-        for module, training in modes:
-            module.training = training
+        self._modes.restore()
+        self._modes = TrainingModes({})
         if not places:
             return
         model = self._current_model()
@@ -92,10 +92,6 @@ class PlacementGuard:
         return model
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
-
-
 def _home(devices: Mapping[str, torch.device], away: torch.device) -> torch.device | None:
     """The device of a part: of several the first that is not `away`. None if it has no tensors."""
     return next((device for device in devices.values() if device != away), away if devices else None)
@@ -112,7 +108,7 @@ def _restore(
 
     def moved() -> list[tuple[str, torch.Tensor, torch.device]]:
         """The tensors that are on another device now, with the recorded one. Moving may have replaced a tensor."""
-        here = [(path, tensor, devices.get(path, tensor.device)) for path, tensor in _tensors(part)]
+        here = [(path, tensor, devices.get(path, tensor.device)) for path, tensor in named_weights(part)]
         return [(path, tensor, before) for path, tensor, before in here if before != tensor.device]
 
     if device is None or not moved():
