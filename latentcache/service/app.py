@@ -185,8 +185,7 @@ class _Exchange:
     """One request: `receive` and `send` as the app sees them. RequestRefused for a body too large, or that stalls."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServiceState):
-        self._receive, self._send = receive, send
-        self._limits, self._telemetry = state.limits, state.telemetry
+        self._receive, self._send, self._stall_s = receive, send, state.limits.stall_s
         self._max_bytes = _max_body_bytes(state.limits, scope["method"], scope["path"])
         self._num_bytes, headers = 0, Headers(scope=scope)
         self.length = length_of(headers)
@@ -207,17 +206,14 @@ class _Exchange:
         """The next part of the body."""
         if self._is_read or self.status:  # the app waits for the client to go
             return await self._receive()
-        stall_s = self._limits.stall_s
         try:
-            with anyio.fail_after(stall_s):
+            with anyio.fail_after(self._stall_s):
                 message = await self._receive()
         except TimeoutError:
-            detail = f"no byte of the body came for {stall_s:g} s"
-            raise RequestRefused(detail, status=408, allowed=stall_s, next_step="Send it again") from None
+            detail = f"no byte of the body came for {self._stall_s:g} s"
+            raise RequestRefused(detail, status=408, allowed=self._stall_s, next_step="Send it again") from None
         self._is_read = message["type"] == "http.request" and not message.get("more_body")
-        num_bytes = len(message.get("body", b""))
-        self._telemetry.received_bytes.inc(num_bytes)
-        self._num_bytes += num_bytes
+        self._num_bytes += len(message.get("body", b""))
         self.check_size(self._num_bytes)
         return message
 
@@ -229,8 +225,6 @@ class _Exchange:
             if not self._is_read:  # what is left of the body is not read, and no next request waits behind it
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        else:
-            self._telemetry.sent_bytes.inc(len(message.get("body", b"")))
         await self._send(message)
 
 

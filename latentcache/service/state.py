@@ -131,8 +131,6 @@ class Telemetry:
             return Counter(f"latentcache_{name}", what, labels, registry=registry)
 
         self.requests = counter("requests", "Requests, by route, method and status.", ("route", "method", "status"))
-        self.sent_bytes = counter("sent_bytes", "Bytes of bodies sent.")
-        self.received_bytes = counter("received_bytes", "Bytes of bodies received.")
         self.hits = counter("hits", "Requested entries that were there.")
         self.misses = counter("misses", "Requested entries that were not there.")
         self.damaged = counter("damaged", "Requested entries that were damaged.")

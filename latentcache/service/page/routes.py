@@ -15,10 +15,9 @@ from latentcache.service.auth import SESSION_S, Role, cookie_of
 from latentcache.service.errors import problem_of
 from latentcache.service.packs import KeyInPath
 from latentcache.service.page.sample import CutCaption, Explainer, photo_webp, sample_details
-from latentcache.service.page.summary import ReadableManifests, overview
 from latentcache.service.page.text import environment, query_of, rendered, url
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
-from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage
+from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage, ReadableManifests
 from latentcache.service.state import ServiceState
 
 PAGES = (("/", "Overview"), ("/gallery", "Gallery"), ("/health", "Health"))
@@ -180,7 +179,7 @@ class Pages:
 
     def overview(self, query: Fields) -> Response:
         """What the cache holds, and the first samples of its datasets."""
-        found = overview(self._gallery)
+        found = self._gallery.overview()
         strip: tuple[Any, ...] = ()
         for dataset in found["datasets"]:
             if dataset["manifest"] is not None and len(strip) < STRIP:

@@ -1,4 +1,4 @@
-"""What the gallery shows: samples that match filters, a page at a time, and what is wrong with them."""
+"""What the overview and the gallery show: counts, samples that match filters, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from typing_extensions import override
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
 from latentcache.dataset.row_table import Row
-from latentcache.errors import ConfigError, RequestRefused, SampleError
+from latentcache.errors import ConfigError, LatentCacheError, RequestRefused, SampleError
 from latentcache.service.manifests import served_names
 from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
@@ -109,6 +112,29 @@ class Gallery:
             raise RequestRefused(f"no dataset {name!r:.100}; there are: {there}", status=404)
         return manifest
 
+    def overview(self) -> dict[str, Any]:
+        """What the index, the manifests and the records count, by the names of the overview's template.
+
+        A damaged manifest does not hide the others: of each dataset there is the `manifest`, or the `problem` with it.
+        `num_cut` counts samples with a caption that the text encoders cut off.
+        """
+        datasets = list[dict[str, Any]]()
+        for name in self.dataset_names():
+            try:
+                datasets.append({"name": name, "manifest": self.manifest(name)})
+            except LatentCacheError as error:
+                datasets.append({"name": name, "manifest": None, "problem": str(error)})
+        tables = [found["manifest"].rows for found in datasets if found["manifest"] is not None]
+        cut = self.cut_captions.flags_of
+        return {
+            "stats": self.store.stats(),
+            "datasets": datasets,
+            "num_samples": sum(map(len, tables)),
+            "num_refused": sum(len(table.refusals) for table in tables),
+            "num_uncaptioned": sum(len(table.without_caption()) for table in tables),
+            "num_cut": sum(len(table.usable_with("caption", cut(table.columns["caption/keys"]))) for table in tables),
+        }
+
     def page(self, filters: Filters, start: int = 0) -> GalleryPage:
         """PAGE_SIZE samples that match, from number `start` on. ConfigError, DatasetError, StoreError."""
         names = [filters.dataset] if filters.dataset else self.dataset_names()
@@ -175,6 +201,22 @@ class Gallery:
             raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
         before = rows.row(number - 1) if number else None
         return rows.row(number), before, rows.row(number + 1) if number + 1 < len(rows) else None
+
+
+class ReadableManifests(ManifestFolder):
+    """The manifests of a folder that can be read. `problems` says why others cannot."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.problems: list[str] = []
+
+    @override
+    def read(self, name: str) -> Manifest | None:
+        try:
+            return super().read(name)
+        except LatentCacheError as error:
+            self.problems.append(str(error))
+            return None
 
 
 def _matches(row: Row, state: str, words: Sequence[str]) -> bool:
