@@ -323,11 +323,12 @@ class TextStage(EncodingStage):
 
 
 def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is stored of a tensor in this dtype, in float32: what the dtype has no room for is infinite.
+    """What is stored of a tensor in this dtype, in float32: numbers that it has no room for are infinite.
 
-    A conversion to an 8-bit float makes it the largest number (torch 2.13), or NaN (before).
+    A conversion to 16 bits makes them so; one to 8 bits makes them the largest number (torch 2.13), or NaN (before).
     """
-    return tensor.to(dtype).float().masked_fill(tensor.abs() > torch.finfo(dtype).max, torch.inf)
+    stored = tensor.to(dtype).float()
+    return stored if dtype.itemsize > 1 else stored.masked_fill(tensor.abs() > torch.finfo(dtype).max, torch.inf)
 
 
 class ImageStage(EncodingStage):
