@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import ExitStack
 
 from latentcache.config import Config
-from latentcache.devices.placement import placed
 from latentcache.identity import TextIdentity
 from latentcache.models.model_loader import Models
-from latentcache.models.running import encoders_placed, free_cached_memory
+from latentcache.models.running import free_cached_memory
 from latentcache.precache.encodings import choose_encodings, for_images
 from latentcache.precache.report import Failure, Report
 from latentcache.precache.stages import ImageStage, RunContext, TextStage
 from latentcache.precache.tasks import Task
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
-
-logger = logging.getLogger("latentcache")
 
 
 class ServingModels:
@@ -56,14 +52,19 @@ class ServingModels:
         files changed since the keys were made of them. A caller's own models are not compared again.
         """
         kind, encode, report = tasks[0].kind, self._encode, Report()
-        self._place(kind)
+        if self.loaded != kind:
+            self._leave_device()
         encodings = for_images(self.encodings, encode, [tasks]) if kind == "image" else self.encodings
         stop = stop or threading.Event()
         context = RunContext(encode, encodings, self._models, store, fail, report, Progress(), stop)
+        stage = TextStage(context) if kind == "text" else ImageStage(context)
+        if self.loaded != kind:
+            with ExitStack() as stack:
+                stage.place(stack)
+                self._on_device, self.loaded = stack.pop_all(), kind
         groups: dict[Hashable, list[Task]] = {}
         for task in tasks:
             groups.setdefault((group_of or _group_of)(task), []).append(task)
-        stage = TextStage(context) if kind == "text" else ImageStage(context)
         stage.run(list(groups.values()))
         return report
 
@@ -82,22 +83,6 @@ class ServingModels:
             self._on_device.close()
         finally:
             self.loaded = None
-
-    def _place(self, kind: Kind) -> None:
-        """Place the encoders of this kind, and them alone, where a stage finds them and leaves them."""
-        if self.loaded == kind:
-            return
-        self._leave_device()
-        encodings = self.encodings
-        with ExitStack() as stack:
-            if kind == "image":
-                stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
-            else:
-                encoders = self._models.text_encoders(encodings.text_encoders.dtype)
-                notes = stack.enter_context(encoders_placed(encoders, encodings.text_encoders.device))
-                for name, note in notes.items():
-                    logger.info("%s: %s", name, note)
-            self._on_device, self.loaded = stack.pop_all(), kind
 
 
 def _group_of(task: Task) -> Hashable:

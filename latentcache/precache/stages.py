@@ -111,8 +111,11 @@ class EncodingStage(ABC):
         """Entries with bad outputs, and their problem, from the background thread to the main one."""
 
     @abstractmethod
-    def _place(self, stack: ExitStack, dtype: torch.dtype) -> Any:
-        """The models for `_launch`, on the device until the stack is closed. DeviceError where they do not fit."""
+    def place(self, stack: ExitStack, dtype: torch.dtype | None = None) -> Any:
+        """The models for `_launch`, on the device until the stack is closed. DeviceError where they do not fit.
+
+        `dtype` is by default that of the placement.
+        """
 
     @abstractmethod
     def _launch(self, models: Any, items: Sequence[Item]) -> Copies:
@@ -163,7 +166,7 @@ class EncodingStage(ABC):
         try:
             with ExitStack() as stack:
                 # Loaded again, or a copy: a cast does not restore weights that were rounded to half precision.
-                models = self._place(stack, torch.float32)
+                models = self.place(stack, torch.float32)
                 while self._retries:
                     item, note = self._retries.popleft()
                     for items, outputs in self._batches(models, [[item]], 1, 0):
@@ -230,7 +233,7 @@ class TextStage(EncodingStage):
         context, family = self._context, self._family
         with ExitStack() as stack:
             with timed(context.report, "load"):
-                parts = self._place(stack, self._placement.dtype)
+                parts = self.place(stack)
                 # Tokenizing ahead must not change how the encoding's own calls pad and cut.
                 self._parts_ahead = {**parts, **context.models.tokenizers_ahead()}
             context.progress.start("encode captions", sum(map(len, batches)))
@@ -242,7 +245,9 @@ class TextStage(EncodingStage):
             self._encode(parts, self._groups(batches, executor), nullcontext)
         context.progress.finish()
 
-    def _place(self, stack: ExitStack, dtype: torch.dtype) -> dict[str, Any]:
+    def place(self, stack: ExitStack, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The text encoders, and the tokenizers."""
+        dtype = dtype or self._placement.dtype
         encoders = self._context.models.text_encoders(dtype)
         notes = stack.enter_context(encoders_placed(encoders, self._placement.device))
         ending = "" if dtype == self._placement.dtype else " in float32"
@@ -346,7 +351,7 @@ class ImageStage(EncodingStage):
         context, threads = self._context, num_threads(self._context.encode)
         with ExitStack() as stack:
             with timed(context.report, "load"):
-                models = self._place(stack, self._placement.dtype)
+                models = self.place(stack)
             context.progress.start("encode images", sum(map(len, batches)))
             decoders = ThreadPoolExecutor(threads, "latentcache-decode")
             stack.callback(decoders.shutdown, cancel_futures=True)
@@ -361,9 +366,9 @@ class ImageStage(EncodingStage):
     def _is_clip(task: Task) -> bool:
         return task.geometry is not None and task.geometry.num_frames is not None
 
-    def _place(self, stack: ExitStack, dtype: torch.dtype) -> Any:
+    def place(self, stack: ExitStack, dtype: torch.dtype | None = None) -> Any:
         """The VAE, and the parts that make rows of first frames."""
-        models, device = self._context.models, self._placement.device
+        models, device, dtype = self._context.models, self._placement.device, dtype or self._placement.dtype
         parts = models.picture_parts(dtype) if self._encodings.image.picture else {}
         for module in [models.vae(dtype), *parts.values()]:
             if isinstance(module, torch.nn.Module):
