@@ -291,10 +291,10 @@ def read_manifest(root: Path, num_samples: int) -> dict[str, float]:
 
 def plan(root: Path, num_samples: int) -> dict[str, float]:
     # It imports the models' code: only this step pays for it.
-    from latentcache.precache.tasks import Entries, Shard
+    from latentcache.precache.tasks import Plan, Shard
 
     with DiskStore(root, read_only=True) as store:
-        rows, entries, new = read(root).rows, Entries(store, Shard()), RowTableBuilder()
+        rows, entries, new = read(root).rows, Plan(store, Shard()), RowTableBuilder()
         for start in range(0, len(rows), CHUNK):
             chunk = [*map(rows.row, range(start, min(start + CHUNK, len(rows))))]
             present = store.find({key for row in chunk for key in row.keys()})

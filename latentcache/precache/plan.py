@@ -33,7 +33,7 @@ from latentcache.precache.preparation import Controls, Preparations, Shape, Text
 from latentcache.precache.prompts import last_manifest, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
 from latentcache.precache.report import Report
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Plan, Shard, Task, num_threads
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
 from latentcache.utils.json_document import recalled
@@ -94,10 +94,10 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     keys. `verify_sources` reads and hashes every image, also those whose files look unchanged. Raises DatasetError for
     a dataset that cannot be read at all, and Stopped when `stop` is set.
     """
-    entries, progress = Entries(workspace.store, shard or Shard(), report, wanted), progress or Progress()
+    plan, progress = Plan(workspace.store, shard or Shard(), report, wanted), progress or Progress()
     # The first one is read once, for the prompts too.
     last = last_manifest(workspace.manifests, config.datasets[0].name)
-    plan_validation_prompts(entries, config, workspace.manifests, encodings, models, last)
+    plan_validation_prompts(plan, config, workspace.manifests, encodings, models, last)
     with ExitStack() as after, ThreadPoolExecutor(num_threads(config.encode)) as executor:
         if gc.isenabled():
             # Plans have many values and no cycles: scanning them takes half as long as all the rest of planning.
@@ -106,11 +106,11 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
             last = last or last_manifest(workspace.manifests, dataset.name)
-            planner = _DatasetPlanner(entries, dataset, workspace, encodings, models, config.cache.salt, last)
+            planner = _DatasetPlanner(plan, dataset, workspace, encodings, models, config.cache.salt, last)
             planner.run(executor, progress, stop or threading.Event(), verify_sources, only)
             progress.finish()
             last = None
-    return entries.finish()
+    return plan.finish()
 
 
 class _DatasetPlanner:
@@ -118,7 +118,7 @@ class _DatasetPlanner:
 
     def __init__(
         self,
-        entries: Entries,
+        plan: Plan,
         dataset: DatasetConfig,
         workspace: Workspace,
         encodings: Encodings,
@@ -136,7 +136,7 @@ class _DatasetPlanner:
             message = f"{family.name} reads captions with the control images of one view, as they are in the first crop"
             message += f"; remove {is_varied} of dataset {dataset.name}, or set encode.text to none"
             raise ConfigError(message, key=f"datasets.{is_varied}")
-        self._entries, self._plan, self._dataset, self._encodings = entries, entries.plan, dataset, encodings
+        self._plan, self._dataset, self._encodings = plan, dataset, encodings
         self._memo = workspace.memo
         # What was probed under some settings says nothing about others, which may refuse the image.
         frames = "" if dataset.frames is None else dataset.frames.model_dump_json()
@@ -155,7 +155,7 @@ class _DatasetPlanner:
             **family_json(encodings),
             **self._preparations.common(),
         }
-        self._history = History(last, self._common, entries.damaged)
+        self._history = History(last, self._common, plan.damaged)
         self._seen = set[str]()
 
     def run(
@@ -176,7 +176,7 @@ class _DatasetPlanner:
                 planned += self._planned(sample, facts)
             found = {key for _, _, entries, _ in planned for key, _, _ in entries}
             found |= {key for _, _, _, texts in planned for key, _ in texts if key}
-            present = self._entries.store.find(found)
+            present = self._plan.store.find(found)
             for each in planned:
                 self._sort(*each, present)
             progress.advance(len(chunk))
@@ -321,21 +321,21 @@ class _DatasetPlanner:
         """Count a sample's entries, and make tasks of the misses."""
         for entry in entries:
             key, shape, source = entry
-            if self._entries.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
+            if self._plan.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
                 facts = image_facts(source, shape.geometry, shape.crop, image if shape.mask else None)
                 reason = self._history.why(sample.sample_id, shape.role.name, key, facts)
                 task = self._image_task(sample, image, entry)
-                self._entries.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
+                self._plan.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         recipe, read = self._encodings.text.recipe, self._read_with_texts(entries)
         for number, (key, text) in enumerate(texts):
-            if key and self._entries.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
+            if key and self._plan.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 caption = texts[number - number % self._dataset.captions.variants][1]
                 facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)
                 reason = self._history.why(sample.sample_id, "text_encoding", key, facts)
                 images = tuple(self._image_task(sample, image, each) for each in read)
                 identity = self._texts.identity(text, self._controls(read))
                 task = Task(key, identity, sample, caption=text, controls=images)
-                self._entries.add(task, recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)
+                self._plan.add(task, recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)
 
     def _image_task(self, sample: Sample, image: str, entry: _Entry) -> Task:
         """The task of an entry of a sample whose image has the digest `image`."""

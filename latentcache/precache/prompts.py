@@ -23,7 +23,7 @@ from latentcache.precache.preparation import TextKeys
 from latentcache.precache.reasons import History, text_causes, text_facts
 from latentcache.precache.report import Failure, Report
 from latentcache.precache.stages import RunContext, TextStage
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Entries, Shard, Task
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import prompt_id
@@ -56,11 +56,11 @@ def cache_prompts(
     placement = replace(encodings.text_encoders, device=where, batch_size=text_batch_size(where))
     encodings = replace(encodings, text_encoders=placement)
     with workspace.in_use():
-        entries = Entries(workspace.store, Shard())
-        manifest = plan_prompts(entries, workspace.manifests, encodings, models, config.cache.salt, texts)
+        plan = Plan(workspace.store, Shard())
+        manifest = plan_prompts(plan, workspace.manifests, encodings, models, config.cache.salt, texts)
         for dataset in config.datasets:
             _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common, models)
-        batches = entries.finish().batches["text"]
+        batches = plan.finish().batches["text"]
         if batches:
             workspace.manifests.begin(manifest.name)
             try:
@@ -92,7 +92,7 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
 
 
 def plan_validation_prompts(
-    entries: Entries,
+    plan: Plan,
     config: Config,
     manifests: Manifests,
     encodings: TextEncodings,
@@ -106,7 +106,7 @@ def plan_validation_prompts(
     """
     if not encodings.has_texts:
         if config.validation.prompts:
-            entries.plan.report.notes.append("validation.prompts are not cached: encode.text is none")
+            plan.report.notes.append("validation.prompts are not cached: encode.text is none")
         return
     check_prompts(encodings.family, config.validation.prompts, sampled=False)
     if encodings.family.text_reads_control:
@@ -116,11 +116,11 @@ def plan_validation_prompts(
     # The prompts of this config's last run, which may have had other encoders.
     if last is not None and last.has_texts:
         last = last_manifest(manifests, prompts_name(last.common))
-    entries.plan.manifests.append(plan_prompts(entries, manifests, encodings, models, config.cache.salt, texts, last))
+    plan.manifests.append(plan_prompts(plan, manifests, encodings, models, config.cache.salt, texts, last))
 
 
 def plan_prompts(
-    entries: Entries,
+    plan: Plan,
     manifests: Manifests,
     encodings: TextEncodings,
     models: Models,
@@ -134,17 +134,17 @@ def plan_prompts(
     """
     common, keys = prompts_common(encodings, salt), prompt_keys(encodings, models, salt)
     name = prompts_name(common)
-    history = History(last or last_manifest(manifests, name), common, entries.damaged)
+    history = History(last or last_manifest(manifests, name), common, plan.damaged)
     tasks = [prompt_task(text, keys, negative=negative) for text, negative in dict.fromkeys(texts)]
-    present = entries.store.find({task.key for task in tasks})
+    present = plan.store.find({task.key for task in tasks})
     for task in tasks:
         sample_id = task.sample.sample_id
         is_negative = sample_id != prompt_id(task.caption)
         recipe = (encodings.negative if is_negative else encodings.text).recipe
-        if entries.is_miss(task.key, present, "text", recipe, TEXT_BATCH_SIZE):
+        if plan.is_miss(task.key, present, "text", recipe, TEXT_BATCH_SIZE):
             part = "negative_encoding" if is_negative else "text_encoding"
             reason = history.why(sample_id, part, task.key, text_facts(task.caption, task.caption))
-            entries.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
+            plan.add(task, recipe, TEXT_BATCH_SIZE, encodings.text_bytes, reason)
     return Manifest(name, "prompts", 1, common, RowTable.of(map(prompt_row, tasks)))
 
 

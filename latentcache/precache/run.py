@@ -152,7 +152,7 @@ class _Run:
     report: Report
     remote_encoders: RemoteEncoders | None = None
     only: frozenset[str] | None = None
-    _plan: Plan = field(default_factory=Plan)
+    _plan: Plan = field(init=False)
     _encodings: Encodings = field(init=False)
 
     def plan(self, verify_sources: bool) -> None:

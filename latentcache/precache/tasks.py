@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -193,30 +193,24 @@ class Batches(Generic[T]):
             self._closed.append((group, members))
 
 
-@dataclass(slots=True)
 class Plan:
-    """The plan of a run. The report's counts are those of the whole dataset, the batches are this shard's share."""
+    """The plan of a run, which sorts entries into hits and misses.
 
-    manifests: list[Manifest] = field(default_factory=list)
-    batches: dict[Kind, list[list[Any]]] = field(default_factory=dict)
-    """By kind, in the order in which they are encoded, each of `Task`s."""
-    report: Report = field(default_factory=Report)
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Key of each miss -> why it is one."""
-
-
-class Entries:
-    """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry.
-
-    Where keys are `wanted`, all others are neither.
+    Each key counts once: equal images and equal captions are one entry. Where keys are `wanted`, all others are none.
+    The report's counts are those of the whole dataset, the batches are this shard's share.
     """
 
     def __init__(self, store: Store, shard: Shard, report: Report | None = None, wanted: Set[str] | None = None):
-        self.store, self.plan, self.damaged = store, Plan(report=report or Report()), store.damaged()
+        self.store, self.report, self.damaged = store, report or Report(), store.damaged()
+        self.manifests: list[Manifest] = []
+        self.reasons: dict[str, str] = {}
+        """Key of each miss -> why it is one."""
+        self.batches: dict[Kind, list[list[Any]]] = {}
+        """By kind, in the order in which they are encoded, each of `Task`s. `finish` makes them."""
         self._wanted = wanted
         self._seen: set[bytes] = set()
         # The text encoders are released before the VAE needs the memory.
-        self._batches: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
+        self._open: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
 
     def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
         """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not.
@@ -229,20 +223,20 @@ class Entries:
         self._seen.add(seen)
         if key not in present:
             return True
-        self.plan.report.num_hits += 1
-        self._batches[kind].add(group, size, None)
+        self.report.num_hits += 1
+        self._open[kind].add(group, size, None)
         return False
 
     def add(self, task: Task, group: Hashable, size: int, num_bytes: int, reason: str) -> None:
         """Add an entry that is to be encoded."""
-        report = self.plan.report
-        self.plan.reasons[task.key] = reason
+        report = self.report
+        self.reasons[task.key] = reason
         report.misses_by_reason[reason] = report.misses_by_reason.get(reason, 0) + 1
         report.num_misses += 1
         report.miss_bytes += num_bytes
-        self._batches[task.kind].add(group, size, task)
+        self._open[task.kind].add(group, size, task)
 
     def finish(self) -> Plan:
-        """The plan with this shard's batches."""
-        self.plan.batches = {kind: batches.finish() for kind, batches in self._batches.items()}
-        return self.plan
+        """This plan, with its batches."""
+        self.batches = {kind: batches.finish() for kind, batches in self._open.items()}
+        return self
