@@ -574,20 +574,6 @@ def test_a_dataset_that_takes_anothers_name_is_warned_of(
     assert "manifest photos listed 5 other images" in caplog.text
 
 
-def test_the_path_that_was_tried_is_named_for_equal_images(make_config: Callable[..., Config], photos: Path) -> None:
-    shutil.copy(photos / "a.png", photos / "z.png")
-
-    class RemovesAFile(Progress):
-        def start(self, stage: str, total: int | None) -> None:
-            if stage == "encode captions":
-                (photos / "a.png").unlink()
-
-    report = run_precache(make_config(), progress=RemovesAFile())
-    details = {r.sample_id: r.detail for r in report.refused}
-    assert set(details) == {"a.png", "z.png"} and f"the same image at {photos / 'a.png'}" in details["z.png"]
-    assert run_precache(make_config()).num_refused == 0
-
-
 def test_a_run_with_nothing_to_do_imports_no_model_library(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path
 ) -> None:
