@@ -23,6 +23,7 @@ _NOTED_DAYS = 30
 """How old the note of a row's last use may become: writing it in each run would cost as much as reading it."""
 _CHECKSUM_BYTES = 8
 _NAMES_AT_ONCE = 500
+_CODEC = "utf-8", "surrogatepass"  # names may be paths with broken encodings
 _TABLE = "CREATE TABLE IF NOT EXISTS memo (name BLOB PRIMARY KEY, day INTEGER, value BLOB) WITHOUT ROWID"
 
 
@@ -64,11 +65,12 @@ class Memo(MutableMapping[str, str]):
             if name not in self:
                 raise KeyError(name)
             self._new.pop(name, None)
-            self._write("DELETE FROM memo WHERE name = ?", [(_row_of(name),)])
+            self._write("DELETE FROM memo WHERE name = ?", [(name.encode(*_CODEC),)])
 
     def __iter__(self) -> Iterator[str]:
         with self._lock:
-            return iter(self._new.keys() | {_name_of(row) for (row,) in self._select("SELECT name FROM memo")})
+            rows = self._select("SELECT name FROM memo")
+            return iter(self._new.keys() | {row.decode(*_CODEC) for (row,) in rows})
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -78,12 +80,11 @@ class Memo(MutableMapping[str, str]):
         found, wanted = dict[str, str](), list(names)
         with self._lock:
             for start in range(0, len(wanted), _NAMES_AT_ONCE):
-                asked = [_row_of(name) for name in wanted[start : start + _NAMES_AT_ONCE]]
+                asked = {name.encode(*_CODEC): name for name in wanted[start : start + _NAMES_AT_ONCE]}
                 query = f"SELECT name, day, value FROM memo WHERE name IN ({', '.join('?' * len(asked))})"
-                for row, day, value in self._select(query, asked):
-                    text = value[_CHECKSUM_BYTES:]
-                    if value == _checksum(row, text) + text:
-                        name = _name_of(row)
+                for row, day, value in self._select(query, [*asked]):
+                    text, name = value[_CHECKSUM_BYTES:], asked[row]
+                    if value == _checked(row, text):
                         found[name] = text.decode()
                         if day < self._today - _NOTED_DAYS:  # written again, with the day of today
                             self._new.setdefault(name, found[name])
@@ -93,8 +94,8 @@ class Memo(MutableMapping[str, str]):
         """Write the new rows. A memo that was opened for reading has them in memory only."""
         with self._lock:
             if self._new and not self._read_only:
-                rows = [(_row_of(name), text.encode()) for name, text in self._new.items()]
-                values = [(name, self._today, _checksum(name, text) + text) for name, text in rows]
+                rows = [(name.encode(*_CODEC), text.encode()) for name, text in self._new.items()]
+                values = [(row, self._today, _checked(row, text)) for row, text in rows]
                 self._write("REPLACE INTO memo VALUES (?, ?, ?)", values)
                 self._new = {}
 
@@ -129,14 +130,6 @@ class Memo(MutableMapping[str, str]):
             raise StoreError(f"{self._path}: the memo of digests cannot be used: {error}. {remedy}") from error
 
 
-def _row_of(name: str) -> bytes:
-    # Names may be paths with broken encodings.
-    return name.encode("utf-8", "surrogatepass")
-
-
-def _name_of(row: bytes) -> str:
-    return row.decode("utf-8", "surrogatepass")
-
-
-def _checksum(name: bytes, text: bytes) -> bytes:
-    return blake3(name + text).digest(_CHECKSUM_BYTES)
+def _checked(row: bytes, text: bytes) -> bytes:
+    """The value of a row: the text after a checksum of both."""
+    return blake3(row + text).digest(_CHECKSUM_BYTES) + text
