@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,15 +22,6 @@ from latentcache.errors import StoreError
 from latentcache.loading.sampler import Visits
 
 _POINTS = 1 << 20
-
-
-class Chosen(NamedTuple):
-    """What visits choose: numbers of captions' entries and of crops, and what is mirrored and dropped; [n] each."""
-
-    captions: np.ndarray
-    crops: np.ndarray
-    flips: np.ndarray
-    dropped: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +108,8 @@ class Chooser:
 
     def choose(
         self, visits: Visits, counts: np.ndarray, items: np.ndarray, repeats: np.ndarray, crops: np.ndarray | int = 1
-    ) -> Chosen:
-        """What these visits choose.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What these visits choose: numbers of captions' entries and of crops, what is mirrored, what is dropped.
 
         `counts` are the numbers of caption entries of the items' samples; without any, entry 0 is chosen. For `items`
         and `repeats` see `deal`. `crops` are the numbers of crops to draw from.
@@ -132,7 +123,7 @@ class Chooser:
         rest, flips = np.divmod(rest, 2)
         rest, chosen = np.divmod(rest, crops)
         dropped = rest % _POINTS < self.choices.caption_dropout * _POINTS
-        return Chosen(captions, chosen, (flips > 0) & self.choices.flips, dropped)
+        return captions, chosen, (flips > 0) & self.choices.flips, dropped
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

@@ -71,9 +71,10 @@ class _Samples:
             return self.samples.refs(numbers, flips, self.chooser.fixed_captions(len(numbers)))
         repeats, once = np.divmod(visits.items, max(1, self.num_once))
         num_crops = self.rows.num_crops[numbers] if choices.crops == "random" else 1
-        chosen = self.chooser.choose(visits, self.num_captions(numbers), once, repeats, num_crops)
-        refs = self.samples.refs(numbers, flips | chosen.flips, chosen.captions, chosen.crops)
-        for place in np.flatnonzero(chosen.dropped).tolist():
+        counts = self.num_captions(numbers)
+        captions, crops, mirrored, dropped = self.chooser.choose(visits, counts, once, repeats, num_crops)
+        refs = self.samples.refs(numbers, flips | mirrored, captions, crops)
+        for place in np.flatnonzero(dropped).tolist():
             ref, to = refs[place], choices.dropout_to
             if not ref.facts.texts:  # latents alone: there is nothing but the string
                 refs[place] = ref._replace(caption="")
@@ -90,8 +91,8 @@ class _Samples:
 
     def image_keys(self) -> list[str]:
         """The key of each item's image."""
-        places, counts = self.samples.places(*self.items(np.arange(self.num_items)))
-        return hex_of(self.rows.columns["image/keys"][places[counts.cumsum() - counts]])
+        images, _, _ = self.samples.places(*self.items(np.arange(self.num_items)))
+        return hex_of(self.rows.columns["image/keys"][images])
 
 
 class LatentDataset(Dataset[Batch]):

@@ -207,15 +207,20 @@ class ManifestSamples:
 
     def places(
         self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As `RowTable.places`. SampleError for a sample that may not be read, or has no such image."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `RowTable.places`, and first those of the images alone.
+
+        SampleError for a sample that may not be read, or has no such image.
+        """
         self.check(numbers)
         places, counts = self.rows.places(numbers, flips, crops)
-        roles = np.append(self.rows.columns["image/role"][places], 0)[counts.cumsum() - counts]
+        firsts = counts.cumsum() - counts
+        images = np.append(places, 0)[firsts]
+        roles = np.append(self.rows.columns["image/role"][places], 0)[firsts]
         for at in np.flatnonzero((counts == 0) | (roles != 0))[:1].tolist():
             what, remedy = "flipped" if flips[at] else "image", f"set `flip: true` for the dataset and {PRECACHE}"
             raise SampleError(self.rows.sample_ids[int(numbers[at])], f"has no {what} entry", remedy)
-        return places, counts
+        return images, places, counts
 
     def refs(
         self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | None = None
@@ -246,8 +251,8 @@ class ManifestSamples:
 
     def _refs(self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray) -> list[SampleRef]:
         rows, columns = self.rows, self.rows.columns
-        (places, counts), (starts, ends) = self.places(numbers, flips, crops), rows.ranges("caption", numbers)
-        images = places[counts.cumsum() - counts]
+        images, places, counts = self.places(numbers, flips, crops)
+        starts, ends = rows.ranges("caption", numbers)
         texts = starts + captions
         for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
             lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants

@@ -337,14 +337,15 @@ def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path
 # The arithmetic alone
 
 
-def chosen_of(choices: Choices, manifest: Manifest, visits: list[Visit], num_lines: int) -> Any:
-    chooser, items = Chooser(manifest, choices), np.array(visits, np.int64)
-    counts = np.full(len(visits), num_lines * manifest.variants)
-    chosen = chooser.choose(Visits.of(visits), counts, items, np.zeros(len(visits), np.int64))
-    return chosen.captions, chosen.flips, chosen.dropped
+def chosen_of(choices: Choices, manifest: Manifest, visits: Visits, num_lines: int) -> Any:
+    """Numbers of captions' entries, what is mirrored, and what is dropped."""
+    nothing = np.zeros_like(visits.items)
+    counts = nothing + num_lines * manifest.variants
+    captions, _, flips, dropped = Chooser(manifest, choices).choose(visits, counts, visits.items, nothing)
+    return captions, flips, dropped
 
 
-def many_visits(num: int) -> list[Visit]:
+def many_visits(num: int) -> Visits:
     """Of 2,000 items, in as many epochs as it takes."""
 
     class Items:
@@ -357,7 +358,8 @@ def many_visits(num: int) -> list[Visit]:
             return None
 
     sampler = BucketBatchSampler(Items(), 16, seed=11)  # type: ignore[arg-type]
-    return [visit for epoch in range(num // 2_000) for batch in sampler.plan(epoch) for visit in batch.items]
+    batches = [batch.visits for epoch in range(num // 2_000) for batch in sampler.plan(epoch)]
+    return Visits(*map(np.concatenate, zip(*batches, strict=True)))
 
 
 def test_choices_have_their_rates_and_are_independent() -> None:
@@ -365,18 +367,18 @@ def test_choices_have_their_rates_and_are_independent() -> None:
     whole = Choices("random", 0.0, "empty", True)
     entries, flips, _ = chosen_of(whole, manifest, visits, 3)
     _, again, dropped = chosen_of(replace(whole, caption_dropout=0.1), manifest, visits, 3)
-    assert (entries // 8).tolist() == [visit.draw % 3 for visit in visits], "lines are drawn as they always were"
+    assert np.array_equal(entries // 8, visits.draws % 3), "lines are drawn as they always were"
     assert np.array_equal(flips, again)
     assert abs(flips.mean() - 0.5) < 0.004 and abs(dropped.mean() - 0.1) < 0.0025, "3.7 standard deviations"
     cells = np.bincount((entries * 2 + flips) * 2 + dropped, minlength=96)
-    expected = np.tile([0.9, 0.1], 48) * len(visits) / 48
+    expected = np.tile([0.9, 0.1], 48) * len(flips) / 48
     assert ((cells - expected) ** 2 / expected).sum() < 150, "95 degrees of freedom: one of 3,000 is above"
     weighted = replace(manifest, weights=(0.2, 0, 0.5, 0.3), variants=1)
     lines, flips, _ = chosen_of(whole, weighted, visits, 3)
     assert abs((lines == 0).mean() - 2 / 7) < 0.004 and not (lines == 1).any() and lines.max() == 2
     assert abs(flips[lines == 0].mean() - 0.5) < 0.008
     for share in (0.0, 1.0):
-        assert (chosen_of(replace(whole, caption_dropout=share), manifest, visits[:1000], 3)[2] == share).all()
+        assert (chosen_of(replace(whole, caption_dropout=share), manifest, visits, 3)[2] == share).all()
 
 
 @settings(max_examples=150, deadline=None)
@@ -392,7 +394,7 @@ def test_each_cycle_has_each_variant_once(seed: int, item: int, variants: int, r
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2**63 - 1), min_size=1), st.integers(1, 30), st.floats(0, 1), st.integers(1, 9))
 def test_no_choice_depends_on_what_else_is_chosen(draws: list[int], lines: int, share: float, variants: int) -> None:
-    visits = [Visit.of(item, draw, 3, 1) for item, draw in enumerate(draws)]
+    visits = Visits.of([Visit.of(item, draw, 3, 1) for item, draw in enumerate(draws)])
     manifest = Manifest("m", "train", 1, COMMON, {}, variants=variants)
     entries, flips, dropped = chosen_of(Choices("random", share, "empty", True), manifest, visits, lines)
     kept = ~dropped
@@ -401,6 +403,6 @@ def test_no_choice_depends_on_what_else_is_chosen(draws: list[int], lines: int, 
     plain, _, none = chosen_of(Choices("random"), manifest, visits, lines)
     assert np.array_equal(plain[kept], entries[kept]) and not none.any()
     numbered, only_flips, _ = chosen_of(
-        Choices(1, 0.0, "empty", True), manifest, [Visit.of(v, v.draw // lines) for v in visits], lines
+        Choices(1, 0.0, "empty", True), manifest, visits._replace(draws=visits.draws // lines), lines
     )
     assert np.array_equal(only_flips, flips) and (numbered == variants).all()
