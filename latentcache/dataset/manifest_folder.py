@@ -15,8 +15,8 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from latentcache.dataset.manifest import REMEDY, Manifest, manifest_bytes, read_manifest
-from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
+from latentcache.errors import StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.provenance import now
 from latentcache.utils.durable_files import make_folder, typed_errors, unreadable, write_sealed
@@ -105,7 +105,7 @@ class ManifestFolder:
         self.path, self._owner = Path(path), owner_of(source)
 
     def names(self) -> list[str]:
-        """The names of all manifests, sorted. UnsafeStoreError if something else than a folder lies there."""
+        """The names of all manifests, sorted. StoreError if the folder cannot be read."""
         return [file.removesuffix(SUFFIX) for file in self._files(SUFFIX)]
 
     def file(self, name: str) -> Path:
@@ -117,8 +117,6 @@ class ManifestFolder:
             return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
         except FileNotFoundError:
             return []
-        except NotADirectoryError as error:
-            raise UnsafeStoreError(self.path, f"is no folder; remove it, then {REMEDY}") from error
         except OSError as error:
             raise unreadable(self.path, error) from error
 

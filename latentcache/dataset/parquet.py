@@ -51,7 +51,7 @@ class ParquetSource(SampleSource):
         self._pq: Any = pq
         # ArrowInvalid is a ValueError and ArrowIOError an OSError; pyarrow raises plain ones too.
         arrow: type[BaseException] = pyarrow.ArrowException
-        self._errors = (arrow, OSError, ValueError, OverflowError, IndexError)
+        self._errors = (arrow, OSError, ValueError, OverflowError, LookupError)
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, Signature | None, int], pa.Table] = OrderedDict()
 
@@ -65,7 +65,10 @@ class ParquetSource(SampleSource):
             try:
                 signature = signature_of(path)
                 with self._pq.ParquetFile(path) as file:
-                    if problem := self._problem(file.schema_arrow):
+                    present = file.schema_arrow.names
+                    needed = (*self._image_columns, *(self._columns or ()))
+                    if missing := [column for column in needed if column not in present]:
+                        problem = f"has no column {missing[0]!r}, but: {', '.join(present)}"
                         if is_first:  # most likely a slip in the config
                             raise DatasetError(path, problem)
                         yield Refusal(name, path, "unreadable", problem)
@@ -86,16 +89,17 @@ class ParquetSource(SampleSource):
             raise ImageRefused(sample.path, refused.reason, refused.detail) from refused
         except self._errors as error:
             raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
-        data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
-        if data is None:
-            raise ImageRefused(sample.path, "missing", f"column {column!r} has no bytes in this row")
+        data = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(data, bytes):
+            problem = "has no bytes in this row" if data is None else f"holds a {type(data).__name__} in this row"
+            raise ImageRefused(sample.path, "missing", f"column {column!r} {problem}, where an encoded image is needed")
         return data
 
     def _samples_of(
         self, name: str, path: str, file: pq.ParquetFile, signature: Signature
     ) -> Iterator[Sample | Refusal]:
-        present = [column for column in ("text", "caption") if column in file.schema_arrow.names]
-        columns = self._columns or tuple(present[:1])
+        usual = tuple(column for column in ("text", "caption") if column in file.schema_arrow.names)
+        columns = self._columns or usual[:1]
         captions, first_row = CaptionColumns(columns), 0
         for group in range(file.num_row_groups):
             num_rows, row = file.metadata.row_group(group).num_rows, 0
@@ -119,26 +123,6 @@ class ParquetSource(SampleSource):
                 detail = f"the captions of rows {first_row + row} to {last_row} cannot be read: {error}"
                 yield Refusal(f"{name}#{first_row + row}-{last_row}", path, "corrupt", detail)
             first_row += num_rows
-
-    def _problem(self, schema: pa.Schema) -> str | None:
-        """What the columns lack, if anything."""
-        import pyarrow.types as types
-
-        present = ", ".join(schema.names)
-        missing = [column for column in (*self._image_columns, *(self._columns or ())) if column not in schema.names]
-        if missing:
-            return f"has no column {missing[0]!r}, but: {present}"
-        if twice := [column for column in schema.names if schema.names.count(column) > 1]:
-            return f"has several columns {twice[0]!r}; rename one"
-        for column in self._image_columns:
-            kind = schema.field(column).type
-            if types.is_struct(kind):
-                if kind.get_field_index("bytes") < 0:
-                    return f"column {column!r} is {kind}; a struct needs a field `bytes`"
-                kind = kind.field("bytes").type
-            if not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)):
-                return f"column {column!r} is {kind}; it must hold the bytes of the encoded image"
-        return None
 
     def _images(self, path: str, signature: Signature | None, group: int) -> pa.Table:
         """The images of a row group. One thread reads at a time: the others most likely need the same one.

@@ -11,7 +11,7 @@ from latentcache.config import PartConfig, SourceConfig, part_names
 from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource, PartFiles
 from latentcache.dataset.parquet import ParquetSource
 from latentcache.dataset.samples import SampleSource, is_image, walk
-from latentcache.dataset.webdataset import COMPRESSED_SUFFIXES, WebDatasetSource
+from latentcache.dataset.webdataset import SUFFIXES, WebDatasetSource
 from latentcache.errors import ConfigError, DatasetError
 from latentcache.types import Refusal
 
@@ -29,8 +29,7 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
         if config.kind == "parquet":
             return ParquetSource(_files(root, (".parquet",)), config.image_column, config.caption_columns, columns)
         companions = tuple(zip(part_names(parts), columns, strict=True))
-        # Compressed tars are found too, so that they are refused by name.
-        return WebDatasetSource(_files(root, (".tar", *COMPRESSED_SUFFIXES)), config.caption_columns, companions)
+        return WebDatasetSource(_files(root, SUFFIXES), config.caption_columns, companions)
     files = PartFiles(root, parts)
     if not os.path.isdir(root):
         problem = "is not a folder" if os.path.exists(root) else "does not exist"

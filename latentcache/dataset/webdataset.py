@@ -25,10 +25,11 @@ from latentcache.dataset.samples import (
     signature_of,
     unreadable,
 )
-from latentcache.errors import DatasetError, ImageRefused
+from latentcache.errors import ImageRefused
 from latentcache.types import Refusal
 
-COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+"""Of tars, also of compressed ones, so that these are refused by name."""
 # A damaged header gives a TarError; a damaged extended header also what its numbers and names give.
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, MemoryError)
 
@@ -81,16 +82,10 @@ class WebDatasetSource(SampleSource):
         caption_columns: tuple[str, ...] | None,
         companions: tuple[tuple[str, str], ...] = (),
     ):
-        """`shards`: (name, path) of each tar, sorted. `companions`: (name, column) of each.
-
-        DatasetError for a compressed tar, which has no random access.
-        """
+        """`shards`: (name, path) of each tar, sorted. `companions`: (name, column) of each."""
         self.path = shards[0][1]
         self._shards, self._columns = tuple(shards), caption_columns
         self._companions = [(name, column.lower()) for name, column in companions]
-        for _, path in self._shards:
-            if path.lower().endswith(COMPRESSED_SUFFIXES):
-                raise DatasetError(path, "is compressed; decompress it: images do not get smaller by it")
 
     @override
     def _listed(self) -> Iterator[Sample | Refusal]:

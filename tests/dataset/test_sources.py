@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -433,6 +434,12 @@ class TestWebDataset:
         assert ids(source) == ["s.tar/a"]
         assert refusals(source) == [("s.tar/b", "truncated"), ("s.tar", "truncated")]
 
+    def test_a_compressed_tar_is_refused_by_name(self, tmp_path: Path) -> None:
+        path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
+        (tmp_path / "z.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+        source = open_source("webdataset", tmp_path)
+        assert ids(source) == ["s.tar/a"] and refusals(source) == [("z.tar.gz", "truncated")]
+
     def test_a_tar_that_changes_is_refused(self, tmp_path: Path) -> None:
         path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
         source = open_source("webdataset", path)
@@ -483,8 +490,6 @@ class TestParquet:
         [
             ({"photo": [IMAGE]}, {}, "no column 'image', but: photo"),
             ({"image": [IMAGE], "text": ["t"]}, {"caption_columns": ["captoin"]}, "no column 'captoin'"),
-            ({"image": ["a.png"]}, {}, "must hold the bytes"),
-            ({"image": [{"path": "a.png"}]}, {}, "needs a field `bytes`"),
         ],
     )
     def test_wrong_columns_are_errors(self, tmp_path: Path, columns: dict, options: dict, message: str) -> None:
@@ -505,6 +510,12 @@ class TestParquet:
             ("c.parquet", "unreadable"),
             ("d.parquet#0", "bad-caption"),
         ]
+
+    @pytest.mark.parametrize("value", ["a.png", {"path": "a.png"}, 7, [IMAGE]])
+    def test_what_is_no_image_is_refused(self, tmp_path: Path, value: Any) -> None:
+        source = open_source("parquet", write_parquet(tmp_path / "p.parquet", {"image": [value]}))
+        with pytest.raises(ImageRefused, match=r"column 'image' .*, where an encoded image is needed"):
+            source.read(samples(source)[0])
 
     def test_damaged_pages_are_refused(self, tmp_path: Path) -> None:
         noise = [os.urandom(2000) for _ in range(4)]
