@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.comparing_server import ComparingServer
+from helpers.family_walks import FEW_WALKS, assert_same_batches, assert_same_entries, walked
 from helpers.remote_samples import entries_of, make_cache, make_manifest, replace_packs
 from obstore.store import MemoryStore
 
@@ -225,6 +226,27 @@ def test_a_dry_run_into_a_bucket_that_is_no_cache_yet_writes_nothing(
 ) -> None:
     report = run_precache(make_config(**{"cache.path": s3_url}), dry_run=True)
     assert report.num_misses > 5 and not object_server.objects
+
+
+@pytest.mark.parametrize("family", FEW_WALKS)
+def test_a_cache_of_a_family_moves_to_a_bucket_and_back(
+    family: str, tmp_path: Path, s3_url: str, run_json: Callable[..., Any]
+) -> None:
+    config = walked(tmp_path, family)
+    for command in (
+        ("push", config.cache.path, s3_url),
+        ("verify", s3_url),
+        ("prune", s3_url),
+        ("pull", s3_url, tmp_path / "pulled"),
+    ):
+        code, report = run_json(*command)
+        assert code == 0, (command, report)
+    with LatentCache(config.cache.path) as cached, LatentCache(tmp_path / "pulled") as pulled:
+        with LatentCache(s3_url, local=tmp_path / "local") as remote:
+            assert_same_batches(remote, cached)
+        assert_same_entries(pulled.store, cached.store)
+        names = cached.manifests.names()
+        assert all(pulled.manifests.read(each) == cached.manifests.read(each) for each in names)
 
 
 def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(objects: MemoryStore, tmp_path: Path) -> None:
