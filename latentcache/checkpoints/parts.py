@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten_with_path
 
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.tensor_location import is_partitioned
 from latentcache.errors import CheckpointError
+from latentcache.utils.nested import named_tensors
 
 Modules: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
 """What is trained: one module, or several by name, which then is the first part of their tensors' names."""
@@ -199,11 +199,8 @@ def differences(saved: Any, live: Any, part: str) -> list[str]:
 def _specs(tree: Any, part: str) -> dict[str, str]:
     """Dtype and shape of each tensor."""
     return {
-        ".".join((part, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path))): (
-            f"{str(leaf.dtype).removeprefix('torch.')} {'x'.join(map(str, leaf.shape)) or 'scalar'}"
-        )
-        for path, leaf in tree_flatten_with_path(tree)[0]
-        if isinstance(leaf, torch.Tensor)
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+        for name, tensor in named_tensors(tree, part)
     }
 
 
