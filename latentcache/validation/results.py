@@ -56,7 +56,7 @@ def checked_step(step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """The outcome of the validation of one step. ConfigError for a step below 0."""
+    """The outcome of the validation of one step."""
 
     step: int
     loss: LossReport | None = None
@@ -69,9 +69,6 @@ class ValidationReport:
     notes: tuple[str, ...] = ()
     num_filled: int = 0
     """Entries that were not cached and had to be encoded first."""
-
-    def __post_init__(self) -> None:
-        checked_step(self.step)
 
     def to_json(self, folder: Path | None = None) -> dict[str, Any]:
         """The document of metrics.json, without NaN and infinity, which are null there.
@@ -194,39 +191,28 @@ def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
 
 
 def publish(report: ValidationReport, folder: Path, tracker: Any = None) -> tuple[ValidationReport, ResultPaths]:
-    """Write the results, then log them to the tracker, if there is one (see `log_to`). Returns the final report too.
-
-    A tracker that fails loses nothing: its note is in the report and in metrics.json. ConfigError for an object that
-    is no tracker, before anything is written; StoreError as in `write_results`.
-    """
-    tracker_log(tracker)
-    paths = write_results(report, folder)
-    logged = log_to(tracker, report)
-    if logged is not report:
-        write_sealed(paths.metrics, to_bytes(logged.to_json()))
-    return logged, paths
-
-
-def log_to(tracker: Any, report: ValidationReport) -> ValidationReport:
-    """Log the report at its step, and return it.
+    """Write the results, then log them to the tracker at their step, if there is one. Returns the final report too.
 
     Logged are `validation/loss`, `validation/loss/<dataset>`, `validation/loss_by_timestep/<first>` and, with images,
     `validation/samples`: the grid for TensorBoard, each image with its caption for W&B. An error of the tracker must
-    not end a training: it is logged with its traceback, and the returned report has a note of it. ConfigError for an
-    object that is no tracker; None logs nothing. TensorBoard keeps float32. W&B drops what is logged at a step below
-    one that it has seen, so let the training loop log with `step=` too.
+    not end a training: it is logged with its traceback, and the report and metrics.json have a note of it. TensorBoard
+    keeps float32. W&B drops what is logged at a step below one that it has seen, so let the training loop log with
+    `step=` too. ConfigError for an object that is no tracker, before anything is written; StoreError as in
+    `write_results`.
     """
     log = tracker_log(tracker)
+    paths = write_results(report, folder)
     if log is None:
-        return report
+        return report, paths
     try:
         log(report)
     except Exception as error:  # a tracker writes to disks and networks, in code that is not ours
         name = type(tracker).__name__
         logger.exception("step %d: %s failed to log the validation", report.step, name)
         note = f"{name} failed to log this validation: {type(error).__name__}: {error}"
-        return replace(report, notes=(*report.notes, note))
-    return report
+        report = replace(report, notes=(*report.notes, note))
+        write_sealed(paths.metrics, to_bytes(report.to_json()))
+    return report, paths
 
 
 def scalars(report: ValidationReport) -> dict[str, float]:

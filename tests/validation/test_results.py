@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError
 from latentcache.utils.json_document import to_bytes
 from latentcache.validation.pictures import image_png, loss_plot, sample_grid
-from latentcache.validation.results import ValidationReport, log_to, publish, write_results
+from latentcache.validation.results import ValidationReport, publish, write_results
 
 ALL = ["loss.png", "metrics.json", "sample-00.png", "sample-01.png", "samples.png"]
 
@@ -173,8 +173,8 @@ def test_tensorboard_holds_the_numbers_of_metrics_and_the_grid(tmp_path: Path) -
         for step in (100, 200):
             logged, paths = publish(report(step), tmp_path / "validation", writer)
             assert logged.notes == ()
-        assert log_to(writer, report(300, nan=True, num_images=0)).notes == ()
-        log_to(writer, ValidationReport(step=400))
+        for last in (report(300, nan=True, num_images=0), ValidationReport(step=400)):
+            assert publish(last, tmp_path / "others", writer)[0].notes == ()
     found = EventAccumulator(str(tmp_path / "board"), size_guidance={"images": 0}).Reload()
     expected = scalars_of(json.loads(paths.metrics.read_text()))
     assert set(found.Tags()["scalars"]) == set(expected) and len(expected) == 5
