@@ -47,12 +47,12 @@ class Phases:
     `scaler`, `ema`. Modules may be wrapped by DistributedDataParallel, `torch.compile` or accelerate: the eager module
     inside is the one that `module` returns. `device` is where phases put parts, `park` where they put the others.
 
-    By default the parts that have parameters to train, and the denoiser, are on the device in all three phases. They
-    are in train mode only in `train`; the other two use averaged weights. Parts that other software places are never
-    moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks, block swap or layer offload that `audit` knows,
-    and those named in `immovable`.
-    Nor are parts under DistributedDataParallel, which would lose its hooks (code in a phase must not cast them either),
-    and parts whose memory on the device is another tensor's too, such as the flat buffer of an optimizer.
+    The parts that have parameters to train, and the denoiser, are on the device in `train`, `validate` and `sample`.
+    They are in train mode only in `train`; the other two use averaged weights. `enter` takes a phase of your own too.
+    Parts that other software places are never moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks,
+    block swap or layer offload that `audit` knows, and those named in `immovable`. Nor are parts under
+    DistributedDataParallel, which would lose its hooks (code in a phase must not cast them either), and parts whose
+    memory on the device is another tensor's too, such as the flat buffer of an optimizer.
     The averages of an `ema` stay where they are.
     """
 
@@ -62,9 +62,6 @@ class Phases:
         *,
         device: DeviceLike,
         park: DeviceLike = "cpu",
-        train: Phase | None = None,
-        validate: Phase | None = None,
-        sample: Phase | None = None,
         immovable: Collection[str] = (),
     ):
         self.device, self._park = with_index(device_of(device)), with_index(device_of(park))
@@ -72,12 +69,10 @@ class Phases:
         trained = tuple(self._model.trained())
         needed = tuple(name for name in self._model.modules if name in DENOISERS or name in trained)
         self._phases = {
-            "train": train or Phase(needed, trained),
-            "validate": validate or Phase(needed, averaged=True),
-            "sample": sample or Phase(needed, averaged=True),
+            "train": Phase(needed, trained),
+            "validate": Phase(needed, averaged=True),
+            "sample": Phase(needed, averaged=True),
         }
-        for name, phase in self._phases.items():
-            self._model.check_names(name, phase.on_device, phase.training)
         self._base: tuple[str, Phase] | None = None
         self._open_phases: list[_OpenPhase] = []
         self._memory = CurrentStorage()
