@@ -114,9 +114,9 @@ class Bench:
             self.synchronize()
             return seconds_of(lambda: self.end(method))
 
-        for method, _ in product(methods.values(), range(2)):
+        for method, _ in product(methods.values(), range(0 if self.tiny else 2)):
             method()
-        taken = in_turns(methods, self.options.repetitions, warm=True, clock=timed)
+        taken = in_turns(methods, self.options.repetitions, warm=not self.tiny, clock=timed)
         return {name: spread(values)["median"] for name, values in taken.items()}
 
     def free(self) -> None:
