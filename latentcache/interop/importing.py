@@ -63,10 +63,10 @@ def import_cache(
     """Import a foreign cache as the manifest `name`; what is refused is listed in the report.
 
     Latents are stored unscaled: the scaling of scaled ones is undone in float32, in which they are stored; others and
-    embeddings keep their dtype. An export then writes the same values, but
-    for the last bit of a float32. With a `verification` the report says how entries differ from what encoding gives;
-    they are unverified all the same, and precache replaces them. A manifest that was imported before is replaced,
-    unless nothing could be imported. `dataset` says what it is for, and how often an epoch visits each sample.
+    embeddings keep their dtype. An export then writes the same values, but for the last bit of a float32. With a
+    `verification` the report says how entries differ from what encoding gives; they are unverified all the same, and
+    precache replaces them. A manifest that was imported before is replaced, unless nothing could be imported. `dataset`
+    says what it is for, and how often an epoch visits each sample.
 
     Raises StoreError if precache made the manifest of that name, or if the foreign cache holds nothing at all, and
     DatasetError if the latents are not scaled as the format claims (then nothing is imported): `scale_check` False is

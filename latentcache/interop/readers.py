@@ -172,45 +172,27 @@ class SourceImages:
     """
 
     def __init__(self, folder: str | Path | None, *, caption_extension: str = ".txt") -> None:
-        self._samples: dict[str, Sample] = {}
-        self._by_stem: dict[str, list[str]] = {}
+        self.samples: dict[str, Sample] = {}
+        """By sample_id, in the folder's order."""
+        self.by_stem: dict[str, list[str]] = {}
+        """Paths without their suffix -> sample_ids."""
+        self.by_caption: dict[str, list[str]] = {"": []}
+        """Each caption -> the samples that have it. The first is the empty one, also without samples."""
         self.refusals: list[Refusal] = []
         """What cannot be used in the folder."""
-        by_caption: dict[str, list[str]] = {"": []}
-        if folder is not None:
-            self._source = open_source(SourceConfig(path=Path(folder), caption_extension=caption_extension))
-            for sample in self._source.samples():
-                if isinstance(sample, Refusal):
-                    self.refusals.append(sample)
-                    continue
-                self._samples[sample.sample_id] = sample
-                self._by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
-                for caption in sample.captions:
-                    by_caption.setdefault(caption, []).append(sample.sample_id)
-        self._by_caption = {caption: tuple(sample_ids) for caption, sample_ids in by_caption.items()}
-
-    def __iter__(self) -> Iterator[str]:
-        """All sample_ids, in the folder's order."""
-        return iter(self._samples)
-
-    def captions(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Each known caption once, with the samples that have it. The first is the empty one, also without samples."""
-        yield from self._by_caption.items()
-
-    def captions_of(self, sample_id: str) -> tuple[str, ...]:
-        """The captions of a sample; () where it has no caption file."""
-        sample = self._samples[sample_id]
-        return sample.captions if sample.has_caption else ()
-
-    def with_stem(self, stem: str) -> tuple[str, ...]:
-        """The sample_ids that are this path with a suffix."""
-        return tuple(self._by_stem.get(stem, ()))
-
-    def path(self, sample_id: str) -> Path:
-        """The file of a sample's image."""
-        return Path(self._samples[sample_id].path)
+        if folder is None:
+            return
+        self._source = open_source(SourceConfig(path=Path(folder), caption_extension=caption_extension))
+        for sample in self._source.samples():
+            if isinstance(sample, Refusal):
+                self.refusals.append(sample)
+                continue
+            self.samples[sample.sample_id] = sample
+            self.by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
+            for caption in sample.captions:
+                self.by_caption.setdefault(caption, []).append(sample.sample_id)
 
     def size(self, sample_id: str) -> Size:
         """The size of a sample's image after the EXIF turn. Raises ImageRefused if it cannot be read."""
-        sample = self._samples[sample_id]
+        sample = self.samples[sample_id]
         return probe(self._source.read(sample), sample.path, _SIZE_POLICY)

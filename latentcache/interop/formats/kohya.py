@@ -147,7 +147,7 @@ class KohyaCache:
             yield self._text(name.removesuffix(suffix), path)
             return
         match = _LATENT_NAME.fullmatch(name)
-        if match is None or self._images.with_stem(name.removesuffix(".npz")):  # an image may have such a name itself
+        if match is None or name.removesuffix(".npz") in self._images.by_stem:  # an image may have such a name itself
             yield from self._latents(name.removesuffix(".npz"), path, None)
             return
         if match["arch"] != self._layout.architecture:
@@ -201,7 +201,7 @@ class KohyaCache:
         kohya takes sizes as files have them, before the EXIF turn. Raises ForeignFileRefused for an image of another
         size, and where several images fit, and ImageRefused.
         """
-        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.with_stem(base)}
+        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.by_stem.get(base, ())}
         if not upright:
             notes.append(NOTE_NO_IMAGE)
             return base, None
@@ -215,15 +215,16 @@ class KohyaCache:
         if len(fitting) > 1:
             names = " and ".join(fitting)
             raise ForeignFileRefused(path, "duplicate", f"{names} share this file, so it is of only one of them")
-        return fitting[0], self._images.path(fitting[0])
+        return fitting[0], Path(self._images.samples[fitting[0]].path)
 
     # Text
 
     def _text(self, base: str, path: Path) -> ForeignText:
         arrays = read_npz(path)
         embeds, pooled = (_read_flux if self._layout.has_resolutions else _read_sdxl)(arrays, path)
-        sample_ids = self._images.with_stem(base)
-        captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
+        sample_ids = tuple(self._images.by_stem.get(base, ()))
+        samples = [self._images.samples[sample_id] for sample_id in sample_ids]
+        captions = next((sample.captions for sample in samples if sample.has_caption), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
         length = None if self._layout.has_resolutions else LONG_BY_ROWS.get(len(embeds))
         return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note, length)

@@ -108,7 +108,7 @@ class SimpleTunerCache:
 
     def _latents(self) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}
-        for sample_id in self._images:
+        for sample_id in self._images.samples:
             samples_of.setdefault(os.path.join(self._folders[0], latent_name(sample_id)), []).append(sample_id)
         for path, sample_ids in samples_of.items():
             if not os.path.lexists(path):
@@ -123,16 +123,16 @@ class SimpleTunerCache:
         latents = _image_latents(self._family, read_torch(path), path)
         size, bucket = self._images.size(sample_id), bucket_of(latents, self.family)
         geometry, note = self._sizes.geometry(sample_id, size, bucket, path)
-        image = self._images.path(sample_id)
+        image = Path(self._images.samples[sample_id].path)
         output: Literal["mean", "sample"] = "mean" if self._family.has_clips else "sample"
         yield ForeignImage(sample_id, path, image, latents, True, output, geometry, note)
 
     def _texts(self) -> Iterator[ForeignItem]:
-        for caption, sample_ids in self._images.captions():
+        for caption, sample_ids in self._images.by_caption.items():
             paths = [os.path.join(folder, text_name(caption, self._architecture)) for folder in self._folders]
             path = next(filter(os.path.lexists, paths), None)
             if path is not None:
-                yield from refusing(sample_ids[0] if sample_ids else "", self._text(sample_ids, path, caption))
+                yield from refusing(sample_ids[0] if sample_ids else "", self._text(tuple(sample_ids), path, caption))
 
     def _text(self, sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
         """The embeddings of either payload. Raises ForeignFileRefused."""
@@ -222,7 +222,7 @@ class RecordedSizes:
             raise DatasetError(str(path), detail) from error
         if not isinstance(content, dict):
             raise DatasetError(str(path), f"holds a {type(content).__name__}; it must map image paths to their sizes")
-        sample_ids = frozenset(images)
+        sample_ids = images.samples.keys()
         found = [(_split(recorded, sample_ids), record) for recorded, record in content.items()]
         # The images' folder when the cache was made. Equal file names alone are no proof: many folders have a `1.png`.
         [(root, _)] = Counter(root for (root, sample_id), _ in found if sample_id).most_common(1) or [((), 0)]
