@@ -88,19 +88,22 @@ class CacheOptions:
     as_json: AsJson = False
     cache_path: CachePath = None
 
+    def named_config(self, target: str | None) -> Config | None:
+        """The config that a command names, as its target or by --config; None where it names none."""
+        file = self.config if target is None or _is_place(target) else Path(target)
+        if file is not None and not file.exists():
+            raise ConfigError("no such cache directory and no such config", source=str(file))
+        return None if file is None else load_config(file)
+
     def cache(self, target: str | None = None) -> CacheConfig:
         """The cache that a command is about: a flag, else the target, else the config."""
-        is_place = target is not None and (is_url(target) or Path(target).is_dir())
-        place = self.cache_path or (target if is_place else None)
-        file = self.config if place is not None or target is None else Path(target)
-        if file is not None:
-            if not file.exists():
-                raise ConfigError("no such cache directory and no such config", source=str(file))
-            settings = load_config(file).cache
-            return settings if place is None else settings.model_copy(update={"path": location_of(place)})
-        if place is None:
+        config, place = self.named_config(target), self.cache_path
+        if place is None and target is not None and _is_place(target):
+            place = target
+        if place is None and config is None:
             raise ConfigError("which cache? Give its directory, a config, or --cache.path")
-        return CacheConfig(path=location_of(place))
+        settings = CacheConfig() if config is None else config.cache
+        return settings if place is None else settings.model_copy(update={"path": location_of(place)})
 
     def path(self, target: str | None) -> Path:
         """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a URL."""
@@ -111,6 +114,11 @@ class CacheOptions:
                 step = f"`latentcache pull {location} DIRECTORY` brings it there; then name the directory."
             raise RemoteError(location, "this command works on the cache's own directory", step)
         return location
+
+
+def _is_place(target: str) -> bool:
+    """Whether it is a cache's URL or directory, and no config."""
+    return is_url(target) or Path(target).is_dir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

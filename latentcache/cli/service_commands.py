@@ -10,8 +10,8 @@ import threading
 import webbrowser
 from pathlib import Path
 
-from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, LocalTarget, OfCache, Switch
-from latentcache.config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, Config
+from latentcache.cli.options import CACHE_DEFAULTS, LocalTarget, OfCache, Switch
+from latentcache.config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE
 from latentcache.config_file import load_config
 from latentcache.errors import ConfigError
 
@@ -64,7 +64,7 @@ def serve(  # noqa: PLR0913 - each is a flag
             print(json.dumps({"url": url}), flush=True)
         logger.info("%s is served at %s", path, url)
 
-    config = _named_config(target, options) if encode is None else load_config(encode)
+    config = options.named_config(target) if encode is None else load_config(encode)
     if encode is not None and options.config is not None:
         raise ConfigError(f"leave it out: the page shows the config of --encode, {encode}", source="--config")
     settings = ServiceSettings(
@@ -115,16 +115,10 @@ def browse(
             # In a thread: a browser in the terminal would keep the server from answering it.
             threading.Thread(target=webbrowser.open, args=(file.as_uri(),), daemon=True).start()
 
-    access, config = access_for(address, token, None), _named_config(target, options)
+    access, config = access_for(address, token, None), options.named_config(target)
     settings = ServiceSettings(cache=path, access=access, config=config, show_photos=True)
     with tempfile.TemporaryDirectory(prefix="latentcache-") as folder:
         return 128 + run_server(settings, address, announce)
-
-
-def _named_config(target: str | None, options: CacheOptions) -> Config | None:
-    """The config that the command names, if it names one."""
-    file = options.config if target is None or Path(target).is_dir() else Path(target)
-    return None if file is None else load_config(file)
 
 
 SERVICE_COMMANDS = (serve, browse)

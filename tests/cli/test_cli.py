@@ -97,6 +97,8 @@ def test_the_cache_can_be_named_in_every_way(cached: Path, run_json: Any) -> Non
         assert code == 0 and status["path"] == str(cache), arguments
     code, error = run_json("status")
     assert code == 2 and "which cache?" in error["error"]
+    code, error = run_json("status", "none.yaml", "--cache.path", cache)
+    assert code == 2 and "none.yaml: no such cache directory and no such config" in error["error"]
 
 
 def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, tmp_path: Path, photos: Path) -> None:
