@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.responses import Response
@@ -72,9 +71,9 @@ def _app_of(state: ServiceState) -> FastAPI:
     app.mount("/static", StaticFiles(directory=STATIC))
 
     @app.get("/v1/healthz", tags=["cache"])
-    async def healthz() -> ServerHealth:
+    async def healthz() -> dict[Literal["status", "version"], str]:
         """Whether the server answers. It needs no token."""
-        return ServerHealth(status="ok", version=latentcache.__version__)
+        return {"status": "ok", "version": latentcache.__version__}
 
     routers = [_cache_router, pack_router, manifest_router]
     if state.settings.encode is not None:
@@ -89,13 +88,6 @@ def _app_of(state: ServiceState) -> FastAPI:
     app.include_router(page_router(state, pages), dependencies=[token])
     app.add_middleware(Gate, state=state)
     return app
-
-
-class ServerHealth(BaseModel):
-    """The server answers. `version` is that of latentcache."""
-
-    status: str
-    version: str
 
 
 def _cache_router(state: ServiceState) -> APIRouter:
