@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
+"""SIGBREAK is Ctrl-Break, which Windows alone has."""
 logger = logging.getLogger("latentcache")
 
 
