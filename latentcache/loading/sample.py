@@ -28,7 +28,6 @@ PRECACHE: Final = "run `latentcache precache CONFIG` again"
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 _DTYPES = ("compute_dtype", "store_dtype")
 """What a text's recipe says besides what the text means to the model."""
-_FLOAT32 = np.dtype(np.float32)
 _MAX_KNOWN = 1 << 16  # samples, of some 500 bytes each
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 
@@ -104,25 +103,25 @@ def prompt_identity(common: Mapping[str, Any], *, negative: bool) -> dict[str, A
 
 
 class Layout(NamedTuple):
-    """What a batch says of a geometry: the pairs of SIZES, and the time ids.
+    """What a batch says of a geometry: the pairs of SIZES, and the time ids, which most families do not have.
 
-    Time ids are the bytes of float32: the family's `size_conditions`, which most do not have. `extent` is what all of a
-    batch share: the target size, and of a clip its number of frames. Equal layouts are shared.
+    `extent` is what all of a batch share: the target size, and of a clip its number of frames. Equal layouts are
+    shared.
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    time_ids: bytes
+    time_ids: tuple[int, ...]
     extent: tuple[int, ...]
 
 
 @lru_cache(_MAX_LAYOUTS)
 def _layout_of(numbers: bytes, family: Family) -> Layout:
-    """The layout of a geometry, as its column has it. Time ids are float32: bfloat16 cannot hold integers above 256."""
+    """The layout of a geometry, as its column has it."""
     geometry = geometry_of(np.frombuffer(numbers, np.int32))
-    ids = family.size_conditions(geometry) or []
+    time_ids = tuple(family.size_conditions(geometry) or ())
     sizes = geometry.original_size, geometry.resized_size, geometry.seen_crop, geometry.target_size  # as SIZES
     # Plain tuples: what a batch lists is compared with them.
-    return Layout(tuple([(*size,) for size in sizes]), np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
+    return Layout(tuple([(*size,) for size in sizes]), time_ids, geometry.extent)
 
 
 @lru_cache(_MAX_LAYOUTS)
@@ -147,7 +146,7 @@ class SampleRef(NamedTuple):
     keys: tuple[str, ...]
     facts: SampleFacts
     caption: str = ""
-    layout: Layout = Layout(((0, 0),) * len(SIZES), b"", ())  # of what is no image
+    layout: Layout = Layout(((0, 0),) * len(SIZES), (), ())  # of what is no image
     parts: tuple[tuple[str, Size], ...] = ()
     dropped: DropoutTo | None = None
 
@@ -348,9 +347,7 @@ def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
     metadata |= dict(zip(SIZES, map(list, zip(*sizes, strict=True)), strict=True))
     if refs[0].layout.extent:  # prompts are of no dataset
         metadata["dataset"] = [ref.facts.dataset for ref in refs]
-        metadata["loss_weight"] = torch.from_numpy(np.array([ref.facts.loss_weight for ref in refs], _FLOAT32))
-    if num_bytes := len(time_ids[0]):
-        # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
-        ids = np.ndarray((len(time_ids), num_bytes // _FLOAT32.itemsize), _FLOAT32, bytearray().join(time_ids))
-        metadata["add_time_ids"] = torch.from_numpy(ids)
+        metadata["loss_weight"] = torch.from_numpy(np.array([ref.facts.loss_weight for ref in refs], np.float32))
+    if time_ids[0]:
+        metadata["add_time_ids"] = torch.from_numpy(np.array(time_ids, np.float32))
     return metadata

@@ -37,8 +37,11 @@ def test_a_batch_follows_the_requesting_module(cache: LatentCache) -> None:
         "pooled_prompt_embeds": (3, 40),
     }
     assert {batch[name].dtype for name in ("latents", "prompt_embeds", "pooled_prompt_embeds")} == {torch.bfloat16}
-    assert {batch[name].device.type for name in ("latents", "add_time_ids")} == {"cpu"}
+    assert batch["add_time_ids"].dtype == torch.float32
     assert batch["sample_id"] == WIDE and batch["caption"] == ["a red house", "a blue car", "a tree"]
+    assert cache.batch(WIDE, device=unet, dtype=torch.float16)["latents"].dtype == torch.float16
+    assert cache.batch(WIDE, device="cpu")["latents"].dtype == torch.float32, "a name keeps the stored one"
+    assert cache.batch(WIDE, device=torch.zeros(1, dtype=torch.float16))["prompt_embeds"].dtype == torch.float16
 
 
 def test_sizes_are_integers_and_time_ids_float32(cache: LatentCache) -> None:
@@ -64,12 +67,6 @@ def test_time_ids_hold_what_bfloat16_cannot(cache: LatentCache) -> None:
     for flip, left in ((False, 1), (True, 1100 - 1024 - 1)):
         ids = cache.batch([str(flip)], device=torch.nn.Linear(1, 1).bfloat16(), flip=flip)["add_time_ids"]
         assert ids.dtype == torch.float32 and ids.tolist() == [[4097, 3001, 171, left, 1024, 1024]]
-
-
-def test_dtype_given_wins_and_a_name_keeps_the_stored_one(cache: LatentCache) -> None:
-    assert cache.batch(WIDE, device=torch.nn.Linear(1, 1), dtype=torch.float16)["latents"].dtype == torch.float16
-    assert cache.batch(WIDE, device="cpu")["latents"].dtype == torch.float32
-    assert cache.batch(WIDE, device=torch.zeros(1, dtype=torch.float16))["prompt_embeds"].dtype == torch.float16
 
 
 def test_moments_are_drawn_with_the_generator_that_is_given(cache: LatentCache) -> None:

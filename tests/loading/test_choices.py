@@ -234,11 +234,17 @@ def test_flips_at_random_keep_the_items(path: Path) -> None:
     plain, drawn = LatentDataset(path, "main"), LatentDataset(path, "main", flips="random")
     assert drawn.identity() == plain.identity() and len(drawn) == len(plain)
     assert LatentDataset(path, "main", flips=True).identity() != plain.identity()
+
+
+def test_plain_numbers_follow_the_global_generator(path: Path) -> None:
+    drawn = LatentDataset(path, "main", flips="random", caption="random")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        flips = [drawn[0]["latents"].max().item() for _ in range(40)]
+        first = [(item["latents"].max().item(), item["caption"]) for item in (drawn[2] for _ in range(60))]
         torch.manual_seed(0)
-        assert [drawn[0]["latents"].max().item() for _ in range(40)] == flips and set(flips) == {0.0, 1.0}
+        assert [(item["latents"].max().item(), item["caption"]) for item in (drawn[2] for _ in range(60))] == first
+    assert {flip for flip, _ in first} == {4.0, 5.0}
+    assert {caption for _, caption in first} == {f"{2000 + 100 * line + n}" for line in range(3) for n in range(4)}
 
 
 def test_a_caption_that_is_dropped_to_zeros_leaves_exact_zeros(path: Path) -> None:

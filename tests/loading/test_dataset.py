@@ -1,4 +1,4 @@
-"""A torch Dataset in a DataLoader: in-process, and with workers under fork and spawn."""
+"""A torch Dataset of items. With workers it is in test_choices and test_cached_batches."""
 
 from __future__ import annotations
 
@@ -34,16 +34,14 @@ def config(make_config: Callable[..., Config]) -> Config:
     return config
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "context"), [(0, None), (2, "fork"), (2, "spawn")], ids=["in-process", "fork", "spawn"]
-)
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
-def test_a_data_loader_gives_what_the_cache_gives(config: Config, num_workers: int, context: str | None) -> None:
+def test_a_data_loader_gives_what_the_cache_gives(config: Config) -> None:
     dataset = LatentDataset(config.cache.path)
     assert len(dataset) == 10
-    dataset[0]  # opens the cache before the fork
+    item = dataset[0]
+    assert item["moments"].shape == (8, 8, 16) and item["prompt_embeds"].shape == (77, 72)
+    assert item["target_size"].tolist() == [64, 128] and item["target_size"].dtype == torch.int64
     sampler = BucketBatchSampler(dataset, 2, seed=1)
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, multiprocessing_context=context)
+    loader = DataLoader(dataset, batch_sampler=sampler)
     seen = []
     with LatentCache(config.cache.path) as cache:
         for batch in loader:
@@ -57,14 +55,6 @@ def test_a_data_loader_gives_what_the_cache_gives(config: Config, num_workers: i
             assert placed["original_size"].tolist() == [list(size) for size in direct["original_size"]]
             seen += batch["sample_id"]
     assert sorted(seen) == sorted(["a.png", "b.png", "c.png", "d.png", "sub/e.png"] * 2)
-
-
-def test_items_are_as_they_are_stored(config: Config) -> None:
-    item = LatentDataset(config.cache.path)[0]
-    assert item["moments"].shape == (8, 8, 16) and item["prompt_embeds"].shape == (77, 72)
-    assert item["add_time_ids"].dtype == torch.float32 and item["add_time_ids"].shape == (6,)
-    assert item["target_size"].tolist() == [64, 128] and item["target_size"].dtype == torch.int64
-    assert item["sample_id"] == "a.png" and item["caption"] == "a red house"
 
 
 def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Config], photos: Path) -> None:
@@ -103,16 +93,6 @@ def test_the_resolutions_of_one_dataset_are_read_together(make_config: Callable[
         assert cache.batch(["a.png"], device="cpu")["target_size"] == [(64, 64)]
     found = explain(config, "a.png", models=LoadedModels(**tiny_parts()))
     assert [each["dataset"] for each in found.datasets] == names
-
-
-def test_random_captions_follow_the_global_generator(config: Config) -> None:
-    dataset = LatentDataset(config.cache.path, caption="random")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = [dataset[0]["caption"] for _ in range(20)]
-        torch.manual_seed(0)
-        assert [dataset[0]["caption"] for _ in range(20)] == first
-    assert set(first) == {"a red house", "a house in the rain"}
 
 
 def test_a_plain_shuffled_dataloader_is_told_what_to_use(config: Config) -> None:

@@ -69,17 +69,6 @@ def test_a_batch_is_what_the_cache_gives(path: Path) -> None:
 
 
 @PREFETCH
-def test_held_batches_are_never_overwritten(dataset: LatentDataset, prefetch: int) -> None:
-    loader = loader_of(dataset, prefetch=prefetch, output="moments", scaled=False)
-    held, copies = [], []
-    for batch in loader:
-        held.append(batch["moments"][:1].view(-1))  # a view is enough, of one field
-        copies.append(held[-1].clone())
-    for _ in loader:
-        assert all(torch.equal(one, other) for one, other in zip(held, copies, strict=True))
-
-
-@PREFETCH
 def test_the_state_counts_what_was_handed_out(dataset: LatentDataset, prefetch: int) -> None:
     whole = loader_of(dataset, prefetch=prefetch)
     expected = [[plain(batch) for batch in whole]]

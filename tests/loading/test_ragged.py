@@ -119,15 +119,13 @@ def test_items_have_their_own_length_and_collate_pads_them(
     assert sorted(seen) == sorted(map(str, range(len(LENGTHS))))
 
 
-@RAGGED
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("order", ["random", "packs"])
+@pytest.mark.parametrize(("family", "order"), [("z-image", "random"), ("chroma", "random"), ("wan", "packs")])
 def test_the_loader_gives_what_the_cache_gives(
-    paths: Callable[[FamilyName], Path], family: FamilyName, prefetch: int, order: Any
+    paths: Callable[[FamilyName], Path], family: FamilyName, order: Any
 ) -> None:
     dataset = LatentDataset(paths(family), order=order)
     sampler = BucketBatchSampler(dataset, 3, seed=5)
-    with LatentLoader(sampler, device="cpu", output="mean", scaled=True, prefetch=prefetch) as loader:
+    with LatentLoader(sampler, device="cpu", output="mean", scaled=True) as loader:
         held = [(batch, batch["prompt_embeds"].clone()) for _ in range(2) for batch in loader]
         assert len(held) == 6 or order == "packs"
         for batch, embeds in held:
