@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -103,7 +103,10 @@ class FarIndex:
         return found
 
     def row(self, pack: str, num_bytes: int) -> PackRow:
-        """The row of a pack with so many bytes. PackError; FileNotFoundError: it is not there."""
+        """The row of a pack with so many bytes, without what this process found damaged.
+
+        PackError; FileNotFoundError: it is not there.
+        """
         row = self._rows.get(pack)
         if row is None and self._tier is not None:
             with suppress(FileNotFoundError, StoreError):  # what is damaged here is read there
@@ -112,11 +115,9 @@ class FarIndex:
             name = pack_name(pack)
             row = row_in(f"{self._transport.url}/{name}", num_bytes, _reading(self._transport, name, num_bytes))[0]
         self._rows[pack] = row
-        return PackRow.new(row.pack, row.keys, row.digests)
-
-    def rows(self) -> Iterator[PackRow]:
-        """The rows of all packs that are known, by id, without what this process found damaged."""
-        return (self._marked(row) for row in self._read_rows(dict(sorted(self.sizes.items()))))
+        found, damaged = PackRow.new(row.pack, row.keys, row.digests), self._damaged.get(pack, {})
+        found.live[list(damaged)], found.reasons = False, dict(damaged)
+        return found
 
     # Changing
 
@@ -135,15 +136,23 @@ class FarIndex:
             self._damaged.setdefault(pack, {})[row] = problem
             self._rebuild(self.sizes, self.leaving)
 
-    def _marked(self, row: PackRow) -> PackRow:
-        if damaged := self._damaged.get(row.pack.id):
-            row.live[list(damaged)] = False
-            row.reasons = dict(damaged)
-        return row
-
     def _rebuild(self, sizes: Mapping[str, int], leaving: dict[str, int]) -> None:
-        """Make the table of these packs. After an error all is as it was; what was not read is asked for again."""
-        rows = [self._marked(row) for row in self._read_rows(sizes)]
+        """Make the table of these packs; what cannot be read is left out, with a warning, and asked for again.
+
+        After an error all is as it was.
+        """
+        rows, refusals = list[PackRow](), list[RemoteError]()
+        for (pack, _), found in in_threads(self._row_or_reason, sizes.items()):
+            if isinstance(found, PackRow):
+                rows.append(found)
+            elif found is not None:
+                if str(found) not in self._warned:  # it is tried again whenever packs are listed
+                    logger.warning("%s Its entries are missing.", found)
+                self._warned.add(str(found))
+                self.unreadable[pack] = str(found)
+                refusals += [found] if isinstance(found, RemoteError) else []
+        if refusals and len(refusals) == len(sizes) and not self.sizes:
+            raise refusals[0]
         # Full packs first: what a compaction copied that died counts in its new pack. Damaged ones last.
         rows.sort(key=lambda row: (leaving.get(row.pack.id, -1), -row.pack.file_bytes, row.pack.id))
         drop_copies(rows)
@@ -154,23 +163,6 @@ class FarIndex:
         self.table, self.sizes = table, {row.pack.id: row.pack.file_bytes for row in rows}
         # Of a list: another thread may change the dict.
         self._rows = {pack: row for pack, row in list(self._rows.items()) if pack in self.sizes}
-
-    # The rows of packs
-
-    def _read_rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
-        """The rows of these packs. What cannot be read is left out, with a warning."""
-        refusals: list[RemoteError] = []
-        for (pack, _), found in in_threads(self._row_or_reason, packs.items()):
-            if isinstance(found, PackRow):
-                yield found
-            elif found is not None:
-                if str(found) not in self._warned:  # it is tried again whenever packs are listed
-                    logger.warning("%s Its entries are missing.", found)
-                self._warned.add(str(found))
-                self.unreadable[pack] = str(found)
-                refusals += [found] if isinstance(found, RemoteError) else []
-        if refusals and len(refusals) == len(packs) and not self.sizes:
-            raise refusals[0]
 
     def _row_or_reason(self, listed: tuple[str, int]) -> PackRow | PackError | RemoteError | None:
         """The row of a pack, why it cannot be read, or None for one that is gone since it was listed."""

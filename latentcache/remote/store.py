@@ -185,7 +185,7 @@ class RemoteStore(PackReader):
             elif pack not in self._fetched_again:
                 logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack, problem)
                 self._fetched_again.add(pack)
-                self.tier.fetch_again(pack)
+                self.tier.fetch(pack, again=True)
             else:
                 self.release([pack])
                 if num_looks > 1:  # else another thread fetched it again just now

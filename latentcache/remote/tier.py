@@ -14,8 +14,8 @@ from pathlib import Path
 from latentcache.errors import RemoteError, StoreBusyError, StoreError
 from latentcache.identity import digest
 from latentcache.location import HUB
-from latentcache.remote.transport import Transport, read_pack
-from latentcache.store.directory import KEEPS_MAPPED, remove_unless_mapped
+from latentcache.remote.transport import Transport
+from latentcache.store.directory import KEEPS_MAPPED, pack_name, remove_unless_mapped
 from latentcache.store.entry import PACK_SUFFIX
 from latentcache.utils.locks import locked
 
@@ -133,21 +133,18 @@ class Tier:
             if found is None:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(NUM_THREADS, "latentcache-fetch")
-                found = self._coming[pack] = self._executor.submit(self._fetch, pack)
+                found = self._coming[pack] = self._executor.submit(self.fetch, pack)
                 found.add_done_callback(lambda future: self._coming.pop(pack, None))
             return found
 
-    def fetch_again(self, pack: str) -> None:
-        """Put a pack that came damaged, or is damaged here, in its own place again."""
-        self._fetch(pack, again=True)
-
-    def _fetch(self, pack: str, *, again: bool = False) -> None:
+    def fetch(self, pack: str, *, again: bool = False) -> None:
+        """Fetch a pack that is not here; `again`: also one that is, because it came damaged, or is damaged here."""
         path = self.path(pack)
         # Few files for many packs: two that begin alike wait for each other now and then.
         with locked(self._locks / f"{pack[:2]}.lock", "fetching a pack", shared=False, wait=True):
             if again or not path.exists():
                 with suppress(FileNotFoundError):  # it is gone there: who reads it looks where its entries are now
-                    self._write(path, read_pack(self._transport, pack))
+                    self._write(path, self._transport.read(pack_name(pack))[0])
                     self._release([pack])
         self._make_room(pack)
 

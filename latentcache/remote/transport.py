@@ -127,11 +127,6 @@ def removals_in(transport: Transport) -> dict[str, Listed]:
     return {pack: each for pack, each in found if is_pack_id(pack)}
 
 
-def read_pack(transport: Transport, pack: str) -> memoryview:
-    """The bytes of a pack, unchecked. FileNotFoundError if it is gone."""
-    return transport.read(pack_name(pack))[0]
-
-
 def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, str]]:
     """A pack, and why entries are not what was stored, by key: what does not fit is read once more.
 
@@ -139,7 +134,7 @@ def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, 
     """
     for is_last in (False, True):
         try:
-            found = WholePack.in_memory(pack, read_pack(transport, pack))
+            found = WholePack.in_memory(pack, transport.read(pack_name(pack))[0])
             problems = dict(found.problems())
         except PackError:
             if is_last:

@@ -31,7 +31,6 @@ from latentcache.remote.transport import (
 from latentcache.store.base import Report
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import new_pack_id
-from latentcache.store.table import LocationTable
 from latentcache.store.upkeep import VerifyReport, packs_in_subset
 from latentcache.utils.progress import Progress
 
@@ -78,8 +77,8 @@ def verify(
     earlier = {pack for pack, note in listed.items() if note.num_bytes}
     if earlier or (suspects and len(packs) < len(staying)):  # their copies may lie in packs of the other parts
         index.refresh()
-        elsewhere = [row for row in index.rows() if row.pack.id in staying.difference(packs)]
-        good |= LocationTable(elsewhere).find([key for key in suspects if key not in good])
+        elsewhere = [index.row(pack, size) for pack, size in index.sizes.items() if pack in staying.difference(packs)]
+        good |= {key for row in elsewhere for key in row.names() if key in suspects}
         # In the table these packs are the last in which a key counts.
         only_there = [(key, pack) for pack in earlier for key in index.table.entries_in(pack)]
         known = {key: f"was found damaged in pack {pack}" for key, pack in only_there if key not in suspects}

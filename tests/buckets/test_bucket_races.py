@@ -24,7 +24,7 @@ from latentcache.remote import index, upkeep
 from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import Move, transfer
-from latentcache.remote.transport import ANY_VERSION, packs_in, read_pack, removals_in
+from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
 from latentcache.remote.upkeep import PruneReport, verify
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import WholePack
@@ -230,7 +230,7 @@ def test_a_precache_does_not_count_on_a_pack_that_is_about_to_go(
 def split_pack(url: str, pack: str, keys: set[str]) -> None:
     """Write two packs in the place of one: of these entries, and of the others."""
     bucket = BucketTransport.open(url)
-    whole = WholePack.in_memory(pack, read_pack(bucket, pack))
+    whole = WholePack.in_memory(pack, bucket.read(pack_name(pack))[0])
     names = set(whole.row.names())
     for part in (names & keys, names - keys):
         row, copy = whole.part(part)

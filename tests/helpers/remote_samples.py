@@ -10,7 +10,7 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.identity import key_of
-from latentcache.remote.transport import ANY_VERSION, REMOVALS, Transport, packs_in, read_pack, removals_in
+from latentcache.remote.transport import ANY_VERSION, REMOVALS, Transport, packs_in, removals_in
 from latentcache.store import DiskStore
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import WholePack
@@ -60,7 +60,7 @@ def replace_packs(transport: Transport) -> list[str]:
     """Do with each pack as `verify` does with a damaged one: copy it to a new one, and list it. Returns those."""
     old = sorted(packs_in(transport).keys() - removals_in(transport).keys())
     for pack in old:
-        whole = WholePack.in_memory(pack, read_pack(transport, pack))
+        whole = WholePack.in_memory(pack, transport.read(pack_name(pack))[0])
         row, copy = whole.part(whole.row.names())
         transport.write(pack_name(row.pack.id), copy, version=ANY_VERSION)
         transport.write(f"{REMOVALS}/{pack}", b"", version=ANY_VERSION)

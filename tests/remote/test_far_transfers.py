@@ -25,7 +25,7 @@ from latentcache.errors import RemoteError, StoreError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import transfer
-from latentcache.remote.transport import ANY_VERSION, packs_in, read_pack
+from latentcache.remote.transport import ANY_VERSION, packs_in
 from latentcache.store import DiskStore
 from latentcache.store.directory import pack_name
 from latentcache.store.upkeep import rebuild, verify
@@ -48,7 +48,7 @@ class Far:
     def packs(self) -> dict[str, bytes]:
         if self.folder is not None:
             return packs_of(self.folder)
-        return {pack: bytes(read_pack(self.bucket(), pack)) for pack in packs_in(self.bucket())}
+        return {pack: bytes(self.bucket().read(pack_name(pack))[0]) for pack in packs_in(self.bucket())}
 
     def num_packs(self) -> int:
         return len(packs_in(self.bucket()) if self.folder is None else packs_of(self.folder))
