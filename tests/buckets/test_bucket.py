@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.relay import relaying
 from helpers.remote_samples import make_manifest
+from helpers.swift_server import SwiftServer
 
 from latentcache.errors import ExtraMissingError, RemoteError, SchemaError, StoreError, UnsafeStoreError
 from latentcache.remote.bucket import BucketTransport
@@ -79,6 +81,24 @@ def test_large_packs_go_in_parts(swift_url: str, monkeypatch: pytest.MonkeyPatch
         assert bucket.write("packs/large", sent, version=ANY_VERSION)
         assert bytes(bucket.read("packs/large")[0]) == data
         bucket.remove(["packs/large"])
+
+
+def test_what_cannot_be_removed_in_passing_is_tried_again(
+    swift: SwiftServer, swift_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each object has a request: where one removes many, what failed stands in an answer that nobody tries again."""
+    answers = [503]
+    with relaying(swift.address) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        bucket = BucketTransport.open(swift_url, retry_s=3.0)
+        bucket.write("photos", b"1", version=ANY_VERSION)
+        relay.requests.clear()
+        relay.answer = lambda method, path: answers.pop() if answers else None
+        bucket.remove(["photos"])
+        assert [method for method, _ in relay.requests] == ["DELETE", "DELETE"] and not bucket.list("photos")
+        relay.answer = lambda method, path: 403
+        with pytest.raises(RemoteError, match=r"photos cannot be removed: .* credentials"):
+            bucket.remove(["photos"])
 
 
 def test_errors_say_what_to_do(swift_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

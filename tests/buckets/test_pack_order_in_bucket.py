@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 
@@ -78,23 +79,30 @@ def test_machines_that_saw_packs_come_and_fresh_ones_have_one_order(tmp_path: Pa
         assert len({places.identity for places in found}) == 1
 
 
-def sampled(folder: Path, caches: list[Path], rank: int) -> None:
-    """A rank of its own process, whose error is written to a file."""
+def sampled(folder: Path, cases: dict[str, list[Path]], rank: int) -> None:
+    """A rank of its own process: what it would read in each case is written to a file, or the error."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
-    with pytest.raises(StoreError) as caught:
-        list(BucketBatchSampler(LatentDataset(caches[rank], order="packs"), 4, rank=rank, world_size=2))
-    (folder / str(rank)).write_text(str(caught.value))
+    for name, caches in cases.items():
+        try:
+            dataset = LatentDataset(caches[rank], order="packs")
+            found = str([list(map(int, batch)) for batch in BucketBatchSampler(dataset, 4, rank=rank, world_size=2)])
+        except StoreError as error:
+            found = f"error: {error}"
+        (folder / f"{name}-{rank}").write_text(found)
     dist.destroy_process_group()
 
 
 def test_ranks_that_see_other_packs_are_refused(tmp_path: Path) -> None:
-    caches = [make_cache(tmp_path / name) for name in ("here", "there")]
+    here, there = (make_cache(tmp_path / name) for name in ("here", "there"))
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=sampled, args=(tmp_path, caches, rank)) for rank in range(2)]
+    cases = {"same": [here, here], "other": [here, there]}
+    ranks = [context.Process(target=sampled, args=(tmp_path, cases, rank)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(120)
         assert rank.exitcode == 0
-    texts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    assert texts[0] == texts[1] and "rank 1 sees other packs than rank 0" in texts[0]
+    first, second = ((tmp_path / f"other-{rank}").read_text() for rank in range(2))
+    assert first == second and "rank 1 sees other packs than rank 0" in first
+    batches = [json.loads((tmp_path / f"same-{rank}").read_text()) for rank in range(2)]
+    assert sorted(item for share in batches for batch in share for item in batch) == list(range(48))

@@ -1,4 +1,4 @@
-"""The contract of stores, of a bucket: on a real S3 server, and in memory as obstore has one."""
+"""The contract of stores, of a bucket: on a real S3 server, with room for no pack on this disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 from helpers.swift_server import SwiftServer
-from obstore.store import MemoryStore
 from test_remote_store import RemoteStoreContract
 
 from latentcache.remote.bucket import BucketTransport
@@ -21,12 +20,6 @@ class TestBucketStore(RemoteStoreContract):
     def far(self, swift: SwiftServer) -> BucketTransport:
         number = next(_numbers)
         return BucketTransport(swift.store("tests", f"contract/{number}"), f"s3://tests/contract/{number}")
-
-
-class TestBucketStoreInMemory(RemoteStoreContract):
-    @pytest.fixture
-    def far(self) -> BucketTransport:
-        return BucketTransport(MemoryStore(), f"memory://contract/{next(_numbers)}")
 
     @pytest.fixture
     def store(self, far, tmp_path):
