@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_images import HEIGHT, WIDTH, Odd, exif, over, photo, turned
-from odd_rasters import RASTERS
 from PIL import Image, ImageCms, ImageFile
 from skimage.transform import resize as reference_resize
 
@@ -34,7 +33,7 @@ from latentcache.types import Crop, Geometry, Size
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
 POLICY = ImagesConfig(min_side=16)
-CORPUS = odd_images.CORPUS | RASTERS
+CORPUS = odd_images.CORPUS
 BOMBS = [name for name in CORPUS if name.startswith("bomb-")]
 
 
