@@ -228,19 +228,6 @@ class TestFolder:
         (refusal,) = [item for item in source.samples() if isinstance(item, Refusal)]
         assert refusal.path == str(tmp_path / "a.txt")
 
-    def test_links_are_followed_and_loops_end(self, tmp_path: Path) -> None:
-        root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
-        write(root, "a/1.png")
-        write(elsewhere, "2.png")
-        (root / "a" / "up").symlink_to(root)
-        (root / "b").symlink_to(root / "a")
-        (root / "linked").symlink_to(elsewhere)
-        (root / "self.png").symlink_to(root / "self.png")
-        (root / "gone.png").symlink_to(root / "nothing")
-        source = open_source("folder", root)
-        assert ids(source) == ["a/1.png", "linked/2.png"]
-        assert refusals(source) == [("gone.png", "missing"), ("self.png", "unreadable")]
-
     def test_odd_names_survive(self, tmp_path: Path) -> None:
         names = [
             "new\nline.png",
