@@ -91,7 +91,7 @@ def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optim
 
 def _places(names: Sequence[Sequence[str]]) -> dict[str, str]:
     """Where each parameter is in an optimizer, by its name."""
-    found = {}
+    found: dict[str, str] = {}
     for number, group in enumerate(names):
         found |= {f"optimizer.{name}": f"group {number}, place {place}" for place, name in enumerate(group)}
     return found
