@@ -62,28 +62,19 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Except
         return None, first_line(error) if is_out_of_memory(error) else error
 
 
-class _Batches(Generic[Item]):
-    """Items of groups, taken a batch at a time; batches that were put back come first."""
+def _taken(waiting: deque[Iterator[Item]], groups: Iterator[Iterable[Item]], size: int) -> list[Item]:
+    """The next items of one group, at most `size`; none at the end.
 
-    def __init__(self, groups: Iterable[Iterable[Item]]):
-        self._groups = iter(groups)
-        self._next: deque[Iterator[Item]] = deque()
-        """The batches that were put back, and the rest of a group."""
-
-    def take(self, size: int) -> list[Item]:
-        """The next items of one group, at most `size`; none at the end."""
-        while not (self._next and (batch := list(islice(self._next[0], size)))):
-            if self._next:
-                self._next.popleft()
-            elif (group := next(self._groups, None)) is not None:
-                self._next.append(iter(group))
-            else:
-                return []
-        return batch
-
-    def put_back(self, batches: Iterable[list[Item]]) -> None:
-        """Take these next, in this order."""
-        self._next.extendleft(map(iter, reversed(list(batches))))
+    `waiting` has the batches that were put back, and the rest of a group.
+    """
+    while not (waiting and (batch := list(islice(waiting[0], size)))):
+        if waiting:
+            waiting.popleft()
+        elif (group := next(groups, None)) is not None:
+            waiting.append(iter(group))
+        else:
+            return []
+    return batch
 
 
 class BatchRunner(Generic[Item, Result]):
@@ -116,12 +107,12 @@ class BatchRunner(Generic[Item, Result]):
         An item that does not fit alone goes to `on_failure` with its EncodeError (problem `out-of-memory`), and the
         other items are encoded. Other errors are raised after the results of the batches that were launched before.
         """
-        batches = _Batches(groups)
+        waiting, groups = deque[Iterator[Item]](), iter(groups)
         under_way: deque[tuple[list[Item], Any, Exception | str | None]] = deque()
         while True:
             # After a failure nothing is launched until its turn has come.
             while len(under_way) <= num_ahead and not (under_way and under_way[-1][2] is not None):
-                if not (batch := batches.take(self.batch_size)):
+                if not (batch := _taken(waiting, groups, self.batch_size)):
                     break
                 under_way.append((batch, *_attempt(launch, batch)))
             if not under_way:
@@ -135,14 +126,14 @@ class BatchRunner(Generic[Item, Result]):
                 yield batch, value
                 del value  # else one more batch of results is alive while the next ones are computed
                 continue
-            batches.put_back(launched for launched, _, _ in under_way)
+            waiting.extendleft(iter(launched) for launched, _, _ in reversed(under_way))
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
                 self.batch_size = len(batch) // 2
                 message = "%s: a batch of %d does not fit in the memory of %s, going on with %d"
                 logger.warning(message, self.part, len(batch), self.device, self.batch_size)
-                batches.put_back([batch])
+                waiting.appendleft(iter(batch))
             else:
                 message = (
                     f"{self.part}: one item alone does not fit in the memory of {self.device} ({problem}). "

@@ -129,8 +129,7 @@ def encode_images(
     The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad, without autocast, and
     with `pinned_numerics`.
     The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
-    another number of threads. Raises ModelError if the pixels are not of this form, or the VAE has no Gaussian
-    posterior.
+    another number of threads. Raises ModelError if the pixels are not of this form.
     """
     if isinstance(pixels, np.ndarray):
         # A copy where needed: torch warns of read-only arrays (Pillow's are) and refuses negative strides (a flip's).
@@ -151,11 +150,7 @@ def encode_images(
             images *= shares[:, :, None] if shares.ndim < images.ndim else shares
         # As pipelines have them: for channels-last strides convolutions may take a kernel that rounds otherwise.
         images = images.to(parameter.dtype).contiguous()
-        try:
-            parameters = family.encode_image(vae, images)
-        except AttributeError as error:
-            name = type(vae).__name__
-            raise refused("vae", f"{name} has no Gaussian posterior ({error}). Name a VAE of {family.name}.") from error
+        parameters = family.encode_image(vae, images)
     sides = [side // facts.downscale_factor for side in pixels.shape[-3:-1]]
     frames = [(pixels.shape[1] - 1) // facts.frames_factor + 1] if is_video else []
     expected = [len(pixels), 2 * facts.latent_channels, *frames, *sides]
