@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 from latentcache.errors import ModelError
 
 if TYPE_CHECKING:
-    from latentcache.families.base import Family, Part
+    from latentcache.families.base import Family
+    from latentcache.families.parts import Part
 
 FamilyName = Literal[
     "sdxl",

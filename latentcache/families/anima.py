@@ -14,18 +14,10 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import (
-    LLM_SETTINGS,
-    MASK,
-    Caption,
-    Encoded,
-    Family,
-    LatentSpace,
-    Part,
-    TextField,
-    TimestepSampling,
-)
+from latentcache.families.base import Family, LatentSpace, TextField, TimestepSampling
+from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import QwenImage
+from latentcache.families.texts import MASK, Caption, Encoded
 from latentcache.types import Padding
 
 _ROWS = 512

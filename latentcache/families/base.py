@@ -8,7 +8,6 @@ Legend: B items, C latent channels, F latent frames, h and w latent rows and col
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -20,93 +19,18 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families import Rule
 from latentcache.families.hidden_states import HiddenStates
+from latentcache.families.parts import Part, Role, class_named
 from latentcache.families.scaling import Scaling
+from latentcache.families.texts import MASK as MASK
+from latentcache.families.texts import Caption, Encoded
 from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry, Padding
 
-Role = Literal["vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"]
 CONDITION = "condition"
 """The name of what `Family.clip_condition` is the rule of, in entries (unscaled) and in batches."""
 PICTURE = "image_embeds"
 """The name of `Family.encode_pictures`' rows, in entries of clips and in batches."""
-MASK = "_mask"
-"""What follows a field's name in the name of its mask: bool [B, L], True for the rows that are not padding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One part of a model. `class_name` names its library too, as `diffusers.AutoencoderKL`.
-
-    `weights` are the first parts of the names of those weights that its outputs depend on. `settings` are the names of
-    those settings of its config, as `text_config.hidden_act`, but for what shapes of weights show; of a processor those
-    by which it reads images. A file in the layout of the model's authors is converted as one of the class `layout`,
-    with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
-    cannot be made without. `inside` is how its names begin in a file of the denoiser, which has it inside.
-    `rule` is how statistics of a VAE of video scale its latents. An `optional` part is one that some of the family's
-    models have. A part of another one, as the first layers of a denoiser, has that one's `folder`: it is a
-    module of the same class with settings `changed`, and of the folder's weights it has its own.
-    """
-
-    role: Role
-    class_name: str
-    weights: tuple[str, ...] = ("",)
-    settings: tuple[str, ...] = ()
-    layout: str | None = None
-    renamed: tuple[tuple[str, str], ...] = ()
-    needs: str | None = None
-    inside: str | None = None
-    rule: Rule = "mean_std"
-    optional: bool = False
-    folder: str | None = None
-    changed: Mapping[str, Any] = field(default_factory=dict)
-
-    def load_class(self) -> Any:
-        """The class itself."""
-        return class_named(self.class_name)
-
-
-def class_named(name: str) -> Any:
-    """The class of this name, which begins with its library: `diffusers.AutoencoderKL`. ModelError if it has none."""
-    library, _, own = name.partition(".")
-    module = importlib.import_module(library)
-    if not hasattr(module, own):
-        step = f"Install a newer one: pip install --upgrade {library}"
-        raise ModelError(f"{library} {module.__version__} has no {own}, which this model needs. {step}", part="model")
-    return getattr(module, own)
-
-
-T5_SETTINGS = (
-    *("d_kv", "dense_act_fn", "is_gated_act", "layer_norm_epsilon", "num_heads"),
-    *("relative_attention_max_distance", "relative_attention_num_buckets"),
-)
-"""Settings of an encoder of T5 or UMT5 that its outputs depend on (transformers' modeling_t5.py)."""
-LLM_SETTINGS = tuple(
-    f"text_config.{name}"
-    for name in (
-        *("head_dim", "hidden_act", "max_window_layers", "num_attention_heads", "num_key_value_heads"),
-        *("rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window"),
-    )
-)
-"""The same of the language model of Qwen2.5-VL, Qwen3-VL and Mistral 3 (transformers' modeling files of these)."""
-
-QWEN3_SETTINGS = (
-    *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings"),
-    *("rms_norm_eps", "use_cache", "tie_word_embeddings", "rope_parameters", "attention_bias", "use_sliding_window"),
-    *("sliding_window", "max_window_layers", "layer_types", "pad_token_id", "bos_token_id", "eos_token_id"),
-)
-"""Settings of a Qwen3. With those that change nothing: their keys were made so."""
-
-VAE_WEIGHTS = ("encoder.", "quant_conv.")
-"""Of a VAE only these make latents. A finetuned decoder gives the same latents."""
-KL_SETTINGS = (
-    *("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "act_fn", "latent_channels"),
-    *("norm_num_groups", "use_quant_conv", "mid_block_add_attention"),
-)
-KL_VAE = Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS, KL_SETTINGS)
-"""An AutoencoderKL. How its latents are scaled is a field of its own in an identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,38 +102,6 @@ class TimestepSampling:
     deviation: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Caption:
-    """A text, as the pipeline takes it, and how many tokens it has as the tokenizer gets it, uncut."""
-
-    text: str
-    num_tokens: int
-
-
-Encoded = dict[str, torch.Tensor]
-"""Field -> [B, ...] on the encoders' device. `<field>_mask` (bool [B, L]) says which rows of a field are kept."""
-
-
-def padded(texts: Sequence[torch.Tensor], field: str = "prompt_embeds") -> Encoded:
-    """Texts [n, D] of unequal length as one field with zeros up to the longest, and its mask."""
-    embeds = torch.nn.utils.rnn.pad_sequence([*texts], batch_first=True)
-    lengths = torch.tensor([[len(text)] for text in texts])
-    mask = torch.arange(embeds.shape[1]) < lengths
-    return {field: embeds, field + MASK: mask.to(embeds.device)}
-
-
-def user_turn(tokenizer: Any, content: Any, **options: Any) -> str:
-    """A turn of the user in the tokenizer's chat template, and what asks for an answer."""
-    message = [{"role": "user", "content": content}]
-    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **options))
-
-
-def unpadded(batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The texts of a batch, each [n, D]: what `padded` was given."""
-    pairs = zip(batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True)
-    return [embeds[mask] for embeds, mask in pairs]
-
-
 @contextmanager
 def inference(device: torch.device) -> Iterator[None]:
     """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
@@ -247,8 +139,6 @@ class Family(ABC):
     """The class of diffusers that generates with it."""
     pipeline_names: ClassVar[tuple[str, ...]] = ()
     """Other classes whose folders hold this family's frozen parts; `*` stands for any letters."""
-    refused_pipelines: ClassVar[Mapping[str, str]] = {}
-    """Classes whose folders look like this family's, and what in them is not covered."""
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that its pipeline has of a model's model_index.json: `models.family.pipeline_settings`."""
@@ -292,6 +182,8 @@ class Family(ABC):
     """Whether its pipeline cuts no text: its recipes have no `max_length`."""
     longest: ClassVar[int | None] = None
     """What `encode.max_length` may be, at most: the pipeline cuts texts there. None where nothing is known."""
+    num_joined: ClassVar[int] = 1
+    """Hidden states of its text encoder that are joined to a row."""
     recipe: ClassVar[Mapping[str, Any]] = {}
     """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
     template_needs_tokenizer: ClassVar[bool] = False
@@ -445,7 +337,7 @@ class Family(ABC):
         Where texts are read with control images, and have no padding: of a usual text with one.
         """
         length = recipe.get("max_length", self.max_length)
-        return {"prompt_embeds": (length, parts["text_encoder"].config.get_text_config().hidden_size)}
+        return {"prompt_embeds": (length, self.num_joined * parts["text_encoder"].config.get_text_config().hidden_size)}
 
     def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
         """Which columns of a cached field each text encoder makes.

@@ -24,7 +24,8 @@ from typing_extensions import override
 
 from latentcache.devices.transfer import transfer_to
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families.base import Encoded, Family, inference
+from latentcache.families.base import Family, inference
+from latentcache.families.texts import Encoded
 
 CLIP_SETTINGS = (
     *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers"),
@@ -84,12 +85,10 @@ class ClipFamily(Family):
 
     @override
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[Tokens]:
-        """Tokens on the CPU, as `encode_prompt` requests them of its tokenizers. ValueError without texts.
+        """Tokens on the CPU, as `encode_prompt` requests them of its tokenizers.
 
         A fast tokenizer serves one thread at a time ("Already borrowed"): call this in one thread.
         """
-        if not texts:
-            raise ValueError("no captions: at least one is needed")
         tokenizers = [parts[name] for name in self.names("tokenizer")]
         read = [_tokenize(tokenizer, _with_all_vectors(list(texts), tokenizer)) for tokenizer in tokenizers]
         ids = zip(*[torch.split(input_ids, 1) for input_ids, _ in read], strict=True)
@@ -179,14 +178,7 @@ def pooling(encoder: Any, tokenizer: Any, recipe: Mapping[str, Any]) -> Iterator
 
 
 def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
-    """The captions with a token for every vector of a textual inversion, as `encode_prompt` expands them.
-
-    diffusers looks each token up in a table that transformers rebuilds for every look-up: most of the time of
-    `encode_prompt` apart from the encoders. Without an added token of several vectors it replaces nothing.
-    """
-    added = tokenizer.added_tokens_encoder
-    if not any(f"{token}_1" in added for token in added):
-        return captions
+    """The captions with a token for every vector of a textual inversion, as `encode_prompt` expands them."""
     mixin = importlib.import_module("diffusers.loaders").TextualInversionLoaderMixin()
     expanded: list[str] = mixin.maybe_convert_prompt(captions, tokenizer)
     return expanded

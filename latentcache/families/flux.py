@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import KL_VAE, T5_SETTINGS, Caption, Encoded, LatentSpace, Part, TextField
+from latentcache.families.base import LatentSpace, TextField
 from latentcache.families.clip import CLIP_SETTINGS, pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
+from latentcache.families.parts import KL_VAE, T5_SETTINGS, Part
+from latentcache.families.texts import Caption, Encoded
 from latentcache.families.trainers import FLUX_VAE, TrainerFiles
 
 _GUIDANCE = 3.5

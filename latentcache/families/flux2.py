@@ -9,20 +9,11 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import (
-    KL_SETTINGS,
-    QWEN3_SETTINGS,
-    VAE_WEIGHTS,
-    Caption,
-    Encoded,
-    Family,
-    LatentSpace,
-    Part,
-    TextField,
-    user_turn,
-)
+from latentcache.families.base import Family, LatentSpace, TextField
 from latentcache.families.packed import control_latents
+from latentcache.families.parts import KL_SETTINGS, QWEN3_SETTINGS, VAE_WEIGHTS, Part, layers_below
 from latentcache.families.scaling import patchified
+from latentcache.families.texts import Caption, Encoded, user_turn
 
 _GUIDANCE = 3.5
 """While training, where guidance is distilled: the default of diffusers' train_dreambooth_lora_flux2.py."""
@@ -59,10 +50,7 @@ class Flux2(Family):
         "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS, _VAE_SETTINGS, "AutoencoderKL", _RENAMED),
         # A hidden state is the output of the layer before it; those above are not read.
         "text_encoder": Part(
-            "text_encoder",
-            "transformers.Qwen3ForCausalLM",
-            ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(max(layers)))),
-            QWEN3_SETTINGS,
+            "text_encoder", "transformers.Qwen3ForCausalLM", layers_below("model.", max(layers)), QWEN3_SETTINGS
         ),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
@@ -71,6 +59,7 @@ class Flux2(Family):
     latent, patch = LatentSpace(32, draws=False), 2
     fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512
+    num_joined = len(layers)
     recipe = {"layers": " ".join(map(str, layers))}
     template_needs_tokenizer, can_drop_padding, reads_controls = True, False, True
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
@@ -91,11 +80,6 @@ class Flux2(Family):
         states = {layer: f"{self.stack}.{layer - 1}" for layer in self.layers}
         embeds, _ = self.pipeline_texts(parts, texts, recipe, states, text_encoder_out_layers=self.layers)
         return {"prompt_embeds": embeds}
-
-    @override
-    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        length, width = super().text_shapes(parts, recipe)["prompt_embeds"]
-        return {"prompt_embeds": (length, len(self.layers) * width)}
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:

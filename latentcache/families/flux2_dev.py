@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LLM_SETTINGS, Part, TextField
+from latentcache.families.base import TextField
 from latentcache.families.flux2 import Flux2
+from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
 
 
 class Flux2Dev(Flux2):
@@ -32,11 +33,8 @@ class Flux2Dev(Flux2):
         "text_encoder": Part(
             "text_encoder",
             "transformers.Mistral3ForConditionalGeneration",
-            (
-                "model.language_model.embed_tokens.",
-                *(f"model.language_model.layers.{layer}." for layer in range(max(layers))),
-            ),
-            settings=LLM_SETTINGS,
+            layers_below("model.language_model.", max(layers)),
+            LLM_SETTINGS,
         ),
         "tokenizer": Part("tokenizer", "transformers.AutoTokenizer"),
     }

@@ -11,20 +11,10 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families.base import (
-    LLM_SETTINGS,
-    MASK,
-    Caption,
-    Encoded,
-    Family,
-    LatentSpace,
-    Part,
-    TextField,
-    TimestepSampling,
-    unpadded,
-    user_turn,
-)
+from latentcache.families.base import Family, LatentSpace, TextField, TimestepSampling
 from latentcache.families.flux2 import Flux2
+from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
+from latentcache.families.texts import MASK, Caption, Encoded, unpadded, user_turn
 from latentcache.types import Padding
 
 _LAYERS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 35)
@@ -33,14 +23,13 @@ _BLOCK = 128
 """Texts are read, and given to the denoiser, in multiples of so many rows: any longer padding gives the same rows."""
 
 
-class _NoGuidance(torch.nn.Module):
+class _NoGuidance:
     """Stands in for the model's transformer without text, whose part is 0 where guidance is 1."""
 
-    def __init__(self, like: Any):
-        super().__init__()
-        self.dtype, self.device = like.dtype, like.device
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+    def __call__(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
         return (torch.zeros_like(hidden_states),)
 
 
@@ -48,7 +37,7 @@ class Ideogram4(Family):
     """Thirteen layers of Qwen3-VL for each token, feature by feature, and FLUX.2's VAE with statistics of the model.
 
     Latents are scaled in FLUX.2's layout, and the denoiser gets their channels in its own order. There is no negative
-    prompt: guidance needs the model's second transformer, so that images are made without it.
+    prompt: guidance needs the model's second transformer.
     """
 
     name = "ideogram4"
@@ -57,10 +46,7 @@ class Ideogram4(Family):
     parts = {
         "vae": Flux2.parts["vae"],
         "text_encoder": Part(
-            "text_encoder",
-            "transformers.Qwen3VLModel",
-            ("language_model.embed_tokens.", *(f"language_model.layers.{layer}." for layer in range(_LAYERS[-1] + 1))),
-            settings=LLM_SETTINGS,
+            "text_encoder", "transformers.Qwen3VLModel", layers_below("language_model.", _LAYERS[-1] + 1), LLM_SETTINGS
         ),
         "tokenizer": Part("tokenizer", "transformers.AutoTokenizer"),
     }
@@ -68,6 +54,7 @@ class Ideogram4(Family):
     latent, patch = LatentSpace(32, draws=False), 2
     fields = {"prompt_embeds": TextField("llm_features_dim", Padding(), (53248,))}
     max_length = longest = 2048
+    num_joined = len(_LAYERS)
     recipe = {"layers": " ".join(map(str, _LAYERS))}
     template_needs_tokenizer, can_keep_padding = True, False
     no_guidance = math.inf
@@ -79,7 +66,7 @@ class Ideogram4(Family):
     def pipeline(self, **parts: Any) -> Any:
         """As `Family.pipeline`. Without a text encoder its prompts are rows of texts: see `text_kwargs`."""
         if (denoiser := parts.get("transformer")) is not None:
-            parts.setdefault("unconditional_transformer", _NoGuidance(denoiser))
+            parts.setdefault("unconditional_transformer", _NoGuidance(denoiser.dtype))
         made = super().pipeline(**parts)
         if parts.get("text_encoder") is None:
             made.encode_prompt = self._encoded_rows
@@ -96,15 +83,10 @@ class Ideogram4(Family):
         cutting: Any = partial(tokenizer, truncation=True, max_length=length)
         cutting.apply_chat_template = tokenizer.apply_chat_template
         # With a row of padding at least: without a mask the last bits differ.
-        length = min(length, _whole_blocks(max(text.num_tokens for text in texts) + 1))
+        length = min(length, _BLOCK * (max(text.num_tokens for text in texts) // _BLOCK + 1))
         pipeline = self.pipeline(text_encoder=encoder, tokenizer=cutting)
         embeds, _, _, roles = pipeline.encode_prompt([text.text for text in texts], 0, 0, length, encoder.device)
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": roles != 0}  # 0 is padding
-
-    @override
-    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        length, width = super().text_shapes(parts, recipe)["prompt_embeds"]
-        return {"prompt_embeds": (length, len(_LAYERS) * width)}
 
     @override
     def batch_statistics(self, vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,11 +94,8 @@ class Ideogram4(Family):
         means, deviations = super().batch_statistics(vae)
         # At the four places of a patch a channel has nearly the same mean.
         if means.view(4, -1).std(0).mean() > means.view(-1, 4).std(1).mean():
-            raise ModelError(
-                "vae: the statistics that its latents are scaled by (bn) are FLUX.2's, as flux2-vae.safetensors has "
-                f"them, but {self.name} has its own, in another order. Set model.vae to null or to the model's own.",
-                part="vae",
-            )
+            met = "the statistics that its latents are scaled by (bn) are FLUX.2's, as flux2-vae.safetensors has them"
+            raise ModelError(f"vae: {met}. Set model.vae to null or to the model's own.", part="vae")
         return means.view(4, -1).T.flatten(), deviations.view(4, -1).T.flatten()
 
     def _encoded_rows(
@@ -150,27 +129,21 @@ class Ideogram4(Family):
     @override
     def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
         rows = unpadded(embeds)
-        return {"prompt": rows, "max_sequence_length": _whole_blocks(max(map(len, rows)))}
+        num_blocks = math.ceil(max(map(len, rows)) / _BLOCK)
+        return {"prompt": rows, "max_sequence_length": num_blocks * _BLOCK}
 
     @override
     def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
         """As `Family.guidance_kwargs`. ConfigError for guidance: the second transformer is not at hand."""
         if guidance_scale > 1:
-            raise ConfigError(
-                f"guidance_scale is {guidance_scale:g}, but guidance of {self.name} needs the model's second "
-                "transformer, which validation does not load; set it to 1.0",
-                key="validation.guidance_scale",
-            )
+            message = f"guidance_scale is {guidance_scale:g}, but that needs a second transformer; set it to 1.0"
+            raise ConfigError(message, key="validation.guidance_scale")
         return {"guidance_scale": 1.0, "guidance_schedule": None}
 
     @override
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         pixels = 2 * self.latent.downscale
         return _in_layout(latents, height // pixels, width // pixels)
-
-
-def _whole_blocks(num_rows: int) -> int:
-    return math.ceil(num_rows / _BLOCK) * _BLOCK
 
 
 def _in_layout(tokens: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

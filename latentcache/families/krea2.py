@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, LatentSpace, Part, TextField
+from latentcache.families.base import LatentSpace, TextField
 from latentcache.families.packed import PackedFamily
+from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
 from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix, template
+from latentcache.families.texts import MASK, Caption, Encoded
 from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 
@@ -20,7 +22,6 @@ _NUM_SUFFIX = 5
 """Tokens of the template after the text: the encoder reads them after the padding."""
 _PREFIX, _SUFFIX = "prompt_template_encode_prefix", "prompt_template_encode_suffix"
 """Attributes of the pipeline: what it puts before a text and after it."""
-_READ = tuple(f"language_model.layers.{layer}." for layer in range(max(_LAYERS)))
 
 
 class Krea2(PackedFamily):
@@ -43,10 +44,7 @@ class Krea2(PackedFamily):
         "vae": QwenImage.parts["vae"],
         # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
         "text_encoder": Part(
-            "text_encoder",
-            "transformers.Qwen3VLModel",
-            ("language_model.embed_tokens.", *_READ),
-            settings=LLM_SETTINGS,
+            "text_encoder", "transformers.Qwen3VLModel", layers_below("language_model.", max(_LAYERS)), LLM_SETTINGS
         ),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }

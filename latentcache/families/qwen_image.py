@@ -11,18 +11,10 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import (
-    LLM_SETTINGS,
-    MASK,
-    VAE_WEIGHTS,
-    Caption,
-    Encoded,
-    Family,
-    LatentSpace,
-    Part,
-    TextField,
-)
+from latentcache.families.base import Family, LatentSpace, TextField
 from latentcache.families.packed import PackedFamily
+from latentcache.families.parts import LLM_SETTINGS, VAE_WEIGHTS, Part
+from latentcache.families.texts import MASK, Caption, Encoded
 from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 

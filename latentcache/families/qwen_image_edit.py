@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LLM_SETTINGS, Caption, Encoded, Family, Part, padded
+from latentcache.families.base import Family
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
+from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import PLACEHOLDER, STATES, QwenImage, check_prefix
+from latentcache.families.texts import Caption, Encoded, padded
 
 _NUM_DROPPED = 64
 """Tokens of the system prompt, whose rows the pipeline drops."""
@@ -76,7 +78,6 @@ class QwenImageEdit(EditTexts, QwenImage):
     name = "qwen-image-edit"
     pipeline_name = "QwenImageEditPlusPipeline"
     pipeline_names = ()
-    refused_pipelines = {"QwenImageEditPipeline": "is the first Qwen-Image-Edit, whose texts have another template"}
     repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
     parts = {
         "vae": QwenImage.parts["vae"],

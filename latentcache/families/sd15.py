@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import KL_VAE, LatentSpace, Part, TextField, TimestepSampling
+from latentcache.families.base import LatentSpace, TextField, TimestepSampling
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
+from latentcache.families.parts import KL_VAE, Part
 from latentcache.families.scaling import Scaling
 from latentcache.families.trainers import TrainerFiles
 

@@ -9,8 +9,9 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import KL_VAE, LatentSpace, Part, Preview, TextField, TimestepSampling
+from latentcache.families.base import LatentSpace, Preview, TextField, TimestepSampling
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
+from latentcache.families.parts import KL_VAE, Part
 from latentcache.families.scaling import Scaling
 from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry

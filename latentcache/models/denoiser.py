@@ -20,7 +20,8 @@ from latentcache.checkpoints.checkpoint import is_training_checkpoint, read_chec
 from latentcache.config import ModelConfig
 from latentcache.errors import CheckpointError
 from latentcache.families import family_named
-from latentcache.families.base import Family, class_named
+from latentcache.families.base import Family
+from latentcache.families.parts import class_named
 from latentcache.models.family import family_of
 from latentcache.models.files import (
     TINY,

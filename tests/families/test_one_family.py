@@ -15,8 +15,10 @@ from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_model, tiny_pi
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import FAMILIES, family_named, sdxl
-from latentcache.families.base import Family, class_named, unpadded
+from latentcache.families.base import Family
+from latentcache.families.parts import class_named
 from latentcache.families.qwen_image import NUM_DROPPED
+from latentcache.families.texts import unpadded
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 from latentcache.types import Crop, Geometry, Size

@@ -18,7 +18,7 @@ import torch
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import PipelineError
 from latentcache.families import settings_of
-from latentcache.families.base import VAE_WEIGHTS
+from latentcache.families.parts import VAE_WEIGHTS
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.upstream import MISSING, RECOGNISED, class_name, constructor_settings
 from latentcache.models.part_identity import module_identity, tokenizer_identity, weights_digest
