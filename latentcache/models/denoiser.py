@@ -27,7 +27,6 @@ from latentcache.models.files import (
     TINY,
     check_package,
     config_folder,
-    has_variant,
     is_checkpoint,
     is_tiny,
     load_pretrained,
@@ -38,7 +37,7 @@ from latentcache.models.files import (
     read_config,
     refused,
 )
-from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
+from latentcache.models.lora import SETTINGS_KEY, add_adapters, is_lora
 from latentcache.models.model_loader import ModelOrigin, find_model
 from latentcache.models.part_identity import weights_digest
 from latentcache.models.single_file import State, converted, empty, fill, read_file
@@ -73,8 +72,8 @@ def load_denoiser(
 
     Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
     denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.revision` counts for
-    `model.path`; so does `model.variant`, and for a local folder that has it. ModelError for pickles, for weights that
-    are missing, left over or of another shape, for a denoiser of another family, and for a package that it lacks.
+    `model.path`, and so does `model.variant`. ModelError for pickles, for weights that are missing, left over or of
+    another shape, for a denoiser of another family, and for a package that it lacks.
     """
     model = ModelConfig() if model is None else model
     name, family = model.path if path is None else str(path), family or family_of(model)[0]
@@ -97,10 +96,6 @@ def _load(family: Family, model: ModelConfig, name: str, dtype: torch.dtype) -> 
         return _of_file(family, model, Path(name), dtype)
     variant, revision = (model.variant, model.revision) if name == model.path else (None, None)
     folder = part_folder(local_part(subfolder, name, variant, revision)[1], subfolder)
-    if (folder / LORA_FILE).is_file():
-        raise _lora_refused(family, name)
-    if is_folder and model.variant and has_variant(folder, model.variant):
-        variant = model.variant
     _settings_in(folder, family)
     denoiser, unexpected = load_pretrained(part, class_named(family.denoiser_class), folder, variant, dtype)
     if unexpected:
@@ -145,7 +140,7 @@ def _of_file(family: Family, model: ModelConfig, file: Path, dtype: torch.dtype)
     """The denoiser in one file: of a whole model in the original layout, or alone, by diffusers' names or those."""
     part, state = family.denoiser, read_file(family.denoiser, file)
     if is_lora(state):
-        raise _lora_refused(family, str(file))
+        raise refused(part, f"{file} is a LoRA. Name it as the LoRA, and as this what it was trained on.")
     if scaled := next((key for key in state if key.endswith(_SCALES)), None):
         raise refused(
             part,
@@ -208,12 +203,6 @@ def _settings_in(folder: Path, family: Family) -> Mapping[str, Any]:
     if met is not None:
         raise refused(family.denoiser, f"{folder} {met}. Name a {wanted} of {family.name}.")
     return settings
-
-
-def _lora_refused(family: Family, name: str) -> Exception:
-    word = family.denoiser_word
-    met = f"{name} is a LoRA, which changes a {word} but is none"
-    return refused(family.denoiser, f"{met}. Name it as the LoRA, and the {word} that it was trained on as the {word}.")
 
 
 def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: ModelConfig) -> None:

@@ -94,12 +94,6 @@ def is_checkpoint(part: str, path: str) -> bool:
     return is_file
 
 
-def has_variant(folder: Path, variant: str) -> bool:
-    """Whether the folder has weights of this variant, in one file or in several with an index."""
-    # The version of the library that wrote an index decides where its name has the variant.
-    return any(folder.glob(f"*.{variant}*.safetensors")) or any(folder.glob(f"*.safetensors.index.{variant}.json"))
-
-
 def load_pretrained(
     part: str, model_class: Any, folder: Path, variant: str | None, dtype: torch.dtype, **changed: Any
 ) -> tuple[torch.nn.Module, list[str]]:

@@ -178,8 +178,7 @@ def add_adapters(denoiser: Any, settings: Mapping[str, Any]) -> None:
 
 def is_lora(names: Iterable[str]) -> bool:
     """Whether tensors of these names are a LoRA alone: none belongs to a whole model."""
-    names = list(names)
-    return bool(names) and all(_looks_like_lora(name) for name in names)
+    return all(map(_looks_like_lora, names))
 
 
 def _looks_like_lora(name: str) -> bool:
