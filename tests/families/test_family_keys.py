@@ -64,14 +64,13 @@ def test_padding_does_not_change_what_the_denoiser_predicts(run: FamilyRun) -> N
 
 
 @ALL
-def test_padding_is_dropped_only_where_that_is_exact(name: str, tmp_path: Path) -> None:
+def test_padding_is_dropped_only_where_that_is_exact(name: str) -> None:
     family = family_named(name)
-    models, config = loaded_models(family, tiny_model(family.name)), family_config(tmp_path, padding="drop")
     if family.can_drop_padding:
-        assert choose_encodings(config, models, {}).text.settings["keeps_padding"] is False
+        assert family.text_recipe(padding="drop")["keeps_padding"] is False
     else:
         with pytest.raises(ConfigError, match=f"padding is drop, but {name}"):
-            choose_encodings(config, models, {})
+            family.text_recipe(padding="drop")
 
 
 def changes_of(family: Family) -> dict[str, dict[str, Any]]:

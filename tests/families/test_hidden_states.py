@@ -44,15 +44,15 @@ def entry(family: Family, text: str, num_rows: int) -> dict[str, torch.Tensor]:
         return family.encode_text(parts, tokens, recipe)
 
 
-def weights_by_use(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters of the text encoder that are digested, and the others."""
+def weights_by_use(name: str) -> tuple[dict[str, list[torch.Tensor]], list[torch.Tensor]]:
+    """Parameters of the text encoder that are digested, by their layer, and the others."""
     prefixes = family_named(name).parts["text_encoder"].weights
-    used: list[torch.Tensor] = []
+    used: dict[str, list[torch.Tensor]] = {}
     unused: list[torch.Tensor] = []
     seen: set[int] = set()
     for key, parameter in tiny(name)["text_encoder"].state_dict(keep_vars=True).items():
         if key.startswith(prefixes):
-            used.append(parameter)
+            used.setdefault(key.rpartition("layers.")[2].partition(".")[0], []).append(parameter)
             seen.add(parameter.data_ptr())
         elif parameter.data_ptr() not in seen:  # else a tied one
             unused.append(parameter)
@@ -75,15 +75,17 @@ def test_weights_that_are_not_digested_change_nothing(name: str) -> None:
 
 @pytest.mark.families
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_weight_that_is_digested_changes_the_result(name: str) -> None:
+def test_each_layer_that_is_digested_changes_the_result(name: str) -> None:
     family, (used, _) = family_named(name), weights_by_use(name)
     before = encoded(family)
-    for parameter in used:
-        kept = parameter.data.clone()
-        parameter.data.mul_(1.5)
+    for layer, parameters in used.items():
+        kept = [parameter.data.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.data.mul_(1.5)
         changed = encoded(family)
-        parameter.data.copy_(kept)
-        assert not torch.equal(changed, before)
+        for parameter, data in zip(parameters, kept, strict=True):
+            parameter.data.copy_(data)
+        assert not torch.equal(changed, before), layer
     assert torch.equal(encoded(family), before)
 
 

@@ -27,7 +27,7 @@ from single_file import with_prefix
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
-from latentcache.families import FAMILIES, family_named
+from latentcache.families import family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser, load_scheduler
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
@@ -46,10 +46,9 @@ def check_same(found: torch.nn.Module, expected: dict[str, torch.Tensor]) -> Non
 
 
 OTHERS = ("wan", "wan-i2v", "qwen-image", "krea2", "flux2", "flux2-dev", "anima", "qwen-image-21", "ernie-image")
-PREFIXES = ("", ORIGINAL_PREFIX)
-MORE = [("sd15", ORIGINAL_PREFIX), ("anima", "net."), *((name, prefix) for name in OTHERS for prefix in PREFIXES)]
+MORE = [("sd15", ORIGINAL_PREFIX), ("anima", "net."), *((name, "") for name in OTHERS)]
 FILES = [
-    *(("z-image", prefix) for prefix in PREFIXES),
+    *(("z-image", prefix) for prefix in ("", ORIGINAL_PREFIX)),
     *(pytest.param(*each, marks=FAMILIES_LANE) for each in MORE),
 ]
 
@@ -123,7 +122,8 @@ def vae_loader_of(name: str, vae: Any, file: Path) -> ModelLoader:
     return ModelLoader(str(file.parent / "model"), vae=str(file), family=family_named(name))
 
 
-LAYOUTS = [(name, "") for name in ("flux", "wan", "qwen-image", "krea2", "flux2", "flux2-dev", "anima", "ernie-image")]
+OF_EACH_VAE = ("flux", "wan", "qwen-image", "flux2")
+"""One family of each class of VAE whose files diffusers converts."""
 
 
 def test_a_file_with_the_statistics_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_file_with_the_statistics_of_another_model_is_refused(tmp_path: Path) 
 
 
 @FAMILIES_LANE
-@pytest.mark.parametrize(("name", "prefix"), [*LAYOUTS, ("flux", "vae.")])
+@pytest.mark.parametrize(("name", "prefix"), [*((name, "") for name in OF_EACH_VAE), ("flux", "vae.")])
 def test_a_file_in_the_layout_of_its_authors(name: str, prefix: str, tmp_path: Path) -> None:
     vae = real_vae(name).eval().requires_grad_(False)
     tensors = {prefix + key: value for key, value in autoencoder_tensors(name, vae).items()}
@@ -158,7 +158,7 @@ def test_a_file_in_the_layout_of_its_authors(name: str, prefix: str, tmp_path: P
 
 
 @FAMILIES_LANE
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*OF_EACH_VAE, "qwen-image-21"])
 def test_a_file_with_diffusers_names(name: str, tmp_path: Path) -> None:
     vae = tiny_encoders(name, 4)["vae"]
     save_file(
@@ -293,7 +293,7 @@ def test_a_denoiser_s_file_runs_with_its_own_conditioner(
 
 
 @FAMILIES_LANE
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"sdxl", "sd15", "flux", "chroma", "anima", "anima-states"}))
+@pytest.mark.parametrize("name", ["z-image", "wan", "qwen-image-21-edit", "ideogram4-projected"])
 def test_a_file_with_the_denoiser_alone_is_no_model(name: str, tmp_path: Path) -> None:
     tensors: Any = denoiser_tensors("flux2" if name == "flux2-dev" else name, tiny_denoiser(name))
     loader = loader_of(name, saved(tensors, tmp_path / "model.safetensors"))
