@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             error = said(cause, "flags")
         # The name of a section alone is no flag.
         text = re.sub(r"Did you mean --(cache|model)\?$", r"Did you mean --\1.path?", str(error))
-        print(f"latentcache: {text}{_how_to(raised)}", file=sys.stderr)
+        step = ""  # the parser's message names only the argument
+        if isinstance(raised, MissingArgumentError) and raised.command_chain:
+            step = f" `latentcache {' '.join(raised.command_chain)} --help` says what it takes."
+        print(f"latentcache: {text}{step}", file=sys.stderr)
         return fail(error, as_json, text)
     except KeyboardInterrupt:
         print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
@@ -87,10 +90,3 @@ def _refuse_section_and_setting(arguments: Sequence[str]) -> None:
         for other in sorted(flags):
             if other.startswith(f"{flag}."):
                 raise ConfigError(f"{flag} and {other} contradict each other: give one of them", source="flags")
-
-
-def _how_to(raised: BaseException) -> str:
-    """The next step after a command that lacks an argument: the parser's message names only the argument."""
-    if not isinstance(raised, MissingArgumentError) or not raised.command_chain:
-        return ""
-    return f" `latentcache {' '.join(raised.command_chain)} --help` says what it takes."

@@ -269,7 +269,11 @@ class _Import:
         if tensors.keys() != self._family.fields.keys():
             wanted = " and ".join(self._family.fields)
             raise corrupt(item.path, f"it has {' and '.join(tensors)}; texts of {self._family.name} have {wanted}")
-        ragged = self._ragged()
+        family = self._family
+        ragged = frozenset[str]()  # what is stored without padding
+        if not keeps_padding(family.name):
+            recipe = _recipe_of(family.name)
+            ragged = frozenset(name for name in family.fields if family.padding(name, recipe) is not None)
         form = tuple(side for name, sides in shapes.items() for side in sides[name in ragged :])
         stored = self._stored("text", tensors, form, item.path)
         self.length = {} if item.max_length is None else {"max_length": item.max_length}
@@ -285,13 +289,6 @@ class _Import:
         self._report.num_texts += 1
         self._report.num_unknown_captions += item.caption is None
         self._report.note(item.note)
-
-    def _ragged(self) -> frozenset[str]:
-        """The fields that are stored without padding."""
-        if keeps_padding(self._family.name):
-            return frozenset()
-        recipe = _recipe_of(self._family.name)
-        return frozenset(name for name in self._family.fields if self._family.padding(name, recipe) is not None)
 
     # Both
 

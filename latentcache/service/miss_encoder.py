@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter
 from typing_extensions import override
 
-from latentcache.config import Config, DatasetConfig
+from latentcache.config import Config
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.row_table import Ref, Row, RowTable
@@ -167,7 +167,12 @@ class MissEncoder(Closing):
         `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
         its suffix must fit the bytes. ConfigError for an unknown dataset; ImageRefused by the header of the image.
         """
-        chosen, preparations = self._dataset(dataset)
+        if dataset is None and len(self._datasets) == 1:
+            [dataset] = self._datasets
+        if dataset is None or dataset not in self._datasets:
+            known = ", ".join(self._datasets)
+            raise ConfigError(f"dataset is {dataset!r}; name the one whose images this one is prepared as: {known}")
+        chosen, preparations = self._datasets[dataset]
         source = digest(data)
         name = name or f"uploaded image {short(source)}"
         size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
@@ -177,14 +182,6 @@ class MissEncoder(Closing):
             task = Task(key, identity, sample, self._uploads, chosen.images)
             found.append((Ref(key, shape.geometry), task))
         return found
-
-    def _dataset(self, name: str | None) -> tuple[DatasetConfig, Preparations]:
-        if name is None and len(self._datasets) == 1:
-            return next(iter(self._datasets.values()))
-        if name in self._datasets:
-            return self._datasets[name]
-        known = ", ".join(self._datasets)
-        raise ConfigError(f"dataset is {name!r}; name the one whose images this one is prepared as: {known}")
 
     def submit(self, tasks: Iterable[Task]) -> dict[str, Future[None]]:
         """Key -> future of each entry that is not there: it is done when the entry can be read from the store.

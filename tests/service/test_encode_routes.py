@@ -135,23 +135,13 @@ def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspa
     assert_precached(encoded(server.post("/v1/prompts:encode", prompts(*NEW))), precached)
 
 
-def test_images_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
-    manifest = precached.manifests.read("mirrored")
-    assert manifest is not None
-    for row in manifest.rows.values():
-        data, path = Path(row.path).read_bytes(), f"/v1/images:encode?dataset=mirrored&name={row.sample_id}"
-        answer = server.post(path, data, headers={"Content-Type": "image/png"})
-        found = encoded(answer)
-        assert_precached(found, precached)
-        images = json.loads(answer.headers["latentcache-images"])
-        assert images == [{"key": ref.key, **ref.geometry.to_json()} for ref in row.images]
-        assert found.keys() == {image["key"] for image in images} and len(images) == 2
-        answer = server.post(f"{path}&return=keys", data)
-        assert answer.json() == {"entries": [{**image, "cached": True} for image in images]}
-
-
-def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServer, config_file: Path) -> None:
+def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
+    server: RunningServer, config_file: Path, precached: Workspace
+) -> None:
     photo = (config_file.parent / "photos" / "0.png").read_bytes()
+    twins = encoded(server.post("/v1/images:encode?dataset=mirrored", photo))
+    assert len(twins) == 2
+    assert_precached(twins, precached)
     image = "/v1/images:encode?dataset=photos"
     assert problem(server.post(image, b""), 422, "ImageRefused")["reason"] == "empty"
     assert problem(server.post(image, b"no image"), 422, "ImageRefused")["reason"] == "not-an-image"

@@ -227,8 +227,9 @@ class ItemReader:
         numbers = []
         for module, names in self._drawing:
             values = {each.name: value for each, value in settings.items() if each.name in names}
-            if class_name(module) == "LoadVideo":
-                draws = _takes_file(module, ModuleInput(module, module.path_in_name).value(variation, index))
+            if class_name(module) == "LoadVideo":  # only for a file with its extensions, in any case of letters
+                path = str(ModuleInput(module, module.path_in_name).value(variation, index))
+                draws = os.path.splitext(path)[1].lower() in module.supported_extensions
             else:
                 draws = _draws(module, values)
             if draws:
@@ -241,11 +242,6 @@ def _depends_on_variation(module: Any) -> bool:
     if class_name(module) == "SampleVAEDistribution":
         return bool(module.mode != "mean")  # it draws from torch's global stream
     return class_name(module) not in RECOGNISED
-
-
-def _takes_file(module: Any, path: Any) -> bool:
-    """Whether a module that reads files with its extensions only, in any case of letters, reads this one."""
-    return os.path.splitext(str(path))[1].lower() in module.supported_extensions
 
 
 def _draws(module: Any, settings: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,11 @@ def export(
         ):
             sample: dict[str, bytes] | None = first
             while sample is not None:
-                _add(tar, f"{num_samples:09}", sample)
+                for part, data in sample.items():
+                    member = tarfile.TarInfo(f"{num_samples:09}.{part}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
                 num_samples += 1
                 sample = next(members, None) if tar.offset < shard_bytes else None
     if num_samples:
@@ -84,14 +88,6 @@ def export(
         with run.sealed(folder / DESCRIPTION, len(description)) as fd:
             write_all(fd, description)
     return run.report
-
-
-def _add(tar: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
-    for part, data in members.items():
-        member = tarfile.TarInfo(f"{key}.{part}")
-        member.size = len(data)
-        tar.addfile(member, io.BytesIO(data))
-    tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
 
 
 def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[str]) -> Iterator[dict[str, bytes]]:
