@@ -28,7 +28,7 @@ from latentcache.service.manifests import manifest_router
 from latentcache.service.packs import length_of, pack_router
 from latentcache.service.page.routes import Pages, page_router
 from latentcache.service.page.text import STATIC
-from latentcache.service.state import Limits, ServiceSettings, ServiceState
+from latentcache.service.state import ServiceSettings, ServiceState
 from latentcache.store.cut_captions import CutCaptions
 
 API = "/v1/"
@@ -178,7 +178,11 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServiceState):
         self._receive, self._send, self._stall_s = receive, send, state.limits.stall_s
-        self._max_bytes = _max_body_bytes(state.limits, scope["method"], scope["path"])
+        self._max_bytes = state.limits.max_body_bytes
+        if scope["method"] == "PUT":
+            self._max_bytes = state.limits.max_upload_bytes
+        elif scope["path"].endswith("images:encode"):
+            self._max_bytes = state.limits.max_images_bytes
         self._num_bytes, headers = 0, Headers(scope=scope)
         self.length = length_of(headers)
         """The number of bytes that the client says it sends; 0 where it does not say it."""
@@ -218,9 +222,3 @@ class _Exchange:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         await self._send(message)
-
-
-def _max_body_bytes(limits: Limits, method: str, path: str) -> int:
-    if method == "PUT":
-        return limits.max_upload_bytes
-    return limits.max_images_bytes if path.endswith("images:encode") else limits.max_body_bytes
