@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import Unpack, override
@@ -78,11 +79,11 @@ class RemoteStore(PackReader):
     @override
     def writer(self) -> Writer:
         self.check_writable()
-        return Writer(self._upload, nullcontext(), lambda keys: self._found(list(keys), LISTED_S))
+        return Writer(self._upload, nullcontext(), partial(self.find, max_age_s=LISTED_S))
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         # The list of packs may be a minute old: at worst an entry is stored twice.
-        present = self._found([entry.key for entry in entries], LISTED_S)
+        present = self.find([entry.key for entry in entries], max_age_s=LISTED_S)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
@@ -105,14 +106,10 @@ class RemoteStore(PackReader):
     # Looking up
 
     @override
-    def find(self, keys: Iterable[str]) -> set[str]:
-        return self._found(list(dict.fromkeys(keys)), 0.0)
-
-    def _found(self, keys: Sequence[str], max_age_s: float) -> set[str]:
+    def find(self, keys: Iterable[str], *, max_age_s: float = 0.0) -> set[str]:
+        """Find which of the keys have entries. For those that are not known packs are listed, unless they just were."""
         self.check_open()
-        for key in keys:
-            check_key(key)
-        return self.index.find(keys, max_age_s)
+        return self.index.find([check_key(key) for key in dict.fromkeys(keys)], max_age_s)
 
     @override
     def can_tell(self) -> bool:

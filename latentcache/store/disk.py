@@ -28,7 +28,7 @@ from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
 from latentcache.utils.durable_files import remove_whole, sealed_file, system_errors, write_all
-from latentcache.utils.locks import Claims, locked
+from latentcache.utils.locks import locked
 
 _MAX_REASON_CHARS = 500
 
@@ -277,7 +277,7 @@ class DiskStore(PackReader):
             self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
             partial(self.find, again=True),
-            partial(Claims, self.directory.claims),
+            self.directory.claims,
         )
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:

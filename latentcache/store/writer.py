@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from latentcache.errors import StoreError
@@ -71,7 +72,7 @@ class Writer:
         seal_entries: SealEntries,
         hold: AbstractContextManager[None],
         find: Callable[[Iterable[str]], set[str]],
-        claims: Callable[[], Claims] | None = None,
+        claims: Path | None = None,
     ):
         self.num_added = 0
         """Entries that are durable and were not there before."""
@@ -80,7 +81,7 @@ class Writer:
         self._seal_entries = seal_entries
         self._hold = hold
         self._find = find
-        self._make_claims = claims
+        self._claims_path = claims
         self._claims: Claims | None = None
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
@@ -117,8 +118,8 @@ class Writer:
         """
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
-        if self._claims is None and self._make_claims is not None:
-            self._claims = self._open.enter_context(closing(self._make_claims()))
+        if self._claims is None and self._claims_path is not None:
+            self._claims = self._open.enter_context(closing(Claims(self._claims_path)))
         wanted = {check_key(key) for key in keys}
         mine = wanted if self._claims is None else self._claims.take(wanted)
         # After the claim: another process may have sealed its entries, and released them, just before.
