@@ -52,6 +52,12 @@ def test_the_guard_names_module_and_argument() -> None:
     assert {(error.found, error.expected) for error in errors} == {("meta", "cpu")}
 
 
+def test_buffers_say_where_a_module_is_too() -> None:
+    norm = torch.nn.BatchNorm1d(2, affine=False)
+    with guard(norm), pytest.raises(DeviceMismatchError, match="its running_mean is on cpu"):
+        norm(torch.zeros(3, 2, device="meta"))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_installed(fails: bool) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), Block())
