@@ -29,18 +29,13 @@ def token_ids(on: Device) -> torch.Tensor:
 
 LEGAL: dict[str, Callable[[Device], torch.Tensor]] = {
     "device vector times CPU scalar": lambda d: numbers(3, on=d) * torch.tensor(2.0),
-    "CPU scalar times device vector": lambda d: torch.tensor(2.0) * numbers(3, on=d),
     "CPU scalar times device scalar": lambda d: torch.tensor(2.0) * torch.tensor(3.0).to(d),
-    "in-place with CPU scalar": lambda d: numbers(3, on=d).mul_(torch.tensor(2.0)),
-    "comparison with CPU scalar": lambda d: (numbers(3, on=d) > torch.tensor(0.0)).float(),
     "where with two CPU scalars": lambda d: torch.where(numbers(3, on=d) > 0, torch.tensor(1.0), torch.tensor(-1.0)),
     "masked_fill with CPU scalar": lambda d: numbers(3, on=d).masked_fill(numbers(3, on=d) > 0, torch.tensor(5.0)),
     "CPU indices": lambda d: numbers(4, 2, on=d)[torch.tensor([2, 0])],
-    "CPU mask": lambda d: numbers(3, on=d)[torch.tensor([True, False, True])],
     "device indices": lambda d: numbers(4, 2, on=d)[torch.tensor([2, 0]).to(d)],
     "assign CPU scalar by CPU indices": lambda d: numbers(4, on=d).index_put_((torch.tensor([1]),), torch.tensor(9.0)),
     "copy to the device": lambda d: torch.zeros(3, device=d).copy_(numbers(3)),
-    "copy to the CPU": lambda d: torch.zeros(3).copy_(numbers(3, on=d)),
     "foreach with CPU scalar": lambda d: torch._foreach_mul([numbers(3, on=d), numbers(2, on=d)], torch.tensor(2.0))[0],
     "foreach, each pair on a device of its own": lambda d: torch._foreach_add(
         [numbers(3), numbers(3, on=d)], [numbers(3), numbers(3, on=d)]
@@ -51,26 +46,16 @@ LEGAL: dict[str, Callable[[Device], torch.Tensor]] = {
 
 ILLEGAL: dict[str, Callable[[Device, Device], object]] = {
     "mm": lambda a, b: torch.mm(numbers(2, 3, on=a), numbers(3, 2, on=b)),
-    "bmm": lambda a, b: torch.bmm(numbers(1, 2, 3, on=a), numbers(1, 3, 2, on=b)),
-    "matmul out": lambda a, b: torch.mm(numbers(2, 2, on=a), numbers(2, 2, on=a), out=torch.empty(2, 2, device=b)),
     "addmm, bias apart": lambda a, b: torch.addmm(numbers(2, on=a), numbers(2, 3, on=b), numbers(3, 2, on=b)),
-    "addmm, mat1 apart": lambda a, b: torch.addmm(numbers(2, on=b), numbers(2, 3, on=a), numbers(3, 2, on=b)),
-    "addmm, mat2 apart": lambda a, b: torch.addmm(numbers(2, on=b), numbers(2, 3, on=b), numbers(3, 2, on=a)),
     "linear": lambda a, b: F.linear(numbers(2, 3, on=a), numbers(4, 3, on=b), numbers(4, on=b)),
     "embedding": lambda a, b: F.embedding(token_ids(a), numbers(4, 2, on=b)),
     "conv2d": lambda a, b: F.conv2d(numbers(1, 2, 4, 4, on=a), numbers(3, 2, 3, 3, on=b)),
     "cat": lambda a, b: torch.cat([numbers(2, on=a), numbers(3, on=b)]),
-    "stack of scalars": lambda a, b: torch.stack([torch.tensor(1.0).to(a), torch.tensor(2.0).to(b)]),
     "add": lambda a, b: numbers(3, on=a) + numbers(3, on=b),
-    "add in place": lambda a, b: numbers(3, on=a).add_(numbers(3, on=b)),
-    "broadcast add of one element": lambda a, b: numbers(3, on=a) + numbers(1, on=b),
     "mse_loss": lambda a, b: F.mse_loss(numbers(3, on=a), numbers(3, on=b)),
     "layer_norm": lambda a, b: F.layer_norm(numbers(2, 3, on=a), (3,), numbers(3, on=b), numbers(3, on=b)),
-    "group_norm": lambda a, b: F.group_norm(numbers(1, 4, 2, 2, on=a), 2, numbers(4, on=b), numbers(4, on=b)),
-    "gather": lambda a, b: torch.gather(numbers(1, 4, on=a), 1, token_ids(b)),
     "index_select": lambda a, b: numbers(4, 2, on=a).index_select(0, token_ids(b)[0]),
     "foreach add": lambda a, b: torch._foreach_add([numbers(3, on=a)], [numbers(3, on=b)]),
-    "foreach mul in place": lambda a, b: torch._foreach_mul_([numbers(3, on=a)], [numbers(3, on=b)]),
     "foreach, second pair": lambda a, b: torch._foreach_add(
         [numbers(3, on=a), numbers(3, on=a)], [numbers(3, on=a), numbers(3, on=b)]
     ),
