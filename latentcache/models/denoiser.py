@@ -216,7 +216,7 @@ def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: 
             pass
         elif not os.path.isfile(name):
             found, folder = local_folder(part, name, [f"{part}/*"])
-            origin = ModelOrigin(found, whole, folder) if (folder / part).is_dir() else None
+            origin = ModelOrigin(found, whole, {part: folder / part}) if (folder / part).is_dir() else None
         elif any(str(whole.parts[part].inside) in key for key in read_file(part, name)):
             origin = find_model(whole, name, model.config or model.path, None, None)
         origin = origin or find_model(whole, model.path, model.config, model.variant, model.revision)

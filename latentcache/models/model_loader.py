@@ -9,7 +9,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -222,7 +222,7 @@ class ModelLoader(Models):
 
     @override
     def _has(self, part: str) -> bool:
-        return (self._origin(part).folder / part).is_dir()
+        return self._origin(part).folders[part].is_dir()
 
     @cached_property
     def _model(self) -> ModelOrigin:
@@ -349,35 +349,32 @@ def check_frozen(part: str, module: torch.nn.Module) -> None:
 class ModelOrigin:
     """Loads the frozen parts of a model of this family on the CPU. Every method raises ModelError.
 
-    `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folder` is a
-    diffusers folder. The weights of `tiny` are made `in_code`. Others come from `file` where there is one, in the
-    original layout, and only configs and tokenizers from the folder; of a denoiser's file come the parts that it has
-    inside. `variant` is that of the folder's weights. `flat`: the folder holds a VAE itself, not in `vae/`. `elsewhere`
-    has the folders of parts that the folder's index places elsewhere.
+    `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folders` are those
+    of the parts. The weights of `tiny` are made `in_code`. Others come from `file` where there is one, in the original
+    layout, and only configs and tokenizers from the folders; of a denoiser's file come the parts that it has inside.
+    `variant` is that of the folders' weights.
     """
 
     name: str
     family: Family
-    folder: Path
+    folders: Mapping[str, Path]
     file: Path | None = None
     in_code: bool = False
     variant: str | None = None
-    flat: bool = False
-    elsewhere: Mapping[str, Path] = field(default_factory=dict)
 
     def files(self, part: str) -> list[Path]:
         """The files whose change may change the part."""
         if self.in_code:
             return []
         own = [] if self.file is None or self.family.parts[part].role == "tokenizer" else [self.file]
-        folder = self._folder_of(part)
+        folder = self.folders[part]
         return own + (sorted(filter(Path.is_file, folder.iterdir())) if folder.is_dir() else [])
 
     def vae_config(self) -> Mapping[str, Any]:
         """The VAE's config. ModelError for another class than the family's."""
         [part] = self.family.names("vae")
         vae_class = self.family.parts[part].load_class()
-        settings = read_config(part, self._folder_of(part), vae_class, self.name)
+        settings = read_config(part, self.folders[part], vae_class, self.name)
         met, needed = settings.get("_class_name", vae_class.__name__), vae_class.__name__
         if met != needed:
             message = f"{self.name} is a {met}, but {self.family.name} has an {needed}. Name a VAE of its models."
@@ -420,9 +417,8 @@ class ModelOrigin:
         if described.inside is not None:
             settings = read_config(part, self._existing(part), described.load_class())
             return {part: part_of_file(self.family, part, self.file, settings, dtype)}
-        for name in self.family.names("text_encoder"):
-            self._existing(name)  # with its config
-        return text_encoders_of_file(self.family, self.file, self.folder, self._processor, dtype)
+        configs = [self._existing(name).parent for name in self.family.names("text_encoder")]
+        return text_encoders_of_file(self.family, self.file, configs[0], self._processor, dtype)
 
     def _processor(self, part: str) -> Any:
         folder, described = self._existing(part), self.family.parts[part]
@@ -430,11 +426,8 @@ class ModelOrigin:
         with loading(part, self.name):
             return described.load_class().from_pretrained(folder, local_files_only=True)
 
-    def _folder_of(self, part: str) -> Path:
-        return self.folder if self.flat else self.elsewhere.get(part, self.folder / self.family.folder_of(part))
-
     def _existing(self, part: str) -> Path:
-        folder = self._folder_of(part)
+        folder = self.folders[part]
         if not folder.is_dir():
             step = f"Name a diffusers folder of a model of {self.family.name} (as model.config, of a checkpoint file)"
             step += "; or set model.family, if the model is of another one"
@@ -445,18 +438,17 @@ class ModelOrigin:
 def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if is_tiny(path, family):
-        return ModelOrigin(path, family, TINY_PHOTOS_FOLDER, in_code=True)
-    folders = {name: family.folder_of(name) for name in family.parts}
-    configs = [*MODEL_INDEXES, *(f"{folder}/*.{ending}" for folder in folders.values() for ending in _ENDINGS)]
+        return ModelOrigin(path, family, _folders(family, TINY_PHOTOS_FOLDER, path), in_code=True)
+    names = [family.folder_of(part) for part in family.parts]
+    configs = [*MODEL_INDEXES, *(f"{name}/*.{ending}" for name in names for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):
         # Its configs and tokenizers are those of `config`, or what diffusers infers from its keys.
         configs += [f"{part}/{weights_name(part)}*.safetensors*" for part in _outside(family)]
         folder, name = config_folder(path, config, configs)
-        return ModelOrigin(path, family, folder, Path(path), elsewhere=_elsewhere(family, folder, name))
-    encoders = [folders[name] for name, part in family.parts.items() if part.role != "tokenizer"]
-    weights = [f"{folder}/{weights_name(folder, variant)}*.safetensors*" for folder in encoders]
+        return ModelOrigin(path, family, _folders(family, folder, name), Path(path))
+    weights = [f"{name}/{weights_name(name, variant)}*.safetensors*" for name in names]
     name, folder = local_folder("model", path, [*configs, *weights], revision=revision, variant=variant)
-    return ModelOrigin(name, family, folder, variant=variant, elsewhere=_elsewhere(family, folder, name))
+    return ModelOrigin(name, family, _folders(family, folder, name), variant=variant)
 
 
 def _outside(family: Family) -> list[str]:
@@ -466,9 +458,10 @@ def _outside(family: Family) -> list[str]:
     return [name for name in encoders if name not in inside] if inside else []
 
 
-def _elsewhere(family: Family, folder: Path, name: str) -> dict[str, Path]:
-    """The folders of those parts that are not in this one, where its index places them elsewhere."""
-    lacking, found = [part for part in family.parts if not (folder / family.folder_of(part)).is_dir()], {}
+def _folders(family: Family, folder: Path, name: str) -> dict[str, Path]:
+    """The folders of the parts: in this one, or where its index places one that is not there."""
+    found = {part: folder / family.folder_of(part) for part in family.parts}
+    lacking = [part for part, own in found.items() if not own.is_dir()]
     index = (model_index(folder, name) if lacking else None) or {}
     for part in lacking:
         place = index[part][-1] if isinstance(index.get(part), list) else None
@@ -484,8 +477,7 @@ def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
     """What `path` names as a separate VAE. A file with no config.json next to it takes the config of `model`'s VAE."""
     if os.path.isdir(path) or not is_checkpoint("vae", path):
         name, folder = local_part("vae", path, None)
-        return ModelOrigin(name, model.family, folder, flat=part_folder(folder, "vae") == folder)
+        return ModelOrigin(name, model.family, {"vae": part_folder(folder, "vae")})
     file = Path(path)
-    if (file.parent / "config.json").is_file():
-        return ModelOrigin(path, model.family, file.parent, file, flat=True)
-    return ModelOrigin(path, model.family, model.folder, file, flat=model.flat, elsewhere=model.elsewhere)
+    has_config = (file.parent / "config.json").is_file()
+    return ModelOrigin(path, model.family, {"vae": file.parent} if has_config else model.folders, file)
