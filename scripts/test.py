@@ -11,7 +11,8 @@ where there is one.
 `--lane NAME` runs this lane alone, without the checks, and may come several times. Three lanes run only so: `floor`,
 which is `core` on Python 3.10 and torch 2.4.1, whose wheel brings gigabytes of CUDA libraries; `deepspeed`, which
 installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
-releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
+releases that OneTrainer pins: tests of families whose classes these lack are skipped. Extra arguments go to pytest: in
+the default lane, or in all that `--lane` names.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def installed(environment: bootstrap.Environment) -> bool:
     """Whether an environment next to .venv is there and up to date, after making it if it was not."""
     try:
         bootstrap.install(environment)
-    except subprocess.CalledProcessError:
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:  # of pip, or of an interpreter that is not here
+        print(f"{environment.name}: {error}", file=sys.stderr)
         return False
     return True
 
@@ -136,11 +138,12 @@ def lane_elsewhere(name: str, *arguments: str) -> bool:
         return installed(made) and lane(name, python=str(made.python), program=["tests/golden/read_with_core.py"])
     if name == "wheel":
         return lane(name, program=["tests/wheel/use_wheel.py"])
-    if name == "windows":
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])):
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])):
+        if name == "windows":
             options = ("-p", "helpers.windows_rules", "-m", "not (bench or soak or remote)", "-k", NOT_ON_WINDOWS)
             return lane(name, *options, *arguments, *WINDOWS_TESTS)
-    return installed(PINS) and lane(name, *arguments, *PINS_TESTS, python=str(PINS.python))
+        pinned = ("-p", "helpers.missing_classes", *arguments, *PINS_TESTS)
+        return installed(PINS) and lane(name, *pinned, python=str(PINS.python))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
