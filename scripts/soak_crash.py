@@ -774,7 +774,7 @@ def faults(soak: Soak) -> None:
         refuse_each(goal, Scene(chosen[name], soak.folder), soak)
 
 
-PARTS = {"kill": (kill, 500, 6), "power": (power, 200, 4), "faults": (faults, ALL, 1)}
+PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, ALL, 1)}
 
 
 def main() -> int:
