@@ -228,7 +228,7 @@ def test_a_recipe_states_a_length_only_where_it_is_long(family: Any) -> None:
         assert made["prompt_embeds"].shape[1] == family.token_limit(parts, recipe) == rows
 
 
-@pytest.mark.parametrize("length", [1, 74, 76, 78, 149, 151, 152, 227, 300])
+@pytest.mark.parametrize("length", [1, 76, 151, 227])
 def test_other_lengths_are_refused_with_those_that_there_are(length: int) -> None:
     for family in (SDXL, SD15):
         with pytest.raises(ConfigError, match=rf"max_length is {length}, but .* 75 or 77 .*150 .*225") as caught:

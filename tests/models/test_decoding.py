@@ -179,9 +179,8 @@ def test_numbers_that_are_not_finite_become_black(
     assert "18432 of 18432 decoded numbers are NaN" in caplog.text
 
 
-@pytest.mark.parametrize("family", ["qwen-image", "wan"])
-def test_a_vae_of_video_decodes_in_tiles_and_its_settings_come_back(family: str) -> None:
-    vae = tiny_encoders(family)["vae"]
+def test_a_vae_of_video_decodes_in_tiles_and_its_settings_come_back() -> None:
+    vae = tiny_encoders("wan")["vae"]
     latents = torch.randn(1, 16, 1, 8, 12, generator=torch.Generator().manual_seed(0))
     whole, was_tiled = decode_fitting(vae, latents)
     assert not was_tiled and whole.shape == (1, 1, 64, 96, 3)
