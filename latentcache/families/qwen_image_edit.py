@@ -121,7 +121,7 @@ class QwenImageEdit(EditTexts, QwenImage):
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         reader, side = parts["processor"].image_processor, int(recipe["control_area"] ** 0.5)
-        num_rows = 64 + reader.get_number_of_image_patches(side, side) // reader.merge_size**2
+        num_rows = 64 + reader.get_number_of_image_patches(side, side, {}) // reader.merge_size**2
         return {"prompt_embeds": (num_rows, parts["text_encoder"].config.text_config.hidden_size)}
 
     @override
