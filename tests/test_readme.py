@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from helpers.pipeline_host import host
 from helpers.serving import serving
 
 from latentcache import load_config, run_precache
@@ -128,6 +130,52 @@ def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixt
         assert out.count("images, plot and metrics.json:") == 2
 
 
+@pytest.fixture
+def onetrainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Modules of OneTrainer and mgds as the example imports them; `calls` lists what its trainer was called for."""
+    calls: list[Any] = []
+    own = host("own")
+    loaders = (
+        "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
+        "modules.dataLoader.StableDiffusionFineTuneVaeDataLoader",
+    )
+    loader = {"DiskCache": "mgds' own"}
+
+    class TrainConfig(dict[str, Any]):
+        default_values = classmethod(lambda cls: cls())
+        from_dict = dict.update
+
+    def create_trainer(config: TrainConfig, callbacks: Any, commands: Any) -> SimpleNamespace:
+        def start() -> None:
+            calls.append(("start", dict(config), sys.modules[loaders[0]].DiskCache))
+
+        return SimpleNamespace(
+            model=SimpleNamespace(), start=start, train=lambda: calls.append("train"), end=lambda: calls.append("end")
+        )
+
+    single = "SingleVariationRandomAccessPipelineModule"
+    modules = {
+        "modules.util": {"create": SimpleNamespace(create_trainer=create_trainer)},
+        "modules.util.callbacks.TrainCallbacks": {"TrainCallbacks": SimpleNamespace},
+        "modules.util.commands.TrainCommands": {
+            "TrainCommands": lambda: SimpleNamespace(get_stop_command=lambda: False)
+        },
+        "modules.util.config.TrainConfig": {"TrainConfig": TrainConfig},
+        "mgds.PipelineModule": {"PipelineModule": own.PipelineModule},
+        f"mgds.pipelineModuleTypes.{single}": {single: getattr(own, single)},
+        **{name: dict(loader) for name in loaders},
+    }
+    for name, attributes in modules.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            if ".".join(parts[:end]) not in {*sys.modules, *modules}:
+                monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(calls=calls, loaders=loaders, own=own)
+
+
 def test_the_remote_example_runs(
     in_quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +185,19 @@ def test_the_remote_example_runs(
         runpy.run_path(str(ROOT / "examples" / "remote_trainer.py"), run_name="__main__")
     assert re.search(r"epoch 1: loss of its last batch \d", capsys.readouterr().out)
     assert list((in_quickstart / "cache" / "remote-tier").glob("*/packs/*/*.safetensors"))
+
+
+def test_the_onetrainer_example_runs(
+    onetrainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"workspace_dir": "run"}))
+    monkeypatch.setattr(sys, "argv", ["onetrainer_install.py", "--config-path", str(config)])
+    runpy.run_path(str(ROOT / "examples" / "onetrainer_install.py"), run_name="__main__")
+    (start, given, used), *rest = onetrainer.calls
+    assert (start, given, rest) == ("start", {"workspace_dir": "run"}, ["train", "end"])
+    assert issubclass(used, onetrainer.own.PipelineModule)
+    assert all(sys.modules[name].DiskCache == "mgds' own" for name in onetrainer.loaders), "it was undone"
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
