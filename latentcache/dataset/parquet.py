@@ -67,8 +67,11 @@ class ParquetSource(SampleSource):
                 with self._pq.ParquetFile(path) as file:
                     present = file.schema_arrow.names
                     needed = (*self._image_columns, *(self._columns or ()))
-                    if missing := [column for column in needed if column not in present]:
-                        problem = f"has no column {missing[0]!r}, but: {', '.join(present)}"
+                    missing = [column for column in needed if column not in present]
+                    twice = [column for column in present if present.count(column) > 1]
+                    if missing or twice:
+                        problem = f"has no column {missing[0]!r}, but: {', '.join(present)}" if missing else ""
+                        problem = problem or f"has several columns {twice[0]!r}; rename one"
                         if is_first:  # most likely a slip in the config
                             raise DatasetError(path, problem)
                         yield Refusal(name, path, "unreadable", problem)

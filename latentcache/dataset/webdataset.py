@@ -44,13 +44,14 @@ def members(path: str) -> Iterator[tarfile.TarInfo]:
 
     Raises OSError, and ImageRefused where the tar ends early or is damaged, if so then after the member that is cut.
     """
-    size = os.path.getsize(path)
+    end, size = -1, os.path.getsize(path)
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
-                if member.size < 0:  # it would lead back
+                if member.size < 0 or tar.offset <= end:  # it would lead back
                     raise tarfile.HeaderError(f"member {member.name!r:.80} has {member.size:,} bytes")
+                end = tar.offset
                 yield member
                 if member.offset_data + member.size > size:
                     raise ImageRefused(path, "truncated", f"the tar ends inside its member {member.name}")

@@ -8,6 +8,7 @@ import resource
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from PIL import Image
 from latentcache.config import SourceConfig
 from latentcache.dataset.samples import SampleSource
 from latentcache.dataset.sources import open_source
+from latentcache.dataset.webdataset import members
 from latentcache.errors import ImageRefused
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
@@ -163,6 +165,27 @@ def test_headers_with_odd_numbers(tmp_path: Path, headers: dict[str, str]) -> No
     assert refused and "s.tar/first" in {*ids, *refused}
 
 
+@pytest.mark.parametrize("is_pax", [False, True])
+def test_a_sparse_member_whose_header_leads_back_ends_the_tar(tmp_path: Path, is_pax: bool) -> None:
+    """tarfile moves by the size in the header, here a negative one, and then has another size for the member."""
+
+    def header(kind: bytes, size: int, rest: bytes = b"") -> bytes:
+        number = size.to_bytes(12, "big", signed=True) if size < 0 else b"%011o\0" % size
+        fields = b"odd.png".ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + number + b"00000000000\0"
+        data = (fields + b" " * 8 + kind).ljust(257, b"\0") + b"ustar  \0"
+        data = (data.ljust(386, b"\0") + rest).ljust(512, b"\0")
+        return data[:148] + b"%06o\0 " % sum(data) + data[156:]
+
+    if is_pax:
+        records = b"23 GNU.sparse.size=100\n"
+        tar = header(b"x", len(records)) + records.ljust(512, b"\0") + header(b"0", -3 * 512)
+    else:  # an entry of the map, whether there are more, and the size of the whole
+        tar = header(b"S", -512, b"00000000000\0" * 2 + bytes(73) + b"00000000144\0")
+    (tmp_path / "s.tar").write_bytes(tar + bytes(1024))
+    with pytest.raises(ImageRefused):
+        assert len([*islice(members(str(tmp_path / "s.tar")), 100)]) < 100
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
@@ -172,13 +195,13 @@ def test_odd_captions_and_names_in_a_table(tmp_path: Path) -> None:
         pq.write_table(pa.table({"image": [png()], "text": texts}), tmp_path / f"{name}.parquet")
     pq.write_table(pa.table({"image": pa.array([], pa.binary())}), tmp_path / "no rows.parquet")
     pq.write_table(pa.table({}), tmp_path / "no columns.parquet")
-    twice = pa.array([png()])
-    pq.write_table(pa.Table.from_arrays([twice, twice], ["image", "image"]), tmp_path / "twice.parquet")
+    columns = [pa.array([png()]), pa.array(["x"]), pa.array(["y"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["image", "text", "text"]), tmp_path / "twice.parquet")
     pq.write_table(pa.table({"image": [png()], "text": ["x"]}), tmp_path / "a good one.parquet")
     ids, refused = found(source_of(tmp_path, "parquet"))
     assert ids == ["a good one.parquet#0"]
     assert refused == {
         **{f"{name}.parquet#0": "bad-caption" for name in odd},
         "no columns.parquet": "unreadable",
-        "twice.parquet#0": "corrupt",
+        "twice.parquet": "unreadable",
     }
