@@ -289,7 +289,10 @@ class DiskStore(PackReader):
         if not new:
             return 0, 0
         row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        return self.add_row(row), row.pack.file_bytes
+        if not (num_added := self.add_row(row)):  # others stored the same meanwhile
+            self.drop_empty([row.pack.id])
+            return 0, 0
+        return num_added, row.pack.file_bytes
 
     def take_pack(
         self, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, *, row: PackRow | None = None

@@ -221,6 +221,9 @@ def prune(
         for pack in sorted(disk.table.packs, key=disk.directory.last_use):
             if bytes_left <= limit:
                 break
+            if pack not in disk.table.packs:  # nothing in it was live: it went when another one was rewritten
+                gone.add(pack)
+                continue
             others, others_bytes, is_all, frees = _unneeded(disk.table, pack, kept)
             if max_bytes is not None and frees <= 0:
                 continue

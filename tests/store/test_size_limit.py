@@ -142,3 +142,24 @@ def test_a_caption_ref_counts_too(cache: Path) -> None:
     ManifestFolder(cache / "manifests").write(Manifest("texts", "train", 1, COMMON, {"a": row}))
     shrink(cache, 0)
     assert left(cache) == {0, 4, 7}
+
+
+def test_packs_in_which_nothing_is_live_go_with_the_others(tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "cache") as store:
+        for first in range(0, 6, 2):
+            store.add([entry(first), entry(first + 1)])
+            os.utime(pack_of(store, first), (LONG_AGO + first, LONG_AGO + first))
+        store.remove([key(2), key(3)])
+        assert prune(store, {key(1), key(5)}, max_bytes=1000).num_entries == 2
+        assert store.find([key(number) for number in range(6)]) == {key(1), key(5)}
+
+
+def test_what_another_process_has_stored_is_not_kept_twice(tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "cache") as store, DiskStore(tmp_path / "cache") as other:
+        other.add([entry(0), entry(1)])
+        with store.writer() as writer:
+            writer.add(entry(0))
+            writer.add(entry(1))
+            writer.seal()
+            assert (writer.num_added, writer.bytes_written) == (0, 0)
+        assert store.stats().num_packs == 1
