@@ -134,7 +134,11 @@ class FarIndex:
         """For this process a row of a pack that is damaged there is gone, and another copy counts if there is one."""
         with self._lock:
             self._damaged.setdefault(pack, {})[row] = problem
-            self._rebuild(self.sizes, self.leaving)
+            key = self._rows[pack].keys[row]
+            if sum((each.keys == key).all(1).any() for each in self._rows.values()) > 1:
+                self._rebuild(self.sizes, self.leaving)
+            else:  # at once, where many are lost
+                self.table.mark(self._rows[pack].key(row), problem)
 
     def _rebuild(self, sizes: Mapping[str, int], leaving: dict[str, int]) -> None:
         """Make the table of these packs; what cannot be read is left out, with a warning, and asked for again.
