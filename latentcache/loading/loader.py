@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,8 @@ class _BatchMaker:
     loader: LatentLoader
     transfer: Transfer
     dtype: torch.dtype | None
+    encoded: Set[str]
+    """Keys of entries that are not encoded once more in this iteration."""
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. Each is prefetched before the LOOK_AHEAD batches before it are read."""
@@ -112,7 +114,7 @@ class _BatchMaker:
                 sent = self.transfer.send(read, partial(self._place, planned))
                 return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
             except SampleError as problem:
-                if self.loader.lost_key(problem) is not None:
+                if self.loader.lost_key(problem, self.encoded) is not None:
                     raise  # the thread that trains encodes it: no model moves while that one computes
                 error = self.loader.explained(problem)
                 key = _lost_key(problem)  # another dataset may have a sample of this name
@@ -191,10 +193,10 @@ class LatentLoader(Closing):
     `skipped`. An empty batch is left out too, but is an error with several ranks: all need the same number of batches.
 
     `encode` encodes what the cache has not: when an iteration begins, all that the dataset's manifests list and is
-    missing, in one pass; later an entry that is found missing or damaged, once. The thread that iterates does it, and
-    the batches are those of a complete cache. What cannot be encoded is in `refused`, and a SampleError at its batch,
-    as is a sample whose image, caption or models changed since the precache. Without anything missing an iteration
-    costs one look-up.
+    missing, in one pass; later an entry that is found missing or damaged, once in an iteration. The thread that
+    iterates does it, and the batches are those of a complete cache. What cannot be encoded is in `refused`, and a
+    SampleError at its batch, as is a sample whose image, caption or models changed since the precache. Without
+    anything missing an iteration costs one look-up.
 
     Iterations may be several at once. Each ends its thread when it is exhausted, closed or dropped, as does `close`.
     """
@@ -228,8 +230,7 @@ class LatentLoader(Closing):
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
         self.prefetch, self.damaged, self.encode = prefetch, damaged, encode
         self.refused: dict[str, Refusal] = {}
-        self._tried = set[str]()
-        """Keys of entries that were not made, or made when they were met: not tried again in each epoch."""
+        self._not_made = set[str]()
         self.skipped: dict[str, str] = {}
         self.num_skipped = 0
         self._iterators: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
@@ -280,10 +281,10 @@ class LatentLoader(Closing):
         self._iterators.add(iterator)
         return iterator
 
-    def read_from(self, cursor: Cursor, *, endless: bool) -> tuple[Source, Transfer]:
-        """The batches from here on, and how they get to the device."""
+    def read_from(self, cursor: Cursor, encoded: Set[str], *, endless: bool) -> tuple[Source, Transfer]:
+        """The batches from here on, and how they get to the device. Entries of `encoded` are not encoded again."""
         transfer = transfer_to(device_of(self.requester))
-        maker = _BatchMaker(self, transfer, self.dtype or dtype_of(self.requester))
+        maker = _BatchMaker(self, transfer, self.dtype or dtype_of(self.requester), encoded)
         plan = self.sampler.plan(cursor.epoch, cursor.position)
         if endless:
             plan = chain(plan, chain.from_iterable(map(self.sampler.plan, count(cursor.epoch + 1))))
@@ -292,21 +293,21 @@ class LatentLoader(Closing):
 
     def encode_missing(self, *keys: str) -> None:
         """Encode all that the dataset's manifests list and the cache has not, and the entries of these keys."""
-        if self.encode is None or not (wanted := (self.dataset.missing() | {*keys}) - self._tried):
+        if self.encode is None or not (wanted := (self.dataset.missing() | {*keys}) - self._not_made):
             return
         logger.info("encoding %d entries that %s has not", len(wanted), self.dataset.path)
         self.refused |= {refusal.sample_id: refusal for refusal in self.encode(only=wanted).refused}
-        self._tried |= {*keys} | wanted - self.dataset.cache.store.find(wanted)
+        self._not_made |= wanted - self.dataset.cache.store.find(wanted)  # not tried in each epoch
 
-    def lost_key(self, error: Exception) -> str | None:
+    def lost_key(self, error: Exception, encoded: Set[str]) -> str | None:
         """The key of the missing or damaged entry that this error is about, and that may be encoded; else None."""
         key = _lost_key(error)
-        return None if self.encode is None or key in self._tried else key
+        return None if self.encode is None or key in encoded or key in self._not_made else key
 
     def explained(self, error: SampleError) -> SampleError:
         """The error, or another one that says why the sample could not be encoded."""
         refusal = self.refused.get(error.sample_id)
-        if refusal is None or _lost_key(error) not in self._tried:
+        if refusal is None or _lost_key(error) not in self._not_made:
             return error
         reason = f"{error.reason}, and it cannot be encoded ({refusal.reason}): {refusal.detail}"
         remedy = PRECACHE if refusal.reason == "changed" else f"replace {refusal.path}, then {PRECACHE}"
@@ -318,7 +319,8 @@ class BatchIterator(Iterator[Batch], Closing):
 
     def __init__(self, loader: LatentLoader, cursor: Cursor, *, endless: bool):
         self._loader, self._cursor, self._endless = loader, cursor, endless
-        self._source, self._transfer = loader.read_from(cursor, endless=endless)
+        self._encoded = set[str]()
+        self._source, self._transfer = loader.read_from(cursor, self._encoded, endless=endless)
         self._error: Exception | None = None
         self._closed = False
 
@@ -348,12 +350,13 @@ class BatchIterator(Iterator[Batch], Closing):
 
     def _encode(self, error: Exception) -> bool:
         """Encode the entry that this error is about, if that may help, and read on from the batch that failed."""
-        loader, key = self._loader, self._loader.lost_key(error)
+        loader, key = self._loader, self._loader.lost_key(error, self._encoded)
         if key is None:
             return False
         self._source.close()
+        self._encoded.add(key)
         loader.encode_missing(key)
-        self._source, self._transfer = loader.read_from(self._cursor, endless=self._endless)
+        self._source, self._transfer = loader.read_from(self._cursor, self._encoded, endless=self._endless)
         return True
 
     def close(self) -> None:

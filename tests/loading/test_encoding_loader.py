@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -119,6 +120,15 @@ def test_a_damaged_entry_is_made_again_once(folder: Path, damaged: Any) -> None:
     loader = loader_of(dataset, damaged=damaged, encode=encode)
     assert [plain(batch) for batch in loader] == expected
     assert encode.asked == [{key}] and encode.num_encoded == 1 and not loader.skipped
+
+
+def test_two_iterations_that_meet_a_damaged_entry_both_read_on(folder: Path) -> None:
+    damage_image(dataset_of(folder), image_key(dataset_of(folder), "c.png"))
+    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    loader = loader_of(dataset_of(folder), encode=encode, prefetch=2)
+    first, second = iter(loader), iter(loader)
+    time.sleep(0.5)  # both have read ahead, and found it damaged
+    assert [plain(batch) for batch in first] == [plain(batch) for batch in second]
 
 
 def test_an_entry_that_stays_damaged_is_todays_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
