@@ -5,9 +5,11 @@ Relative paths in a config are relative to the working directory, as in every tr
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -79,6 +81,15 @@ class RemoteOptions(TypedDict, total=False):
     local: str | Path | None
     local_max_bytes: int | None
     retry_s: float
+
+
+def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """TypeError for an option that is not in RemoteOptions, with what there is that is spelled alike."""
+    for name in options.keys() - RemoteOptions.__annotations__.keys():
+        known = [*inspect.signature(function).parameters, *RemoteOptions.__annotations__]
+        near = difflib.get_close_matches(name, known, n=1)
+        asked = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+        raise TypeError(f"{function.__qualname__.split('.')[0]} has no option {name!r}{asked}")
 
 
 class CacheConfig(Section):

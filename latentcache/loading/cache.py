@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from typing_extensions import Unpack
 
-from latentcache.config import PROMPTS_PREFIX, CacheConfig, RemoteOptions, location_of
+from latentcache.config import PROMPTS_PREFIX, CacheConfig, RemoteOptions, check_options, location_of
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.dataset.row_table import Row
@@ -64,6 +64,7 @@ class LatentCache(Closing):
         unverified: bool = False,
         **options: Unpack[RemoteOptions],
     ):
+        check_options(options, LatentCache.__init__)
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
         if isinstance(path, CacheConfig):

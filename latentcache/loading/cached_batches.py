@@ -42,21 +42,30 @@ class CachedBatches(Dataset[Batch]):
     ):
         check_output(output, scaled=scaled)
         self.sampler, self.dtype, self.output, self.scaled = sampler, dtype, output, scaled
-        self._epoch = sampler.epoch
-        self._plan: list[PlannedBatch] = [*sampler.plan(self._epoch)]
+        self._epoch = torch.tensor(sampler.epoch).share_memory_()  # also with workers that live for several epochs
+        self._planned, self._plan = sampler.epoch, [*sampler.plan(sampler.epoch)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches the items are. It costs nothing where the epoch is the present one."""
+        """Choose the epoch whose batches the items are, also in workers that run already.
+
+        It costs nothing where the epoch is the present one.
+        """
         self.sampler.set_epoch(epoch)
-        if epoch != self._epoch:  # the sampler may be there already: others use it too
-            self._epoch, self._plan = epoch, [*self.sampler.plan(epoch)]
+        self._epoch.fill_(epoch)
+        self._batches()
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; the number is the same in each."""
-        return len(self._plan)
+        return len(self._batches())
 
     def __getitem__(self, number: int) -> Batch:
         """The batch of this number. SampleError for a sample of it that is missing or damaged; IndexError."""
-        planned, dataset = self._plan[number], self.sampler.dataset
+        planned, dataset = self._batches()[number], self.sampler.dataset
         batch = dataset.cache.gather(dataset.refs(planned.visits))
         return placed(dataset, planned, batch, CPU, dtype=self.dtype, output=self.output, scaled=self.scaled)
+
+    def _batches(self) -> list[PlannedBatch]:
+        epoch = int(self._epoch)
+        if epoch != self._planned:
+            self._planned, self._plan = epoch, [*self.sampler.plan(epoch)]
+        return self._plan

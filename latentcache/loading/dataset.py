@@ -15,7 +15,7 @@ from blake3 import blake3
 from torch.utils.data import Dataset, default_collate
 from typing_extensions import Unpack
 
-from latentcache.config import CacheConfig, Crops, DropoutTo, RemoteOptions, location_of
+from latentcache.config import CacheConfig, Crops, DropoutTo, RemoteOptions, check_options, location_of
 from latentcache.dataset.row_table import hex_of
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
@@ -152,6 +152,7 @@ class LatentDataset(Dataset[Batch]):
         trained_tokens: Collection[str] = (),
         **options: Unpack[RemoteOptions],
     ):
+        check_options(options, LatentDataset.__init__)
         self.choices = Choices(caption, caption_dropout, dropout_to, flips == "random", crops)
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")

@@ -11,7 +11,7 @@ from helpers.ragged_samples import on_disk
 from loading import lose_image, make_cache, plain
 from torch.utils.data import DataLoader
 
-from latentcache import BucketBatchSampler, CachedBatches, LatentDataset, LatentLoader, unpadded
+from latentcache import BucketBatchSampler, CachedBatches, LatentCache, LatentDataset, LatentLoader, unpadded
 from latentcache.errors import SampleError, StoreError
 
 
@@ -60,6 +60,23 @@ def test_the_epoch_is_the_one_that_was_set_also_where_the_sampler_was_there_befo
     batches.set_epoch(1)
     loader = LatentLoader(sampler, device="cpu", prefetch=0)
     assert [plain(batches[number]) for number in range(len(batches))] == [plain(batch) for batch in loader]
+
+
+def test_workers_that_live_for_several_epochs_follow_the_epoch(path: Path) -> None:
+    batches = CachedBatches(sampler_of(path))
+    made = DataLoader(batches, batch_size=1, num_workers=1, persistent_workers=True, collate_fn=_first)
+    for epoch in (0, 1, 2):
+        batches.set_epoch(epoch)
+        loader = LatentLoader(sampler_of(path), device="cpu", prefetch=0)
+        loader.set_epoch(epoch)
+        assert [plain(batch) for batch in made] == [plain(batch) for batch in loader]
+
+
+def test_an_option_that_is_spelled_wrongly_is_refused(path: Path) -> None:
+    with pytest.raises(TypeError, match="has no option 'caption_dropuot'; did you mean 'caption_dropout'"):
+        LatentDataset(path, caption_dropuot=0.1)
+    with pytest.raises(TypeError, match=r"LatentCache has no option 'colour'; there are .*retry_s"):
+        LatentCache(path, colour=1)
 
 
 def _first(batches: list[dict[str, object]]) -> dict[str, object]:
