@@ -160,6 +160,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
         DeviceError: `optimizer` is no torch optimizer, or a parameter is on `meta`.
     """
     optimizer = _movable(optimizer)
+    by_itself = _loads_by_itself(optimizer)
+    if not by_itself:
+        state_dict = dict(state_dict)  # hooks may change it
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(optimizer, state_dict) or state_dict
     saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
     found = [len(group["params"]) for group in saved_groups]
     expected = [len(group["params"]) for group in optimizer.param_groups]
@@ -169,7 +174,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
             f"has groups of {found} parameters, the optimizer has {expected}; build it over the same parameters",
         )
     groups = [_group_as_built(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
-    if _loads_by_itself(optimizer):
+    if by_itself:
         numbered = [{**group, "params": saved["params"]} for group, saved in zip(groups, saved_groups, strict=True)]
         optimizer.load_state_dict({**state_dict, "param_groups": numbered})
         return
@@ -184,6 +189,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
         else:
             state[number] = deepcopy(values)
     optimizer.__setstate__({"state": state, "param_groups": groups})
+    for loaded in optimizer._optimizer_load_state_dict_post_hooks.values():
+        loaded(optimizer)
 
 
 def _movable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -197,9 +204,7 @@ def _movable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it loads in a way of its own, or has hooks that change what is loaded."""
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
-    return bool(hooks) or type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
 
 def _group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class Phases:
         self._open_phases.append(opened)
         try:
             self._apply(phase, weights, opened.modules)
-            for averages in opened.averages:
+            for averages in opened.averages if phase.averaged else ():
                 averages.swap_in()
             for block_swap in opened.block_swaps.values():
                 block_swap.apply()
@@ -318,12 +318,13 @@ class _OpenPhase:
             part: module for part, module in self.modules.items() if part in weights.parts or managed_by(module) is None
         }
         gathered = GatheredShards(self.modules)  # before any use of the parameters: gathered ones are others
-        self.averages: list[EmaWeights | ScheduleFreeMode] = []
+        self.averages: list[EmaWeights | ScheduleFreeMode] = [
+            ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)
+        ]
         denoiser = next((name for name in DENOISERS if name in model.modules), None)
-        if phase.averaged:
-            self.averages += [ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)]
-            if model.parts.get("ema") is not None and denoiser is not None:
-                self.averages.append(EmaWeights(model.parts["ema"], list(model.modules[denoiser].parameters())))
+        if model.parts.get("ema") is not None and denoiser is not None:
+            averaged = list(model.modules[denoiser].parameters())
+            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=phase.averaged))
         # In the order in which they are restored. Random streams are last: nothing after them may draw.
         self._snapshots: tuple[Snapshot, ...] = (
             gathered,

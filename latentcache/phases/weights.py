@@ -72,7 +72,7 @@ class Weights(Snapshot):
         pinned: Mapping[str, str],
     ):
         self._memory, self.pinned = memory, pinned
-        self._failed: dict[str, Exception] = {}
+        self.failed: dict[str, Exception] = {}
         """The parts that `restore` could not put back."""
         self._tensors: dict[str, list[tuple[torch.Tensor, torch.device, torch.Tensor | None]]]
         """By part: each tensor, its device, and its memory there if it is parked."""
@@ -95,6 +95,13 @@ class Weights(Snapshot):
     def parts(self) -> tuple[str, ...]:
         """The names of the parts."""
         return tuple(self._tensors)
+
+    def device_of(self, part: str) -> torch.device | None:
+        """The part's device when the phase began; None if it lay on several or has no tensors, or was not put back."""
+        if part in self.failed:
+            return None
+        devices = {device for _, device, _ in self._tensors[part]}
+        return devices.pop() if len(devices) == 1 else None
 
     def place(self, part: str, device: torch.device) -> None:
         """Put every tensor of the part on the device, unless the part is pinned. After an error none has moved."""
@@ -123,11 +130,11 @@ class Weights(Snapshot):
         try:
             self._memory.put_all([origin for origin in self._tensors[part] if (origin[2] is not None) == is_parked])
         except Exception as error:
-            self._failed[part] = error
+            self.failed[part] = error
 
     def changes(self) -> Iterator[str]:
         """The parts that could not be put back."""
-        for part, error in self._failed.items():
+        for part, error in self.failed.items():
             yield f"{part}: {type(error).__name__}: {error}. All of it is where it was in the phase. {REPAIR}"
 
 
@@ -157,29 +164,38 @@ class Gradients(Snapshot):
 class EmaWeights(Snapshot):
     """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them.
 
-    PhaseError for an EMA that does not fit the parameters.
+    A phase that does not swap them in swaps them out at its end if other code left them in. An EMA that does not fit
+    is a PhaseError where it is `needed`; elsewhere it is left alone.
     """
 
-    def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter]):
+    def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
         self._ema = ema
-        self._is_mine = not is_swapped_in(ema)
-        """Whether this swaps them, and not the phase around this one."""
+        self._was_in = is_swapped_in(ema)
+        self._parameters: list[torch.nn.Parameter] = []
         reason = ema_mismatch(ema, parameters)
-        if reason is not None:
+        if self._was_in:
+            return
+        if reason is None:
+            is_whole = len(ema.shadow_params) == len(parameters)
+            self._parameters = [parameter for parameter in parameters if is_whole or parameter.requires_grad]
+        elif needed:
             raise PhaseError(reason, phase="validate")
-        is_whole = len(ema.shadow_params) == len(parameters)
-        self._parameters = [parameter for parameter in parameters if is_whole or parameter.requires_grad]
 
     def swap_in(self) -> None:
-        """Swap the averages in."""
-        if self._is_mine:
+        """Swap the averages in, unless the phase around this one did."""
+        if not self._was_in:
             self._ema.store(self._parameters)
             self._ema.copy_to(self._parameters)
 
     def restore(self) -> None:
-        """Swap the averages out."""
-        if self._is_mine and is_swapped_in(self._ema):
+        """Swap the averages out, also where other code swapped them in."""
+        if self._parameters and is_swapped_in(self._ema):
             self._ema.restore(self._parameters)
+
+    def changes(self) -> Iterator[str]:
+        """Whether the averages are in or out, if that differs."""
+        if is_swapped_in(self._ema) != self._was_in:
+            yield f"ema: its weights are {'in' if is_swapped_in(self._ema) else 'no longer in'} the model"
 
 
 class ScheduleFreeMode(Snapshot):
@@ -208,6 +224,11 @@ class ScheduleFreeMode(Snapshot):
         with torch.no_grad():
             for parameter, values in self._stored:
                 parameter.data.copy_(values)
+
+    def changes(self) -> Iterator[str]:
+        """The mode, if it differs."""
+        if is_training(self._optimizer) != self._was_training:
+            yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
 
 
 def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:

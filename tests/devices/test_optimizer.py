@@ -41,7 +41,11 @@ def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() 
     assert {state["exp_avg"].dtype for state in plain.state.values()} == {torch.bfloat16}
 
     repaired, (_, loaded) = with_exact_moments(), trained(torch.bfloat16)
+    seen: list[torch.optim.Optimizer] = []
+    for each in (repaired, loaded):  # a hook changes nothing about it, and repairing is no load
+        each.register_load_state_dict_post_hook(seen.append)
     repair_optimizer(repaired)
+    assert not seen
     load_optimizer_state(loaded, repaired.state_dict())
     for optimizer in (repaired, loaded):
         for state in optimizer.state.values():

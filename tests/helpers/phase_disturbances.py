@@ -78,6 +78,16 @@ def flags(training: Training) -> None:
         put(value)
 
 
+def averages(training: Training) -> None:
+    """As someone does who forgets to swap them out."""
+    if training.ema is not None and training.ema.temp_stored_params is None:
+        parameters = list(training.unet.parameters())
+        training.ema.store(parameters)
+        training.ema.copy_to(parameters)
+    if training.variant == "schedule-free":
+        training.optimizer.eval()
+
+
 DISTURBANCES = (
     random_python,
     random_numpy,
@@ -88,6 +98,7 @@ DISTURBANCES = (
     placement,
     dtypes,
     gradients,
+    averages,
     flags,
 )
 
