@@ -66,12 +66,19 @@ def module_differences(saved: Mapping[str, Any], modules: Modules, part: str) ->
     """Each tensor whose name, shape or dtype differs, and tied ones that have several values in a saved state."""
     live = module_state(modules)
     found = differences(saved, live, part)
+    # Of what holds no tensor, as extra state.
+    one_sided = sorted(name for name in saved.keys() ^ live.keys() if not any(f".{name}:" in each for each in found))
+    found += [f"{part}.{name}: missing {'here' if name in saved else 'in the file'}" for name in one_sided]
     first: dict[tuple[Any, ...], str] = {}
     for name, value in live.items():
         other = first.setdefault(_place(value), name) if _has_place(value) else name
-        if other != name and {name, other} <= saved.keys() and not torch.equal(saved[name], saved[other]):
+        if other != name and {name, other} <= saved.keys() and not _is_one(saved[name], saved[other]):
             found.append(f"{part}: {other}, {name} are one tensor here, and have two values in the file")
     return found
+
+
+def _is_one(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return _place(first) == _place(second) or torch.equal(first, second)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple[dict[str, Any], list[str]]:
@@ -140,7 +147,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 # Plain data
 
 
-_ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(slots=True)
@@ -153,7 +160,7 @@ class PlainData:
     def of(self, value: Any, name: str) -> Any:
         """A copy of `value`, whose dotted path in the checkpoint is `name`. What cannot be written is an offender."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in _ATOMS and value != b"":  # which is pickled as a call of its class, that torch refuses
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)

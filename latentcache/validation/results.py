@@ -160,7 +160,7 @@ def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
     earlier validation of this step are replaced whole. Other files are left alone.
     StorageFullError, ReadOnlyError or another StoreError names what cannot be written.
     """
-    step = folder / step_folder(report.step)
+    step = folder / step_folder(checked_step(report.step))
     pictures = {image_name(number): image_png(sample) for number, sample in enumerate(report.images)}
     images = tuple(step / name for name in pictures)
     if images:

@@ -421,3 +421,23 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="needs code to be run"):
         load_checkpoint(path, model=torch.nn.Linear(1, 1))
     assert not (tmp_path / "was-run").exists()
+
+
+def test_a_module_whose_extra_state_the_file_lacks_is_refused_before_any_is_changed(tmp_path: Path) -> None:
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            """Nothing to set."""
+
+    plain, other = torch.nn.Linear(2, 2), Extra(2, 2)
+    saved = {"first": plain, "second": torch.nn.Linear(2, 2)}
+    save_checkpoint(tmp_path / "a.pt", model=saved, extra={"digest": b"abc"})
+    changed = torch.nn.Linear(2, 2)
+    before = changed.weight.clone()
+    with pytest.raises(CheckpointError, match=r"second\._extra_state: missing in the file"):
+        load_checkpoint(tmp_path / "a.pt", model={"first": changed, "second": other})
+    assert torch.equal(changed.weight, before)
+    models = {"first": changed, "second": torch.nn.Linear(2, 2)}
+    assert load_checkpoint(tmp_path / "a.pt", model=models).extra == {"digest": b"abc"}
