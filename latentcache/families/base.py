@@ -139,6 +139,8 @@ class Family(ABC):
     """The class of diffusers that generates with it."""
     pipeline_names: ClassVar[tuple[str, ...]] = ()
     """Other classes whose folders hold this family's frozen parts; `*` stands for any letters."""
+    refused_pipelines: ClassVar[Mapping[str, str]] = {}
+    """Classes whose folders look like this family's, and what in them is not covered."""
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that its pipeline has of a model's model_index.json: `models.family.pipeline_settings`."""

@@ -78,6 +78,7 @@ class QwenImageEdit(EditTexts, QwenImage):
     name = "qwen-image-edit"
     pipeline_name = "QwenImageEditPlusPipeline"
     pipeline_names = ()
+    refused_pipelines = {"QwenImageEditPipeline": "is the first Qwen-Image-Edit, whose texts have another template"}
     repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
     parts = {
         "vae": QwenImage.parts["vae"],

@@ -44,6 +44,9 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
     for family in map(family_named, FAMILIES):
         if any(fnmatchcase(class_name, known) for known in (family.pipeline_name, *family.pipeline_names)):
             return family, f"{name} is a model of {class_name}"
+        if met := family.refused_pipelines.get(class_name):
+            step = f"Name a model of {family.pipeline_name}, as {family.repositories[0]}"
+            raise ModelError(f"model: {name} is a model of {class_name}. It {met}. {step}.", part="model")
     raise ModelError(
         f"model: {name} is a model of {class_name}, whose family is not known. Set model.family to the one whose parts "
         f"it has: {', '.join(FAMILIES)}.",

@@ -239,4 +239,6 @@ class Plan:
     def finish(self) -> Plan:
         """This plan, with its batches."""
         self.batches = {kind: batches.finish() for kind, batches in self._open.items()}
+        self._open.clear()
+        self._seen.clear()  # a plan is kept while its batches are encoded
         return self

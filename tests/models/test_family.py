@@ -73,7 +73,7 @@ def test_no_pipeline_is_of_two_families() -> None:
         assert len(found) <= 1, pipeline
 
 
-@pytest.mark.parametrize("pipeline", ["StableDiffusion3Pipeline", "QwenImageEditPipeline", "WanVACEPipeline"])
+@pytest.mark.parametrize("pipeline", ["StableDiffusion3Pipeline", "WanVACEPipeline"])
 def test_folders_of_other_parts_are_of_no_family(pipeline: str, tmp_path: Path) -> None:
     assert pipeline in KNOWN
     folder = folder_of(tmp_path / "model", {"_class_name": pipeline})
@@ -86,6 +86,13 @@ def test_the_pipeline_of_a_community_script_is_the_second_that_is_named(tmp_path
     assert family_of(ModelConfig(path=str(folder)))[0].name == "sdxl"
     with pytest.raises(ModelError, match="is a model of Mine, whose family is not known"):
         family_of(ModelConfig(path=str(folder_of(tmp_path / "other", {"_class_name": ["mine", "Mine"]}))))
+
+
+def test_a_model_that_is_like_a_family_s_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", {"_class_name": "QwenImageEditPipeline"})
+    met = r"It is the first Qwen-Image-Edit, .*Name a model of QwenImageEditPlusPipeline, as Qwen/Qwen-Image-Edit-2511"
+    with pytest.raises(ModelError, match=met):
+        family_of(ModelConfig(path=str(folder)))
 
 
 def test_a_model_with_other_channels_is_encoded_and_its_denoiser_refused(folder: Path, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ RECOGNISED = (
         *("EncodeLlamaText", "EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE"),
         *("GenerateImageLike", "GenerateMaskedConditioningImage", "MapData", "PadMaskedTokens", "PruneMaskedTokens"),
         *("ImageToVideo", "LoadImage", "NormalizeImageChannels", "RescaleImageChannels", "SampleVAEDistribution"),
-        *("EncodeWuerstchenEffnet", "ScaleImage", "SelectFirstInput", "Tokenize"),
+        *("EncodeWuerstchenEffnet", "GenerateDepth", "ScaleImage", "SelectFirstInput"),
+        *("ShuffleFluxFillMaskChannels", "Tokenize"),
     }
 )
 """Their values depend on the variation only through random numbers."""
