@@ -71,7 +71,8 @@ def install(made: Environment = DEFAULT) -> None:
         sys.exit(
             f"{made.path} was not made by this script, and is left alone: move it away, or install with its own pip"
         )
-    print(f"installing into {made.name} (a few minutes the first time) ...", file=sys.stderr, flush=True)
+    cost = "the first time 5 to 10 minutes and 1.4 GB or more; without a terminal nothing is said meanwhile"
+    print(f"installing into {made.name} ({cost}) ...", file=sys.stderr, flush=True)
     if not has_quickstart_only(made):
         make(made)
     ours.touch()

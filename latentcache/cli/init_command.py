@@ -120,7 +120,8 @@ def _sentences(told: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  {note} ({len(names):,}): {first_of(names[:MAX_NAMED], len(names))}"
     if others := told["left_out"]:
         named = first_of(others[:MAX_NAMED], len(others))
-        yield f"{counted(len(others), 'image')} left out, in no folder with repeats: {named}"
+        yield f"{counted(len(others), 'image')} left out, in no folder with repeats: {named}; to train on them too,"
+        yield f"  move them into a folder such as 1_rest, delete {told['config']}, and run init again"
     yield from (f"wrote {told['config']}. Read it, then run", *(f"  {step}" for step in told["next"]))
 
 

@@ -107,7 +107,7 @@ def browse(
         url = f"{url}/login?token={token}"
         if options.as_json:
             print(json.dumps({"url": url}), flush=True)
-        logger.info("look at %s; Ctrl-C ends it", url)
+        logger.info("Ctrl-C ends it. Look at %s", url)  # nothing after it is copied with the token
         if not no_open:
             # Every account can read a browser's command line. It names a file that only this account can read.
             file = Path(folder, "open.html")

@@ -342,6 +342,6 @@ class LatentCache(Closing):
         # The empty text is no sample's own: none is to be left out for it.
         sample_id = prompt_id("") if ref.dropped == "empty" and error.key == ref.keys[1] else ref.sample_id
         if isinstance(error, EntryMissingError):
-            return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
+            return SampleError(sample_id, "has no entry", PRECACHE)
         mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
         return SampleError(sample_id, f"is damaged: {error.reason}", mark + PRECACHE)

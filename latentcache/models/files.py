@@ -37,7 +37,10 @@ MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
 """What a model's folder has of its pipeline: the second where that is made of diffusers' modular blocks."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HUB_STEP = "Download it once while online (hf download NAME), or name a local folder"
+_HUB_STEP = (
+    "Download it once while online (hf download NAME), or name a local folder or .safetensors file, "
+    "e.g. as model.path; `--model.path tiny` tries it without a model"
+)
 
 
 def refused(part: str, message: str) -> ModelError:

@@ -63,7 +63,7 @@ def test_captions_that_are_easily_lost(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["kohya", "onetrainer"])
-def test_folders_with_repeats_are_datasets(folder: Path, run_json: RunJson, trainer: str) -> None:
+def test_folders_with_repeats_are_datasets(folder: Path, run: Run, run_json: RunJson, trainer: str) -> None:
     for name in ("10_cats", "5_cats", "3_кот", "dogs"):
         shutil.copytree(folder, folder.parent / "set" / name)
     code, told = run_json("init", "set", "--for", trainer)
@@ -74,6 +74,8 @@ def test_folders_with_repeats_are_datasets(folder: Path, run_json: RunJson, trai
     assert {dataset.buckets.rule for dataset in datasets.values()} == {trainer}
     exports = [step for step in told["next"] if step.startswith("latentcache export kohya set/10_cats ")]
     assert len(exports) == (trainer == "kohya")
+    code, out, _ = run("init", "set", "again.yaml")
+    assert code == 0 and "move them into a folder such as 1_rest, delete again.yaml, and run init again" in out
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")

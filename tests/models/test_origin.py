@@ -132,7 +132,7 @@ SDXL_FILES = [
 
 
 def test_a_model_that_cannot_be_had_says_how_to_get_it():
-    step = r"Download it once while online \(hf download someone/none\)"
+    step = r"Download it once while online \(hf download someone/none\), or name .* model\.path; `--model\.path tiny`"
     with pytest.raises(
         ModelError, match=rf"someone/none is not on this machine, and the hub cannot be reached\. {step}"
     ):
