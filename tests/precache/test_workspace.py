@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def test_what_one_process_flushed_another_finds(tmp_path: Path) -> None:
     assert len(second) == FLUSH_ROWS + 1, "written without a flush"
 
 
+def test_reading_only_writes_nothing(tmp_path: Path) -> None:
+    with contextlib.closing(Memo(tmp_path / "none", read_only=True)) as memo:
+        memo["name"] = "kept in memory"
+        memo.flush()
+        assert memo["name"] == "kept in memory" and not list(tmp_path.iterdir())
+    Memo(tmp_path / "memo").close()
+    before = (tmp_path / "memo").read_bytes()
+    with contextlib.closing(Memo(tmp_path / "memo", read_only=True)) as memo:
+        memo["name"] = "kept in memory"
+    assert (tmp_path / "memo").read_bytes() == before
+
+
 def test_rows_that_nobody_asks_for_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1.0]
     monkeypatch.setattr(memo_module.time, "time", lambda: clock[0] * 86400)
@@ -73,6 +86,19 @@ def test_a_damaged_memo_is_named_and_removed_for_the_next_run(tmp_path: Path) ->
     with contextlib.closing(Memo(path)) as memo:
         memo["name"] = "value"
     assert Memo(path)["name"] == "value"
+
+
+def test_a_flipped_bit_gives_no_other_text(tmp_path: Path) -> None:
+    """Whether it is in the text or in its checksum: the row is none then, and the others are as they were."""
+    texts, path = {f"name {number}": f"text {number} " + "é" * 40 for number in range(20)}, tmp_path / "memo"
+    with contextlib.closing(Memo(path)) as memo:
+        memo.update(texts)
+    whole, dice = path.read_bytes(), random.Random(14)
+    for name, text in texts.items():
+        at = whole.rindex(text.encode()) + dice.randrange(-8, len(text.encode()))
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+        found = Memo(path, read_only=True).get_many(texts)
+        assert found == {other: text for other, text in texts.items() if other != name}, f"byte {at}"
 
 
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

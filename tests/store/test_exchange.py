@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from store_samples import key, same, sample, samples
@@ -9,6 +11,7 @@ from store_samples import key, same, sample, samples
 from latentcache.errors import (
     ReadOnlyError,
     StoreBusyError,
+    StoreError,
 )
 from latentcache.store import DiskStore
 from latentcache.store.entry import own_entry
@@ -47,3 +50,12 @@ def test_a_pack_is_refused_while_upkeep_works_and_by_readers(store, tmp_path):
         reader.take_pack(pack, [data], len(data))
     assert not list((store.path / "packs").rglob(f"*{pack}*")) and store.find([key(7)]) == set()
     assert store.take_pack(pack, [data], len(data)) == 1
+
+
+def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
+    pack, data = packed([own_entry(sample(8))])
+    with monkeypatch.context() as patched, pytest.raises(StoreError, match="no space"):
+        patched.setattr(store, "add_row", Mock(side_effect=StoreError("no space")))
+        store.take_pack(pack, [data], len(data))
+    assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(8)]) == set()
+    assert store.take_pack(pack, [data], len(data)) == 1 and store.find([key(8)]) == {key(8)}
