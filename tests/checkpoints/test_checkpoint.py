@@ -80,6 +80,13 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     assert saved["head.weight"].data_ptr() == saved["embedding.weight"].data_ptr()
 
 
+def test_tied_weights_load_into_several_tensors(tmp_path: Path) -> None:
+    model, other = Tied(), Tied(tie=False)
+    load_checkpoint(save_checkpoint(tmp_path / "tied", model=model), model=other)
+    assert other.head.weight is not other.embedding.weight
+    assert_same_bits(weights(other), weights(model))
+
+
 def test_one_tensor_takes_no_two_values(tmp_path: Path) -> None:
     untied = save_checkpoint(tmp_path / "untied", model=Tied(tie=False))
     with pytest.raises(CheckpointError, match=r"embedding\.weight, head\.weight are one tensor here, and have two"):

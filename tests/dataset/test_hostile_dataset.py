@@ -186,6 +186,31 @@ def test_a_sparse_member_whose_header_leads_back_ends_the_tar(tmp_path: Path, is
         assert len([*islice(members(str(tmp_path / "s.tar")), 100)]) < 100
 
 
+def header(kind: bytes, num_bytes: int) -> bytes:
+    """That of a member, or of the headers of the next one, of any size."""
+    member = tarfile.TarInfo("odd.png")
+    member.type, member.size = kind, num_bytes
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+HEADERS = {
+    "a name of 100 GB": header(tarfile.GNUTYPE_LONGNAME, 100 << 30),
+    "an extended header of 100 GB": header(tarfile.XHDTYPE, 100 << 30),
+    "headers of headers": (header(tarfile.XHDTYPE, 512) + b"12 comment=x\n".ljust(512, b"\0")) * 5000,
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_that_ask_for_too_much(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "s.tar"
+    with tarfile.open(path, "w") as tar:
+        add(tar, "first.png", png())
+    first = path.read_bytes()[: 512 + -(-len(png()) // 512) * 512]
+    path.write_bytes(first + HEADERS[name] + first + bytes(1024))
+    _, refused = found(source_of(path, "webdataset"))
+    assert "truncated" in refused.values()
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 

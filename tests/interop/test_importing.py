@@ -136,6 +136,12 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
         (text("a", width=80), "corrupt", "a batch holds one form"),
         (replace(text("a"), prompt_embeds=torch.randn(77)), "corrupt", "the shapes"),
         (replace(text("a"), pooled_prompt_embeds=torch.full((40,), math.nan)), "bad-output", "nan"),
+        (
+            # It is to be stored in the dtype of prompt_embeds, which has no such value.
+            replace(text("a", dtype=torch.float16), pooled_prompt_embeds=torch.full((40,), 1e6)),
+            "bad-output",
+            "pooled_prompt_embeds holds inf",
+        ),
         (Refusal("x", "/x", "truncated", "ends early"), "truncated", "ends early"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

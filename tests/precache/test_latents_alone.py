@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, LoadedModels, ValidationRunner
 from latentcache.config import Config
-from latentcache.errors import ConfigError, StoreError
+from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
+from latentcache.errors import ConfigError, DatasetError, StoreError
 from latentcache.integrations.diffusers import PrecomputedDataset
 from latentcache.interop.formats.kohya import export as export_kohya
 from latentcache.interop.formats.webdataset import export as export_webdataset
@@ -189,6 +190,14 @@ def test_upkeep_knows_of_no_texts(alone: Config, run: Any, run_json: Any, tmp_pa
         facts = [json.load(tar.extractfile(each)) for each in tar if each.name.endswith(".json")]  # type: ignore[arg-type]
     assert {each["sample_id"]: each["captions"] for each in facts}["a.png"] == ["a red house", "a house in the rain"]
     assert all(each["keys"]["captions"] == [] for each in facts)
+
+
+def test_a_file_that_contradicts_itself_is_refused(alone: Config) -> None:
+    data = (alone.cache.path / "manifests" / "photos.safetensors").read_bytes()
+    manifest = read_manifest(data, "photos", "here", whole_check=True)
+    wrong = Manifest("photos", "train", 1, {**manifest.common, "text_encoding": {"clip_skip": 0}}, manifest.rows)
+    with pytest.raises(DatasetError, match="a caption has no key"):
+        read_manifest(manifest_bytes(wrong), "photos", "here", whole_check=True)
 
 
 def test_cached_texts_of_a_trained_token_are_refused(

@@ -8,11 +8,13 @@ import threading
 import time
 
 import pytest
+from helpers.page_caches import text_entry
 from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError
 from latentcache.store import DiskStore, reader
 from latentcache.store.batch import read_batch
+from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.upkeep import compact
 
 NUMBERS = range(12)
@@ -110,3 +112,16 @@ def test_a_fork_while_threads_work_can_use_the_store(store):
         read_batch(store, [key(2)])
 
     together(fork, read, read, seconds=0.5)
+
+
+def test_captions_of_a_pack_that_is_compacted_meanwhile_are_not_known_to_be_cut(tmp_path, monkeypatch):
+    entries = [text_entry("a.png", f"caption {number}", num_tokens=100) for number in range(2)]
+    with DiskStore(tmp_path) as store, DiskStore(tmp_path) as other:
+        for entry in entries:
+            store.add([entry])
+        kept, gone = (entry.record.key for entry in entries)
+        places = store.places([gone, kept])
+        other.remove([gone])
+        other.drop_empty()
+        monkeypatch.setattr(store, "places", lambda keys: places)  # found before
+        assert CutCaptions(store).flags([gone, kept]).tolist() == [False, True]
