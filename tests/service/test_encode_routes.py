@@ -118,7 +118,7 @@ def metric(server: RunningServer, name: str) -> float:
 
 
 def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
-    before = metric(server, "entries_total")
+    before, counted = metric(server, "entries_total"), [metric(server, f"{name}_total") for name in ("hits", "misses")]
     body = prompts(NEW[0], "photo 0", NEW[0], "")
     body["prompts"].append({"text": "", "negative": True})
     answer = server.post("/v1/prompts:encode", body)
@@ -127,6 +127,7 @@ def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspa
     keys = answer.headers["latentcache-keys"].split(",")
     assert len(keys) == 5 and keys[0] == keys[2] and set(keys) == found.keys() and len(found) == 4
     assert metric(server, "entries_total") - before == 1
+    assert [metric(server, f"{name}_total") for name in ("hits", "misses")] == [counted[0] + 3, counted[1] + 1]
 
     again = server.post("/v1/prompts:encode", {**body, "return": "keys"}).json()
     assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
@@ -139,9 +140,12 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
     server: RunningServer, config_file: Path, precached: Workspace
 ) -> None:
     photo = (config_file.parent / "photos" / "0.png").read_bytes()
-    twins = encoded(server.post("/v1/images:encode?dataset=mirrored", photo))
-    assert len(twins) == 2
-    assert_precached(twins, precached)
+    answer, manifest = server.post("/v1/images:encode?dataset=mirrored", photo), precached.manifests.read("mirrored")
+    assert_precached(encoded(answer), precached)
+    assert manifest is not None and len(encoded(answer)) == 2
+    images = [{"key": ref.key, **ref.geometry.to_json()} for ref in manifest.rows["0.png"].images]
+    assert json.loads(answer.headers["latentcache-images"]) == images
+    failures = metric(server, "failures_total")
     image = "/v1/images:encode?dataset=photos"
     assert problem(server.post(image, b""), 422, "ImageRefused")["reason"] == "empty"
     assert problem(server.post(image, b"no image"), 422, "ImageRefused")["reason"] == "not-an-image"
@@ -151,6 +155,7 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
     broken = bytearray(photo)
     broken[len(photo) // 2] ^= 0xFF
     assert problem(server.post(image, bytes(broken)), 422, "ImageRefused")["reason"] == "corrupt"
+    assert metric(server, "failures_total") - failures == 2, "the cut and the damaged image"
     assert problem(server.post("/v1/images:encode?dataset=%00", photo), 422, "ConfigError")
     for body in (
         {"prompts": []},

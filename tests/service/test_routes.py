@@ -34,6 +34,11 @@ def test_the_status_is_that_of_the_command(served):
     assert served.server.get("/v1/status").json() == json.loads(json.dumps(status(served.path).to_json()))
 
 
+def test_entries_are_found(served):
+    answer = served.server.post("/v1/entries:find", {"keys": [*served.keys, "0" * 64, served.keys[0]]})
+    assert answer.json() == {"found": served.keys}
+
+
 def test_packs_are_files(served):
     listed = served.server.get("/v1/packs").json()["packs"]
     assert sum(pack["num_entries"] for pack in listed) == 16 and len(listed) == 2
