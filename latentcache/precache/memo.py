@@ -83,10 +83,12 @@ class Memo(MutableMapping[str, str]):
                 asked = {name.encode(*_CODEC): name for name in wanted[start : start + _NAMES_AT_ONCE]}
                 query = f"SELECT name, day, value FROM memo WHERE name IN ({', '.join('?' * len(asked))})"
                 for row, day, value in self._select(query, [*asked]):
-                    text, name = value[_CHECKSUM_BYTES:], asked[row]
-                    if value == _checked(row, text):
+                    name = asked.get(row)  # a damaged file may give other names, and values of any type
+                    text = value[_CHECKSUM_BYTES:] if isinstance(value, bytes) else b""
+                    if name is not None and value == _checked(row, text):
                         found[name] = text.decode()
-                        if day < self._today - _NOTED_DAYS:  # written again, with the day of today
+                        if isinstance(day, int) and day < self._today - _NOTED_DAYS:
+                            # Written again, with the day of today.
                             self._new.setdefault(name, found[name])
             return found | {name: self._new[name] for name in wanted if name in self._new}
 
@@ -119,9 +121,10 @@ class Memo(MutableMapping[str, str]):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of names in a damaged schema
             remedy = "Fix the cause, or remove the file: then all files are read again"
-            if type(error) is sqlite3.DatabaseError and not self._read_only:  # the file is no database, or damaged
+            if type(error) in (sqlite3.DatabaseError, UnicodeDecodeError) and not self._read_only:
+                # The file is no database, or damaged.
                 self._database.close()
                 self._read_only = True  # closing it writes nothing
                 with suppress(OSError):  # Windows removes no file that another process has open

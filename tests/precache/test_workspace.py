@@ -89,16 +89,20 @@ def test_a_damaged_memo_is_named_and_removed_for_the_next_run(tmp_path: Path) ->
 
 
 def test_a_flipped_bit_gives_no_other_text(tmp_path: Path) -> None:
-    """Whether it is in the text or in its checksum: the row is none then, and the others are as they were."""
+    """Wherever it is in the database: what is read is right or absent, or the memo is named as damaged."""
     texts, path = {f"name {number}": f"text {number} " + "é" * 40 for number in range(20)}, tmp_path / "memo"
     with contextlib.closing(Memo(path)) as memo:
         memo.update(texts)
     whole, dice = path.read_bytes(), random.Random(14)
-    for name, text in texts.items():
-        at = whole.rindex(text.encode()) + dice.randrange(-8, len(text.encode()))
+    used = [at for at, byte in enumerate(whole) if byte]
+    num_absent = 0
+    for at in dice.sample(used, 400):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
-        found = Memo(path, read_only=True).get_many(texts)
-        assert found == {other: text for other, text in texts.items() if other != name}, f"byte {at}"
+        with contextlib.suppress(StoreError):
+            found = Memo(path, read_only=True).get_many(texts)
+            assert found.items() <= texts.items(), f"byte {at}"
+            num_absent += len(texts) - len(found)
+    assert num_absent > 0
 
 
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
