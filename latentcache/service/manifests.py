@@ -140,6 +140,7 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
             except DatasetError as error:
                 raise RequestRefused(str(error), status=422) from error
             facts = _facts_in(memoryview(data), name, path)
+            del data  # Windows renames no file that is mapped
             # Two that replace the same version, also by other processes: only the first may.
             held.enter_context(folder.lock())
             etag = _etag(folder, name)
