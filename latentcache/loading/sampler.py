@@ -106,7 +106,7 @@ class PlannedBatch(NamedTuple):
 
     @property
     def visits(self) -> Visits:
-        """The same as arrays."""
+        """The items as arrays, each with its draw, epoch and seed."""
         num = len(self.numbers)
         # The generator's own bits: they stay the same in all versions of numpy, and take a fifth of the time.
         bits = np.random.PCG64(seed_of("visits", self.seed, self.epoch, self.position)).random_raw(num)
