@@ -65,10 +65,9 @@ def partitions(modules: Modules) -> list[str]:
 def module_differences(saved: Mapping[str, Any], modules: Modules, part: str) -> list[str]:
     """Each tensor whose name, shape or dtype differs, and tied ones that have several values in a saved state."""
     live = module_state(modules)
-    found = differences(saved, live, part)
-    # Of what holds no tensor, as extra state.
-    one_sided = sorted(name for name in saved.keys() ^ live.keys() if not any(f".{name}:" in each for each in found))
-    found += [f"{part}.{name}: missing {'here' if name in saved else 'in the file'}" for name in one_sided]
+    # Extra state, which is set by its name, may hold no tensor.
+    there, here = ({f"{part}.{name}": "there" for name in each} | _specs(each, part) for each in (saved, live))
+    found = _unequal(there, here)
     first: dict[tuple[Any, ...], str] = {}
     for name, value in live.items():
         other = first.setdefault(_place(value), name) if _has_place(value) else name
