@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from latentcache.errors import PackError
@@ -74,7 +74,7 @@ class CutCaptions:
         cut = np.zeros(len(whole.row.keys), np.bool_)
         for row in range(len(cut)):
             if whole.row.pack.group_of(row).kind == "text":
-                record = json.loads(whole.json(row))
+                record = msgspec.json.decode(whole.json(row))
                 cut[row] = num_cut_tokens(record["identity"], record["provenance"]) > 0
         self._by_pack[pack] = cut
         return cut
