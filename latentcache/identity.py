@@ -13,11 +13,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 
 from latentcache.types import Geometry, ImageOutput
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SCHEMA = 1
 """Version of the identities below. A change of meaning raises it, and so disowns all older entries."""
@@ -53,6 +56,12 @@ _is_key = re.compile(r"[0-9a-f]{64}").fullmatch
 def is_key(value: object) -> bool:
     """Whether the value is 64 lower-case hexadecimal digits."""
     return isinstance(value, str) and _is_key(value) is not None
+
+
+def key_names(keys: np.ndarray) -> list[str]:
+    """The keys of a column, uint8 [n, 32], as text."""
+    digits = keys.tobytes().hex()
+    return [digits[at : at + 64] for at in range(0, len(digits), 64)]
 
 
 def key_of(identity: Mapping[str, Any]) -> str:

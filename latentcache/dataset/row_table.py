@@ -30,7 +30,7 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.config import MAX_CONTROLS
-from latentcache.identity import is_key
+from latentcache.identity import is_key, key_names
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 COLUMNS: Mapping[str, tuple[str, int, str | None]] = {
@@ -311,7 +311,7 @@ class RowTable(Mapping[str, Row]):
                 keys = keys[np.repeat(is_usable, np.diff(self.columns[f"{name}/offsets"]))]
             keys = keys[keys.any(1)]
             # Few at a time: of all of them the digits would take 100 bytes each.
-            yield from chain.from_iterable(hex_of(keys[at : at + _CHUNK]) for at in range(0, len(keys), _CHUNK))
+            yield from chain.from_iterable(key_names(keys[at : at + _CHUNK]) for at in range(0, len(keys), _CHUNK))
 
     def ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places where the images or captions (`name`: image or caption) of these rows begin and end: int64 [n]."""
@@ -510,12 +510,6 @@ def _sortable(digests: np.ndarray) -> np.ndarray:
 def _hex(digest: np.ndarray) -> str:
     """A digest of 32 bytes as hexadecimal digits; empty for zeros."""
     return digest.tobytes().hex() if digest.any() else ""
-
-
-def hex_of(digests: np.ndarray) -> list[str]:
-    """The digests of uint8 [n, 32] as hexadecimal digits."""
-    digits = digests.tobytes().hex()
-    return [digits[at : at + 2 * _DIGEST_BYTES] for at in range(0, len(digits), 2 * _DIGEST_BYTES)]
 
 
 def _bytes_of(what: str, digest: str) -> bytes:

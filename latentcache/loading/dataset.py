@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, default_collate
 from typing_extensions import Unpack
 
 from latentcache.config import CacheConfig, Crops, DropoutTo, RemoteOptions, check_options, location_of
-from latentcache.dataset.row_table import hex_of
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
+from latentcache.identity import key_names
 from latentcache.loading.batch import to_device, unpadded
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser
@@ -92,7 +92,7 @@ class _Samples:
     def image_keys(self) -> list[str]:
         """The key of each item's image."""
         images, _, _ = self.samples.places(*self.items(np.arange(self.num_items)))
-        return hex_of(self.rows.columns["image/keys"][images])
+        return key_names(self.rows.columns["image/keys"][images])
 
 
 class LatentDataset(Dataset[Batch]):

@@ -12,12 +12,12 @@ import torch
 
 from latentcache.config import DropoutTo
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import ROLES, geometry_of, hex_of
+from latentcache.dataset.row_table import ROLES, geometry_of
 from latentcache.errors import ModelError, SampleError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Scaling
-from latentcache.identity import canonical_json, digest
+from latentcache.identity import canonical_json, digest, key_names
 from latentcache.loading.batch import CONTROL, MASKED
 from latentcache.types import ClipSize, Padding, Size
 from latentcache.utils.wording import MAX_NAMED, counted, first_of
@@ -257,9 +257,9 @@ class ManifestSamples:
             lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
             reason = f"has {counted(int(lines), 'caption')}, but number {line} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")
-        found = [hex_of(columns["image/keys"][images])]
+        found = [key_names(columns["image/keys"][images])]
         if self.facts.texts:
-            found.append(hex_of(columns["caption/keys"][texts]))
+            found.append(key_names(columns["caption/keys"][texts]))
         keys = zip(*found, strict=True)
         geometries = columns["image/geometry"][images]
         layouts = [_layout_of(geometry.tobytes(), self.facts.family) for geometry in geometries]
@@ -273,7 +273,7 @@ class ManifestSamples:
     def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:
         """These samples with their further parts. These are the places of the image and the parts of each."""
         columns, ends = self.rows.columns, counts.cumsum().tolist()
-        keys, roles = hex_of(columns["image/keys"][places]), columns["image/role"][places].astype(np.int32)
+        keys, roles = key_names(columns["image/keys"][places]), columns["image/role"][places].astype(np.int32)
         shapes = np.column_stack([roles, columns["image/geometry"][places, 6:8]])
         return [
             ref._replace(keys=(*ref.keys, *keys[start + 1 : end]), parts=_parts_of(shapes[start + 1 : end].tobytes()))

@@ -22,11 +22,11 @@ from latentcache.dataset.captions import variants_of
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import RowTable, RowTableBuilder, hex_of
+from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.identity import SCHEMA, digest, encoding_json
+from latentcache.identity import SCHEMA, digest, encoding_json, key_names
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
@@ -200,7 +200,7 @@ class _DatasetPlanner:
         dataset, notes = self._dataset, list[str]()
 
         def number_of(keys: np.ndarray) -> int:
-            return len(set(hex_of(keys)))
+            return len(set(key_names(keys)))
 
         if dataset.variations > 1:
             keys = table.columns["image/keys"]

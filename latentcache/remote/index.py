@@ -11,10 +11,11 @@ from contextlib import suppress
 from itertools import chain
 
 from latentcache.errors import PackError, RemoteError, StoreError
+from latentcache.identity import key_names
 from latentcache.remote.tier import Tier
 from latentcache.remote.transport import FORBIDDEN, Transport, in_threads, packs_in, removals_in
 from latentcache.store.directory import pack_name
-from latentcache.store.layout import Location, PackRow, drop_copies, key_names
+from latentcache.store.layout import Location, PackRow, drop_copies
 from latentcache.store.pack import Read, read_row, row_in
 from latentcache.store.table import LocationTable
 

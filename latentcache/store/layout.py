@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from latentcache.identity import key_names
 from latentcache.store.entry import ARRAY_DTYPES, Description, description_of
 
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
@@ -110,12 +111,6 @@ class Pack:
             [g.kind, g.num, [[c.field, c.dtype, c.shape, c.start, c.num_rows, c.offsets_start] for c in g.columns]]
             for g in self.groups
         ]
-
-
-def key_names(keys: np.ndarray) -> list[str]:
-    """Keys [n, 32] as text."""
-    text = keys.tobytes().hex()
-    return [text[at : at + 2 * KEY_BYTES] for at in range(0, len(text), 2 * KEY_BYTES)]
 
 
 class Location(NamedTuple):

@@ -9,8 +9,9 @@ from itertools import accumulate, chain, islice
 
 import numpy as np
 
+from latentcache.identity import key_names
 from latentcache.store.entry import check_key
-from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, RowGroup, key_names
+from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, RowGroup
 
 _KEY_WORDS = 4
 _CHUNK_PACKS = 256  # brought together at once: small arrays for each pack would leave holes all over the heap

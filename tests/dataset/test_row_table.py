@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.dataset.manifest import merged_rows
-from latentcache.dataset.row_table import ROLES, Ref, Row, RowTable, hex_of
+from latentcache.dataset.row_table import ROLES, Ref, Row, RowTable
+from latentcache.identity import key_names
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 TEXTS = st.text(st.characters(), max_size=8)
@@ -81,7 +82,7 @@ def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str)
             [ref.key for ref in (*row.images, *row.parts) if (ref.geometry.flip, ref.crop) == (flip, crop)]
             for row, crop in zip(values[::-1], crops, strict=True)
         ]
-        assert hex_of(table.columns["image/keys"][places]) == [key for keys in wanted for key in keys]
+        assert key_names(table.columns["image/keys"][places]) == [key for keys in wanted for key in keys]
         assert counts.tolist() == [*map(len, wanted)]
     shapes = [
         [[ROLES.index(ref.role), *ref.geometry.target_size, 0] for ref in (*row.images[:1], *row.parts_of())]
