@@ -1,15 +1,13 @@
+"""A store in a directory: what lies there, deaths and refused writes, other users, packs that come, advice to read."""
+
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
-import pickle
 import random
 import shutil
 import signal
-import sqlite3
-from contextlib import closing
 
 import pytest
 from helpers.other_users import open_to_others
@@ -18,11 +16,12 @@ from store_samples import (
     assert_holds,
     before_call,
     die,
-    flip,
     fork,
     key,
     listing,
     packs,
+    payload,
+    raise_,
     run,
     same,
     sample,
@@ -31,32 +30,34 @@ from store_samples import (
 )
 
 from latentcache.errors import (
-    EntryDamagedError,
-    EntryMissingError,
     ReadOnlyError,
     SchemaError,
     StorageFullError,
+    StoreBusyError,
     StoreError,
+    UnsafeStoreError,
 )
 from latentcache.store import DiskStore
 from latentcache.store import writer as writer_module
 from latentcache.store.batch import read_batch
+from latentcache.store.entry import own_entry
 from latentcache.store.index import Index
+from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify
 
 
 def test_a_cache_holds_what_it_should_and_nothing_else(root):
-    with DiskStore(root) as store:
+    with DiskStore(root) as store, DiskStore(root) as other:
         store.add(samples(*range(4)))
-        store.add(samples(*range(2, 6)))
+        other.add(samples(*range(2, 6)))
         with store.writer() as writer:
-            writer.add(sample(1))
+            for entry in samples(1, 5):
+                writer.add(entry)
         assert writer.num_added == writer.bytes_written == 0, "what is there is not written again"
         assert listing(root) == [*CLEAN, "2 packs"]
     with DiskStore(root, create=False) as store:
         assert_holds(store, *range(6))
         assert store.stats().num_packs == 2
-    assert json.loads((root / "CACHE.json").read_text())["schema"] == 2
     assert listing(root) == [*CLEAN, "2 packs"]
 
 
@@ -76,10 +77,9 @@ def test_a_pack_is_sealed_when_it_is_full_or_old(root, monkeypatch, limit):
 
 
 def test_directories_that_are_no_caches(root, tmp_path):
-    with pytest.raises(StoreError, match="there is no cache here"):
-        DiskStore(root, create=False)
-    with pytest.raises(StoreError, match="there is no cache here"):
-        DiskStore(root, read_only=True)
+    for options in ({"create": False}, {"read_only": True}):
+        with pytest.raises(StoreError, match="there is no cache here"):
+            DiskStore(root, **options)
     assert not root.exists()
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -94,29 +94,31 @@ def test_directories_that_are_no_caches(root, tmp_path):
     assert listing(root) == [*CLEAN, "0 packs"]
 
 
-@pytest.mark.parametrize("schema", [1, 3, 10**9])
-def test_other_formats_are_refused(root, schema):
-    DiskStore(root).close()
-    mark = f'{{"format": "latentcache", "schema": {schema}}}'
-    (root / "CACHE.json").write_text(mark)
-    for read_only in (False, True):
-        with pytest.raises(SchemaError) as caught:
-            DiskStore(root, read_only=read_only)
-        assert caught.value.supported == 2
-    assert (root / "CACHE.json").read_text() == mark
+MARK = '{"format": "latentcache", "schema": 2}'
 
 
-@pytest.mark.parametrize("text", [None, "", "no json", '{"format": "latentcache", "schema": "2"}'])
-def test_a_mark_that_is_none_is_refused_with_what_belongs_there(root, text):
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (MARK.replace("2", "1"), SchemaError),
+        (MARK.replace("2", "3"), SchemaError),
+        (MARK.replace("2", '"2"'), UnsafeStoreError),
+        ("no json", UnsafeStoreError),
+        (None, StoreError),
+    ],
+)
+def test_a_mark_of_another_format_or_of_none_is_refused_and_left(root, text, expected):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
     mark = root / "CACHE.json"
+    assert json.loads(mark.read_text()) == json.loads(MARK)
     mark.unlink() if text is None else mark.write_text(text)
     for read_only in (False, True):
-        with pytest.raises(StoreError, match=r"CACHE\.json.*schema") as caught:
+        with pytest.raises(StoreError, match="format 2" if expected is SchemaError else "schema") as caught:
             DiskStore(root, read_only=read_only)
-        assert not isinstance(caught.value, SchemaError)
-    mark.write_text('{"format": "latentcache", "schema": 2}')
+        assert type(caught.value) is expected
+    assert mark.exists() == (text is not None) and (text is None or mark.read_text() == text)
+    mark.write_text(MARK)
     with DiskStore(root) as store:
         assert_holds(store, 0, 1)
 
@@ -146,7 +148,7 @@ def test_processes_write_and_read_at_once(root):
         assert_holds(store, *range(30))
 
 
-# Deaths ------------------------------------------------------------------------------------------------------------
+# Deaths and refused writes -------------------------------------------------------------------------------------------
 
 
 def die_at(root, name, call):
@@ -181,21 +183,19 @@ def test_a_death_at_each_step(root, name, call, survives):
         assert_holds(store, 0, 1)
 
 
-# A full disk and other refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize(("name", "call"), [("write", 2), ("write", 3), ("fsync", 1), ("fsync", 2), ("replace", 1)])
-def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, name, call):
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.ENOSPC, StorageFullError), (errno.EIO, StoreError), (errno.EACCES, ReadOnlyError)],
+)
+@pytest.mark.parametrize(("name", "call"), [("write", 3), ("fsync", 1), ("fsync", 2), ("replace", 1)])
+def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, expected, name, call):
     with DiskStore(root) as store:
         store.add(samples(0))
         with monkeypatch.context() as patched, pytest.raises(StoreError) as caught:
             patched.setattr(os, name, getattr(os, name))  # as it is, afterwards
             before_call(name, call, lambda: raise_(OSError(number, os.strerror(number))))
             store.add(samples(*range(1, 9)))
-        full = number == errno.ENOSPC
-        assert isinstance(caught.value, StorageFullError) == full
-        assert isinstance(caught.value, ReadOnlyError) == (number == errno.EACCES)
+        assert type(caught.value) is expected
         assert listing(root) == [*CLEAN, "1 packs"]
         assert store.find([key(1), key(2)]) == set()
         assert_holds(store, 0)
@@ -218,18 +218,10 @@ def test_a_disk_that_is_full_for_the_index_only(root, monkeypatch):
         assert verify(store).ok
 
 
-def raise_(error):
-    raise error
-
-
 def test_the_writers_thread_reports_and_the_first_error_wins(root, monkeypatch):
     monkeypatch.setattr(writer_module, "PACK_ENTRIES", 1)
-
-    def full(fd, view):
-        raise OSError(errno.ENOSPC, "full")
-
     with DiskStore(root) as store:
-        monkeypatch.setattr(os, "write", full)
+        monkeypatch.setattr(os, "write", lambda fd, view: raise_(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageFullError), store.writer() as writer:
             for number in range(5):
                 writer.add(sample(number))
@@ -242,12 +234,14 @@ def test_the_writers_thread_reports_and_the_first_error_wins(root, monkeypatch):
         assert store.add(samples(0)) == 1
 
 
+# Readers that may not write ------------------------------------------------------------------------------------------
+
+
 def read_as_nobody(root):
     os.setgid(65534)
     os.setuid(65534)
     with DiskStore(root, read_only=True) as store:
         assert_holds(store, 0, 1)
-        assert read_batch(store, [key(0), key(1)])["moments"].shape == (2, 4, 8, 8)
         assert store.stats().num_entries == {"image": 2}
     with pytest.raises(ReadOnlyError, match="read_only=True"):
         DiskStore(root)
@@ -258,15 +252,14 @@ def test_another_user_reads_and_changes_nothing(root):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
     open_to_others(root)
-    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    assert run(read_as_nobody, root) == 0
-    shutil.rmtree(root / "index")
-    before = {path: before[path] for path in before if path.exists()}
-    assert run(read_as_nobody, root) == 0
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    for _ in range(2):  # with an index, and without one
+        before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+        assert run(read_as_nobody, root) == 0
+        assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+        shutil.rmtree(root / "index", ignore_errors=True)
 
 
-def test_read_only_without_another_user(root):
+def test_a_read_only_store_refuses_each_change(root):
     with DiskStore(root) as store:
         store.add(samples(0))
     with DiskStore(root, read_only=True) as store:
@@ -281,186 +274,90 @@ def test_read_only_without_another_user(root):
         assert_holds(store, 0)
 
 
-# Damage ------------------------------------------------------------------------------------------------------------
+# Packs that come from elsewhere --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("writes", ["marked", "disk full"])
-def test_what_is_found_damaged_after_it_was_read_is_not_returned_any_more(root, monkeypatch, writes):
+@pytest.fixture
+def store(root):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
-        read_batch(store, [key(0), key(1)])
-        flip(store, 0)
-        if writes == "disk full":
-            monkeypatch.setattr(Index, "transaction", lambda self: raise_(StorageFullError(root, 4096)))
-        assert set(verify(store).damaged) == {key(0)}
-        for _ in range(2):
-            with pytest.raises(EntryDamagedError):
-                read_batch(store, [key(0), key(1)])
-        assert_holds(store, 1)
-
-
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_damaged_entry_is_an_error_once_and_then_a_miss(root, read_only):
-    with DiskStore(root) as store:
-        store.add(samples(0, 1))
-        flip(store, 0)
-    with DiskStore(root, read_only=read_only) as store:
-        with pytest.raises(EntryDamagedError, match="digest") as caught:
-            read_batch(store, [key(1), key(0)])
-        assert caught.value.key == key(0)
-        assert store.find([key(0), key(1)]) == {key(1)}
-        assert list(store.damaged()) == [key(0)] and set(store.keys()) == {key(1)}
-        with pytest.raises(EntryDamagedError):
-            store.get(key(0))
-        assert store.stats().num_damaged == 1
-        assert_holds(store, 1)
-    with DiskStore(root) as store:
-        assert store.find([key(0)]) == (set() if not read_only else {key(0)})
-        with pytest.raises(EntryDamagedError):
-            store.get(key(0))
-        assert store.add(samples(0)) == 1
-        assert store.damaged() == {}
-        assert_holds(store, 0, 1)
-
-
-def test_damage_found_by_one_process_is_known_to_another(root):
-    with DiskStore(root) as one:
-        one.add(samples(0))
-        with DiskStore(root) as two:
-            flip(one, 0)
-            with pytest.raises(EntryDamagedError):
-                two.get(key(0))
-            two.add(samples(0))
-        assert_holds(one, 0)  # memory has the damaged place; the index knows better
-
-
-@pytest.mark.parametrize("how", ["gone", "short", "empty"])
-def test_entries_of_a_lost_pack_are_misses_at_the_next_opening(root, how, caplog):
-    with DiskStore(root) as store:
-        store.add(samples(0, 1))
-        lost = packs(store)[0]
         store.add(samples(2))
-        assert_holds(store, 2)
-    if how == "gone":
-        lost.unlink()
-    else:
-        os.truncate(lost, 0 if how == "empty" else lost.stat().st_size - 1)
-    with DiskStore(root) as store:
-        assert store.find([key(0), key(1), key(2)]) == {key(2)}
-        assert "2 entries are lost" in caplog.text
-        assert store.add(samples(0, 1)) == 2
-        assert_holds(store, 0, 1, 2)
+        yield store
 
 
-@pytest.mark.parametrize("how", ["gone", "short", "short after a read"])
-def test_a_pack_that_is_lost_while_a_store_is_open(root, how):
-    with DiskStore(root) as store:
-        store.add(samples(0, 1))
-        path = packs(store)[0]
-        if how == "short after a read":
-            assert_holds(store, 0)
-        if how == "gone":
-            path.unlink()
-        else:
-            os.truncate(path, where(store, 1)[1])
-        with pytest.raises(EntryDamagedError):
-            store.get(key(1))
-        assert store.find([key(1)]) == set()
-        assert store.add(samples(1)) == 1
-        assert_holds(store, 1)
+def packed(number):
+    """The id and the bytes of a pack that holds this sample."""
+    row, num_bytes, buffers = pack_buffers(new_pack_id(), [own_entry(sample(number))])
+    data = b"".join(buffers)
+    assert len(data) == num_bytes
+    return row.pack.id, data
 
 
-def test_a_mapped_pack_that_is_cut_short_does_not_kill_the_process(root):
-    def child():
-        large = [sample(number, shape=(64, 64, 4)) for number in range(2)]
-        with DiskStore(root) as store:
-            store.add(large)
-            assert same(store.get(key(0)), large[0])
-            os.truncate(packs(store)[0], 4096)
-            with pytest.raises(EntryDamagedError, match="4,096 bytes"):
-                read_batch(store, [key(1)])
-            os.truncate(packs(store)[0], 0)
-            assert store.record(key(0)) == large[0].record, "it was read before"
-
-    assert run(child) == 0  # -SIGBUS if the missing pages are touched
+def test_another_pack_of_the_same_name_replaces_nothing(store):
+    (pack, data), (_, other) = packed(7), packed(8)
+    assert store.take_pack(pack, [data[:7], data[7:]], len(data)) == 1
+    assert store.take_pack(pack, [other], len(other)) == 0
+    assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
+    assert not list((store.path / "packs").rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("how", ["deleted", "garbage", "cut", "emptied", "flipped rows"])
-def test_a_lost_index_is_rebuilt(root, how, caplog):
-    with DiskStore(root) as store:
-        store.add(samples(*range(5)))
-        store.add(samples(*range(5, 8)))
-    database = root / "index" / "cache.db"
-    if how == "deleted":
-        shutil.rmtree(root / "index")
-    elif how == "garbage":
-        database.write_bytes(random.Random(4).randbytes(30_000))
-    elif how == "cut":
-        os.truncate(database, 5000)
-    elif how == "emptied":
-        os.truncate(database, 0)
-    else:
-        database.write_bytes(database.read_bytes().replace(b'"groups":', b'"gruups":'))
-    with DiskStore(root, read_only=True) as store:
-        assert_holds(store, *range(8))
-    with caplog.at_level(logging.INFO, "latentcache"), DiskStore(root) as store:
-        assert set(store.keys()) == {key(number) for number in range(8)}
-        assert_holds(store, *range(8))
-        assert store.add(samples(3)) == 0
-    assert ("made again from the packs" in caplog.text) == (how != "deleted")
+def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):
+    """While upkeep works, by a reader, and where the index cannot be written; then it is taken after all."""
+    pack, data = packed(7)
+    with DiskStore(store.path) as other, other.lock("compacting", shared=False), pytest.raises(StoreBusyError):
+        store.take_pack(pack, [data], len(data))
+    with DiskStore(store.path, read_only=True) as reader, pytest.raises(ReadOnlyError):
+        reader.take_pack(pack, [data], len(data))
+    assert not list((store.path / "packs").rglob(f"*{pack}*"))
+    with monkeypatch.context() as patched, pytest.raises(StorageFullError):
+        patched.setattr(Index, "transaction", lambda self: raise_(StorageFullError(store.path, 4096)))
+        store.take_pack(pack, [data], len(data))
+    assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(7)]) == set()
+    assert store.take_pack(pack, [data], len(data)) == 1 and same(store.get(key(7)), sample(7))
 
 
-def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
-    with DiskStore(root) as store:
-        store.add(samples(*range(6)))
-    database = root / "index" / "cache.db"
-    clean, source = database.read_bytes(), random.Random(5)
-    for _ in range(40):
-        data = bytearray(clean)
-        for _ in range(10):
-            data[source.randrange(len(data))] ^= 1 << source.randrange(8)
-        database.write_bytes(data)
-        with DiskStore(root, read_only=True) as store:
-            for number in range(6):
-                try:
-                    assert_holds(store, number)
-                except (EntryDamagedError, EntryMissingError):
-                    continue
-        database.write_bytes(data)
-        try:
-            with DiskStore(root) as store:
-                store.add(samples(*range(6)))
-                for number in range(6):
-                    if store.find([key(number)]):
-                        try:
-                            assert_holds(store, number)
-                        except (EntryDamagedError, EntryMissingError):
-                            continue
-        except StoreError as error:
-            assert "index" in str(error)
-        shutil.rmtree(root / "index")
-        (root / "index").mkdir()
+# What is read soon ---------------------------------------------------------------------------------------------------
 
 
-class Bomb:
-    """Unpickled, it makes a folder."""
+@pytest.fixture
+def advised(monkeypatch):
+    """The ranges that are advised: (file, offset, bytes)."""
+    if not hasattr(os, "posix_fadvise"):
+        pytest.skip("this system takes no advice")
+    ranges, real = [], os.posix_fadvise
 
-    def __init__(self, path):
-        self.path = str(path)
+    def record(fd, offset, num_bytes, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        ranges.append((os.path.basename(os.readlink(f"/dev/fd/{fd}")), offset, num_bytes))
+        return real(fd, offset, num_bytes, advice)
 
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    return ranges
 
 
-@pytest.mark.parametrize("name", ["generation", f"pack:{'0' * 32}", "new"])
-def test_nothing_in_the_index_is_unpickled(root, tmp_path, name):
-    with DiskStore(root) as store:
-        store.add(samples(0))
-    with closing(sqlite3.connect(root / "index" / "cache.db")) as connection, connection:
-        row = "INSERT OR REPLACE INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 4, ?)"
-        connection.execute(row, (name, pickle.dumps(Bomb(tmp_path / "exploded"))))
-    for read_only in (True, False):
-        with DiskStore(root, read_only=read_only) as store:
-            assert_holds(store, 0)
-            assert set(store.keys()) == {key(0)}
-    assert not (tmp_path / "exploded").exists()
+def assert_advised(advised, store, *numbers):
+    """These entries were advised, no byte more; rows that follow each other may be one range."""
+    found = {(name, at) for name, offset, num in advised for at in range(offset, offset + num)}
+    places = [where(store, number) for number in numbers]
+    assert found == {(path.name, at) for path, offset in places for at in range(offset, offset + len(payload(0)))}
+    advised.clear()
+
+
+def test_what_is_read_first_or_soon_is_advised(store, advised):
+    for read, first_read in (([0, 2], [0, 2]), ([0, 1], [1]), ([0, 2], [])):
+        read_batch(store, [key(number) for number in read])
+        assert_advised(advised, store, *first_read)
+    before = len(os.listdir("/dev/fd"))
+    store.prefetch(key(number) for number in (2, 1, 99, 0, 2))
+    assert_advised(advised, store, 0, 1, 2)
+    assert len(os.listdir("/dev/fd")) == before
+    for _ in range(2):
+        store.prefetch([key(2), key(1), key(0)], whole_packs=True)
+    assert sorted(advised) == sorted((path.name, 0, 0) for path in packs(store)), "each pack once, to its end"
+
+
+def test_a_file_system_that_takes_no_advice_is_no_matter(store, monkeypatch):
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: raise_(OSError(errno.EINVAL, "refused")), raising=False)
+    assert read_batch(store, [key(0)])["moments"].equal(sample(0).tensors["moments"][None])
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert read_batch(store, [key(2)])["moments"].equal(sample(2).tensors["moments"][None])

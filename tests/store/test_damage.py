@@ -1,0 +1,248 @@
+"""What is lost or damaged in a cache is a miss, never a wrong value; what cannot be read now is left as it is."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import random
+import shutil
+import sqlite3
+from contextlib import closing, suppress
+
+import pytest
+import torch
+from store_samples import assert_holds, flip, key, packs, raise_, run, same, sample, samples, where
+
+from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreError
+from latentcache.store import DiskStore, disk, pack
+from latentcache.store.batch import read_batch
+from latentcache.store.entry import own_entry
+from latentcache.store.index import Index
+from latentcache.store.pack import new_pack_id, write_pack
+from latentcache.store.upkeep import verify
+
+
+@pytest.fixture(autouse=True)
+def _filled(root):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+
+
+# Entries and packs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writes", ["marked", "disk full"])
+def test_what_is_found_damaged_after_it_was_read_is_not_returned_any_more(root, monkeypatch, writes):
+    with DiskStore(root) as store:
+        read_batch(store, [key(0), key(1)])
+        flip(store, 0)
+        if writes == "disk full":
+            monkeypatch.setattr(Index, "transaction", lambda self: raise_(StorageFullError(root, 4096)))
+        assert set(verify(store).damaged) == {key(0)}
+        for _ in range(2):
+            with pytest.raises(EntryDamagedError):
+                read_batch(store, [key(0), key(1)])
+        assert_holds(store, 1)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_damaged_entry_is_an_error_once_and_then_a_miss(root, read_only):
+    with DiskStore(root) as another, DiskStore(root, read_only=read_only) as store:
+        flip(store, 0)
+        with pytest.raises(EntryDamagedError, match="digest") as caught:
+            read_batch(store, [key(1), key(0)])
+        assert caught.value.key == key(0)
+        assert store.find([key(0), key(1)]) == {key(1)}
+        assert list(store.damaged()) == [key(0)] and set(store.keys()) == {key(1)}
+        with pytest.raises(EntryDamagedError):
+            store.get(key(0))
+        assert store.stats().num_damaged == 1
+        assert_holds(store, 1)
+        with DiskStore(root) as again:
+            assert again.find([key(0)]) == (set() if not read_only else {key(0)})
+            with pytest.raises(EntryDamagedError):
+                again.get(key(0))
+            assert again.add(samples(0)) == 1
+            assert again.damaged() == {}
+            assert_holds(again, 0, 1)
+        assert_holds(another, 0)  # memory has the damaged place; the index knows better
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "empty"])
+def test_entries_of_a_lost_pack_are_misses_at_the_next_opening(root, how, caplog):
+    with DiskStore(root) as store:
+        lost = packs(store)[0]
+        store.add(samples(2))
+        assert_holds(store, 2)
+    if how == "gone":
+        lost.unlink()
+    else:
+        os.truncate(lost, 0 if how == "empty" else lost.stat().st_size - 1)
+    with DiskStore(root) as store:
+        assert store.find([key(0), key(1), key(2)]) == {key(2)}
+        assert "2 entries are lost" in caplog.text
+        assert store.add(samples(0, 1)) == 2
+        assert_holds(store, 0, 1, 2)
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "short after a read"])
+def test_a_pack_that_is_lost_while_a_store_is_open(root, how):
+    with DiskStore(root) as store:
+        path = packs(store)[0]
+        if how == "short after a read":
+            assert_holds(store, 0)
+        path.unlink() if how == "gone" else os.truncate(path, where(store, 1)[1])
+        with pytest.raises(EntryDamagedError):
+            store.get(key(1))
+        assert store.find([key(1)]) == set()
+        assert store.add(samples(1)) == 1
+        assert_holds(store, 1)
+
+
+def test_a_mapped_pack_that_is_cut_short_does_not_kill_the_process(tmp_path):
+    def child():
+        large = [sample(number, shape=(64, 64, 4)) for number in range(2)]
+        with DiskStore(tmp_path / "large") as store:
+            store.add(large)
+            assert same(store.get(key(0)), large[0])
+            os.truncate(packs(store)[0], 4096)
+            with pytest.raises(EntryDamagedError, match="4,096 bytes"):
+                read_batch(store, [key(1)])
+            os.truncate(packs(store)[0], 0)
+            assert store.record(key(0)) == large[0].record, "it was read before"
+
+    assert run(child) == 0  # -SIGBUS if the missing pages are touched
+
+
+# The index -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deleted", "garbage", "cut", "emptied", "flipped rows"])
+def test_a_lost_index_is_rebuilt(root, how, caplog):
+    with DiskStore(root) as store:
+        store.add(samples(2, 3))
+    database = root / "index" / "cache.db"
+    data = database.read_bytes()
+    if how == "deleted":
+        shutil.rmtree(root / "index")
+    else:
+        garbage = random.Random(4).randbytes(30_000)
+        rows = data.replace(b'"groups":', b'"gruups":')
+        database.write_bytes({"garbage": garbage, "cut": data[:5000], "emptied": b"", "flipped rows": rows}[how])
+    with DiskStore(root, read_only=True) as store:
+        assert_holds(store, *range(4))
+    with caplog.at_level(logging.INFO, "latentcache"), DiskStore(root) as store:
+        assert set(store.keys()) == {key(number) for number in range(4)}
+        assert_holds(store, *range(4))
+        assert store.add(samples(3)) == 0
+    assert ("made again from the packs" in caplog.text) == (how != "deleted")
+
+
+def assert_right_or_a_miss(store, *numbers):
+    for number in numbers:
+        with suppress(EntryDamagedError, EntryMissingError):
+            assert_holds(store, number)
+
+
+def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
+    with DiskStore(root) as store:
+        store.add(samples(2, 3, 4))
+    database = root / "index" / "cache.db"
+    clean, source = database.read_bytes(), random.Random(5)
+    for _ in range(40):
+        data = bytearray(clean)
+        for _ in range(10):
+            data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+        database.write_bytes(data)
+        with DiskStore(root, read_only=True) as store:
+            assert_right_or_a_miss(store, *range(5))
+        try:
+            with DiskStore(root) as store:
+                store.add(samples(*range(5)))
+                assert_right_or_a_miss(store, *range(5))
+        except StoreError as error:
+            assert "index" in str(error)
+        shutil.rmtree(root / "index")
+        (root / "index").mkdir()
+
+
+class Bomb:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["generation", f"pack:{'0' * 32}", "new"])
+def test_nothing_in_the_index_is_unpickled(root, tmp_path, name):
+    with closing(sqlite3.connect(root / "index" / "cache.db")) as connection, connection:
+        row = "INSERT OR REPLACE INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 4, ?)"
+        connection.execute(row, (name, pickle.dumps(Bomb(tmp_path / "exploded"))))
+    for read_only in (True, False):
+        with DiskStore(root, read_only=read_only) as store:
+            assert_holds(store, 0)
+            assert set(store.keys()) == {key(0), key(1)}
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(("place", "name"), [(disk, "read_rows"), (disk.CacheDirectory, "pack_sizes")])
+def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypatch, place, name):
+    """While headers are read, or before files are listed."""
+    with DiskStore(root) as writer:
+        unknown = writer.directory.new_pack_path(new_pack_id())  # of a writer that died before the index knew it
+        write_pack(unknown, [own_entry(sample(2))])
+        real = getattr(place, name)
+
+        def slow(*args):
+            found = real(*args)
+            writer.add(samples(3))
+            return found
+
+        monkeypatch.setattr(place, name, slow)
+        with DiskStore(root) as opened:
+            monkeypatch.undo()
+            assert opened.damaged() == {}
+            assert_holds(opened, 0, 2, 3)
+
+
+# Faults that pass ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_pack_that_cannot_be_opened_now_is_not_damaged(root, monkeypatch, number, read_only):
+    real = os.open
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith(".safetensors"):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **kwargs)
+
+    with DiskStore(root, read_only=read_only) as store:
+        monkeypatch.setattr(os, "open", refuse)
+        for call in (lambda: store.get(key(0)), lambda: store.record(key(0)), lambda: store.rows([key(0)])):
+            with pytest.raises(StoreError, match="cannot be read now") as caught:
+                call()
+            assert type(caught.value) is StoreError
+        monkeypatch.undo()
+        assert store.damaged() == {}
+        assert_holds(store, 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unable to mmap: Cannot allocate memory (12)"), MemoryError("none")])
+def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, error):
+    with DiskStore(root) as store:
+        monkeypatch.setattr(torch, "from_file", lambda *_, **__: raise_(error))
+        with pytest.raises(StoreError, match="cannot be read now"):
+            read_batch(store, [key(0)])
+        monkeypatch.setattr(pack.mmap, "mmap", lambda *_, **__: raise_(OSError(errno.ENOMEM, "none")))
+        report = verify(store)
+        assert not report.ok and report.damaged == {} and len(report.unreadable) == 1
+        monkeypatch.undo()
+        assert verify(store).ok
+        assert_holds(store, 0)
