@@ -1,3 +1,5 @@
+"""Verify, rebuild, prune and compact: what they find and free, and that nothing is lost that happens meanwhile."""
+
 from __future__ import annotations
 
 import errno
@@ -6,6 +8,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from store_samples import (
     before_call,
     die,
     flip,
+    fork,
     key,
     listing,
     pack_of,
@@ -26,11 +30,16 @@ from store_samples import (
     samples,
 )
 
+from latentcache import LatentCache
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
+from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, directory, upkeep, writer
 from latentcache.store.batch import read_batch, stack
 from latentcache.store.pack import new_pack_id
 from latentcache.store.upkeep import compact, prune, rebuild, verify
+from latentcache.types import Crop, Geometry, Size
 
 
 @pytest.fixture
@@ -53,7 +62,7 @@ def broken_pack(store, number):
     return path
 
 
-# verify ------------------------------------------------------------------------------------------------------------
+# verify and rebuild --------------------------------------------------------------------------------------------------
 
 
 def test_verify_marks_what_is_damaged(store, root):
@@ -69,13 +78,14 @@ def test_verify_marks_what_is_damaged(store, root):
     assert verify(store).ok
 
 
-def test_verify_reports_packs_that_are_gone_or_unreadable(store, root):
+def test_verify_reports_packs_that_are_gone_or_unreadable(store):
     add_packs(store, [0], [1], [2])
     gone, broken = pack_of(store, 0), broken_pack(store, 1)
     gone.unlink()
     report = verify(store)
     assert report.damaged.keys() == {key(0), key(1)}
     assert report.unreadable.keys() == {gone.stem, broken.stem}
+    assert "then `latentcache compact`" in report.unreadable[broken.stem]
     assert store.find([key(0), key(1), key(2)]) == {key(2)}
 
 
@@ -83,8 +93,8 @@ def test_verify_finds_a_row_of_the_index_that_does_not_describe_its_pack(store, 
     """As after an exchange of two packs of one size: the index, the file's index and the payload are each in order."""
     add_packs(store, [0], [1])
     one, two = packs(store)
-    assert one.stat().st_size == two.stat().st_size
     one_bytes, two_bytes = one.read_bytes(), two.read_bytes()
+    assert len(one_bytes) == len(two_bytes)
     one.write_bytes(two_bytes)
     two.write_bytes(one_bytes)
     report = verify(root)
@@ -107,20 +117,14 @@ def test_subsets_together_are_everything(store):
             verify(store, subset=subset)
 
 
-# rebuild -----------------------------------------------------------------------------------------------------------
-
-
 def test_of_two_copies_a_damaged_one_is_never_a_wrong_value(store):
     add_packs(store, range(3))
     (first,) = packs(store)
     second = store.directory.new_pack_path(new_pack_id())
     shutil.copy(first, second)
-    at = first.read_bytes().index(payload(2))
+    clean = first.read_bytes()
     for damaged in (first, second):
-        clean = damaged.read_bytes()
-        data = bytearray(clean)
-        data[at] ^= 1
-        damaged.write_bytes(data)
+        damaged.write_bytes(clean.replace(payload(2), bytes(len(payload(2)))))
         assert rebuild(store).num_entries == 3
         assert_holds(store, 0, 1)
         try:
@@ -131,7 +135,28 @@ def test_of_two_copies_a_damaged_one_is_never_a_wrong_value(store):
         damaged.write_bytes(clean)
 
 
-# prune -------------------------------------------------------------------------------------------------------------
+def test_a_copy_counts_where_its_original_is_lost(store, root):
+    """As after a death in a compaction, and a disk that then lost the old pack."""
+    add_packs(store, range(3))
+    (first,) = packs(store)
+    shutil.move(first, store.directory.new_pack_path(new_pack_id()))
+    with DiskStore(root) as again:
+        assert again.damaged() == {}
+        assert_holds(again, 0, 1, 2)
+        compact(again)
+        assert_holds(again, 0, 1, 2)
+
+
+@pytest.mark.parametrize("name", ["index.removed-12345678/cache.db", "memo.removed-12345678/x", "manifests/.a.0.tmp"])
+def test_an_opening_removes_what_a_dead_process_left(root, name):
+    DiskStore(root).close()
+    (root / name).parent.mkdir()
+    (root / name).touch()
+    DiskStore(root).close()
+    assert listing(root) == [*CLEAN, "0 packs"]
+
+
+# prune ---------------------------------------------------------------------------------------------------------------
 
 
 def test_prune(store, root):
@@ -150,7 +175,111 @@ def test_prune(store, root):
         prune(store, ["photo.jpg"])
 
 
-# compact -----------------------------------------------------------------------------------------------------------
+LONG_AGO = 1_000_000_000.0
+COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "x"}}
+COMMON |= {"image_encoding": {"scaling_factor": 1.0, "shift_factor": None}}
+GEOMETRY = Geometry(Size(64, 64), Size(64, 64), Crop(0, 0), Size(64, 64))
+
+
+def large(number):
+    """A sample that is so large that the header of a pack does not count for much."""
+    return sample(number, shape=(16, 64, 64))
+
+
+def write_manifest(root, image, *captions):
+    """A manifest that has this image and these captions."""
+    row = Row("a", "a", None, (Ref(key(image), GEOMETRY),), tuple(Ref.of_text("a", key(n)) for n in captions))
+    ManifestFolder(root / "manifests").write(Manifest("all", "train", 1, COMMON, {"a": row}))
+
+
+@pytest.fixture
+def used(root):
+    """Packs of two large entries each: 0 and 1 were used first, 6 and 7 last. The manifest has 0 and 4."""
+    with DiskStore(root) as store:
+        for first in range(0, 8, 2):
+            before = packs(store)
+            store.add([large(first), large(first + 1)])
+            [path] = set(packs(store)).difference(before)
+            os.utime(path, (LONG_AGO + first, LONG_AGO + first))
+    write_manifest(root, 0, 4)
+    time.sleep(0.02)  # readers come later than the manifest, by the clock of the file system
+    return root
+
+
+def shrink(root, max_bytes, **options):
+    manifests = ManifestFolder(root / "manifests")
+    return prune(root, lambda: keys_in_use(manifests), max_bytes=max_bytes, **options)
+
+
+def left(root):
+    with DiskStore(root, read_only=True) as store:
+        return {number for number in range(8) if store.find([key(number)])}
+
+
+def test_the_longest_unused_goes_first_and_what_is_in_use_stays(used):
+    def file_bytes():
+        return sum(path.stat().st_size for path in used.glob("packs/*/*.safetensors"))
+
+    def one_less(num):
+        """Free the bytes of so many entries."""
+        limit = file_bytes() - num * large(0).num_bytes
+        planned, there = shrink(used, limit, dry_run=True), left(used)
+        report = shrink(used, limit)
+        assert report.num_entries == planned.num_entries == len(there - left(used))
+        assert report.file_bytes_left == file_bytes() <= limit
+
+    one_less(2)  # the header of the pack that stays counts too, so that the next one goes as a whole
+    assert left(used) == {0, 4, 5, 6, 7}
+    with LatentCache(used) as reader:  # this is a use
+        assert same(reader.get(key(5)), large(5))
+    one_less(1)
+    assert left(used) == {0, 4, 5}
+    shrink(used, 1 << 40)
+    assert left(used) == {0, 4, 5}
+    assert shrink(used, 0).file_bytes_left > 0 and left(used) == {0, 4}
+
+
+@pytest.mark.parametrize("max_bytes", [0, None], ids=["to a limit", "all"])
+def test_what_a_running_reader_may_need_stays(used, max_bytes):
+    with LatentCache(used) as reader:
+        shrink(used, 1 << 40)  # it began after the manifest: nothing that it needs can go
+        write_manifest(used, 0)
+        with pytest.raises(StoreBusyError, match="began before the manifests"):
+            shrink(used, max_bytes)
+        assert shrink(used, max_bytes, dry_run=True).num_entries > 0, "what would go once it has ended"
+        assert same(reader.get(key(4)), large(4))
+    shrink(used, max_bytes)
+    assert left(used) == {0}
+
+
+def test_a_reader_of_another_process_counts_until_it_is_killed(used):
+    ready = fork.Event()
+
+    def hold_a_reader():
+        with LatentCache(used):
+            ready.set()
+            signal.pause()
+
+    process = fork.Process(target=hold_a_reader)
+    process.start()
+    assert ready.wait(60)
+    write_manifest(used, 0)
+    with pytest.raises(StoreBusyError):
+        shrink(used, 0)
+    process.kill()
+    process.join(60)
+    shrink(used, 0)
+    assert left(used) == {0}
+
+
+def test_packs_in_which_nothing_is_live_go_with_the_others(used):
+    with DiskStore(used) as store:
+        store.remove([key(2), key(3)])
+        assert prune(store, {key(1), key(5)}, max_bytes=1000).num_entries == 4
+    assert left(used) == {1, 5}
+
+
+# compact -------------------------------------------------------------------------------------------------------------
 
 
 def test_compact_joins_small_packs(store, root):
@@ -190,6 +319,21 @@ def test_compact_never_copies_damage(store):
     assert verify(store).ok
 
 
+def test_compact_leaves_an_unreadable_pack_until_its_entries_are_there_again(store):
+    """Then compact, verify, precache, compact, as the report of verify says."""
+    add_packs(store, [0], [1], [2])
+    path = broken_pack(store, 0)
+    report = compact(store)
+    assert report.unreadable.keys() == {path.stem} and path.exists() and report.num_packs_after == 2
+    assert_holds(store, 1, 2)
+    verify(store)
+    store.add(samples(0))
+    assert list(verify(store).unreadable) == [path.stem], "the file is still there"
+    assert not compact(store).unreadable and not path.exists()
+    assert verify(store).ok
+    assert_holds(store, 0, 1, 2)
+
+
 def test_a_pack_that_cannot_be_removed_now_goes_with_a_later_compaction(store, root, monkeypatch):
     """As on Windows, while a process has it mapped."""
     add_packs(store, [0], [1])
@@ -209,26 +353,6 @@ def test_a_pack_that_cannot_be_removed_now_goes_with_a_later_compaction(store, r
         compact(again)
         assert len(packs(again)) == 1 and not {*packs(again)} & {*old}
         assert_holds(again, 0, 1)
-
-
-def test_compact_leaves_a_pack_that_it_cannot_read(store):
-    add_packs(store, [0], [1], [2])
-    path = broken_pack(store, 0)
-    report = compact(store)
-    assert report.unreadable.keys() == {path.stem} and path.exists() and report.num_packs_after == 2
-    assert_holds(store, 1, 2)
-
-
-def test_a_pack_with_a_damaged_header_is_gone_once_its_entries_are_there_again(store):
-    """verify, precache, compact: what the report of verify says."""
-    add_packs(store, [0], [1])
-    path = broken_pack(store, 0)
-    assert "then `latentcache compact`" in verify(store).unreadable[path.stem]
-    store.add(samples(0))
-    assert list(verify(store).unreadable) == [path.stem], "the file is still there"
-    assert not compact(store).unreadable and not path.exists()
-    assert verify(store).ok
-    assert_holds(store, 0, 1)
 
 
 def test_readers_go_on_while_packs_move(store, root):
@@ -270,8 +394,8 @@ def test_a_death_in_compaction_loses_nothing(root, name, call):
 
 def test_upkeep_and_writers_keep_out_of_each_others_way(store, root):
     add_packs(store, range(3))
-    with DiskStore(root) as other, other.writer() as writer:
-        writer.add(sample(9))
+    with DiskStore(root) as other, other.writer() as writing:
+        writing.add(sample(9))
         for call in (lambda: rebuild(root), lambda: prune(store, []), lambda: compact(store)):
             with pytest.raises(StoreBusyError, match=rf"cannot start: writing entries \(process {os.getpid()}"):
                 call()
@@ -280,18 +404,28 @@ def test_upkeep_and_writers_keep_out_of_each_others_way(store, root):
     assert_holds(store, 0, 1, 2, 9)
 
 
-def test_a_copy_counts_where_its_original_is_lost(store, root):
-    """As after a death in a compaction, and a disk that then lost the old pack."""
-    add_packs(store, range(3))
-    (first,) = packs(store)
-    copy = store.directory.new_pack_path(new_pack_id())
-    shutil.copy(first, copy)
-    first.unlink()
-    with DiskStore(root) as again:
-        assert again.damaged() == {}
-        assert_holds(again, 0, 1, 2)
-        compact(again)
-        assert_holds(again, 0, 1, 2)
+@pytest.mark.parametrize("what", ["removes", "opens"])
+def test_what_others_do_before_the_index_knows_a_compacted_pack_counts(store, root, monkeypatch, what):
+    """An entry that is removed stays removed, and a reader that opens loses nothing."""
+    add_packs(store, range(2), range(2, 4))
+    write, readers = upkeep.write_pack, []
+
+    def write_and_meet(path, entries):
+        row = write(path, entries)
+        if what == "removes":
+            with DiskStore(root) as other:
+                other.remove([key(0)])
+        else:
+            readers.append(DiskStore(root, read_only=True))
+        return row
+
+    monkeypatch.setattr(upkeep, "write_pack", write_and_meet)
+    assert compact(store).num_entries == (3 if what == "removes" else 4)
+    store.remove([key(0)])
+    for reader in (store, *readers):
+        assert_holds(reader, 1, 2, 3)
+        with reader, pytest.raises(EntryMissingError):
+            reader.get(key(0))
 
 
 def test_a_full_disk_is_no_damage_of_the_index(store, monkeypatch):
@@ -302,9 +436,7 @@ def test_a_full_disk_is_no_damage_of_the_index(store, monkeypatch):
         def execute(self, sql, *arguments):
             if sql.startswith(("DELETE", "UPDATE", "INSERT OR REPLACE INTO Cache")):
                 super().execute("ROLLBACK")  # as SQLite does by itself
-                error = sqlite3.OperationalError("database or disk is full")
-                error.sqlite_errorcode = sqlite3.SQLITE_FULL
-                raise error
+                raise sqlite3.OperationalError("database or disk is full")
             return super().execute(sql, *arguments)
 
     monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: real(*a, **({"factory": Full} | k)))
@@ -312,45 +444,3 @@ def test_a_full_disk_is_no_damage_of_the_index(store, monkeypatch):
         store.remove([key(0)])
     monkeypatch.undo()
     assert_holds(store, 0)
-
-
-def test_what_is_removed_during_a_compaction_stays_removed(store, root, monkeypatch):
-    add_packs(store, range(3), range(3, 6))
-    write = upkeep.write_pack
-
-    def write_and_remove(path, entries):
-        with DiskStore(root) as other:
-            other.remove([key(1)])
-        return write(path, entries)
-
-    monkeypatch.setattr(upkeep, "write_pack", write_and_remove)
-    assert compact(store).num_entries == 5
-    assert set(store.keys()) == {key(n) for n in (0, 2, 3, 4, 5)}
-
-
-def test_a_reader_that_opens_during_a_compaction_loses_nothing(store, root, monkeypatch):
-    """It opens between the sealing of a compaction's pack and the moment when the index knows it."""
-    add_packs(store, range(2), range(2, 4))
-    readers, write = [], upkeep.write_pack
-
-    def write_and_open(*args):
-        head = write(*args)
-        readers.append(DiskStore(root, read_only=True))
-        return head
-
-    monkeypatch.setattr(upkeep, "write_pack", write_and_open)
-    compact(store)
-    store.remove([key(0)])
-    with readers[0] as reader:
-        with pytest.raises(EntryMissingError):
-            reader.get(key(0))
-        assert same(reader.get(key(1)), sample(1))
-
-
-@pytest.mark.parametrize("name", ["index.removed-12345678/cache.db", "memo.removed-12345678/x", "manifests/.a.0.tmp"])
-def test_an_opening_removes_what_a_dead_process_left(root, name):
-    DiskStore(root).close()
-    (root / name).parent.mkdir()
-    (root / name).touch()
-    DiskStore(root).close()
-    assert listing(root) == [*CLEAN, "0 packs"]
