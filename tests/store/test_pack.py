@@ -10,8 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from store_samples import packs, same, sample, samples
@@ -21,13 +19,7 @@ from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
 from latentcache.store.batch import DTYPES, own_tensors, read_batch
 from latentcache.store.entry import own_entry
-from latentcache.store.pack import (
-    WholePack,
-    map_pack,
-    new_pack_id,
-    read_row,
-    write_pack,
-)
+from latentcache.store.pack import WholePack, map_pack, new_pack_id, read_row, write_pack
 from latentcache.types import Entry, Record
 
 
@@ -36,11 +28,17 @@ def path(tmp_path):
     return tmp_path / f"{new_pack_id()}.safetensors"
 
 
-def text(number, length, **more):
+def text(number, length, dtype=torch.float32, **more):
     """An entry with a ragged field."""
     entry = sample(number, shape=(2,), **more)
-    values = torch.arange(length * 3, dtype=torch.float32).reshape(length, 3) + 100 * number
+    values = random_tensor((length, 3), dtype, 100 * number)
     return replace(entry, tensors={**entry.tensors, "hidden": values}, ragged=frozenset({"hidden"}))
+
+
+def random_tensor(shape, dtype, seed):
+    """Any bits, also those of NaN."""
+    values = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8))
+    return values[..., 0] > 127 if dtype == torch.bool else values.view(dtype)[..., 0]
 
 
 def write(path, entries):
@@ -67,18 +65,13 @@ def read_at(whole, key, location):
     return own_tensors(whole.record(location.row), owned.values, owned.ragged)
 
 
-def read_all(path):
+def read_all(whole):
     """All entries of a pack, by key."""
-    return all_in(WholePack.in_file(path))
-
-
-def all_in(whole):
-    row = whole.row
-    return {key: read_at(whole, key, row.location(at)) for at, key in enumerate(row.names())}
+    return {key: read_at(whole, key, whole.row.location(at)) for at, key in enumerate(whole.row.names())}
 
 
 def assert_reads(path, entries):
-    found = read_all(path)
+    found = read_all(WholePack.in_file(path))
     assert found.keys() == {entry.record.key for entry in entries}
     for entry in entries:
         assert same(found[entry.record.key], entry) and found[entry.record.key].ragged == entry.ragged
@@ -119,47 +112,23 @@ def test_the_header_stays_small(path, num):
     assert last == entries[-1].record
 
 
-shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
-
-
-@st.composite
-def entry_lists(draw):
-    """Entries of some specs: the kind and, by field, the dtype, the shape, and whether it is ragged."""
-    specs = draw(st.lists(st.tuples(st.sampled_from(["image", "text", "a-2_b"]), _fields()), min_size=1, max_size=3))
+def test_whatever_is_written_is_read(path):
+    """Entries of every dtype, in groups of two, with fields of several shapes that end on any byte, and ragged ones."""
     entries = []
-    for number in range(draw(st.integers(1, 6))):
-        kind, chosen = draw(st.sampled_from(specs))
-        source = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-        tensors = {}
-        for name, (dtype, shape, is_ragged) in chosen.items():
-            if is_ragged:
-                shape = (draw(st.integers(1, 9)), *shape)
-            raw = torch.from_numpy(source.integers(0, 256, (*shape, DTYPES[dtype].itemsize), np.uint8))
-            tensors[name] = raw[..., 0] > 127 if dtype == "bool" else raw.view(DTYPES[dtype])[..., 0]
-        identity = {"number": number, "caption": draw(st.text(max_size=5))}
-        ragged = frozenset(name for name, spec in chosen.items() if spec[2])
-        entries.append(Entry(Record(key_of(identity), kind, identity, {"path": "x"}), tensors, ragged))
-    return entries
-
-
-def _fields():
-    return st.dictionaries(
-        names, st.tuples(st.sampled_from(sorted(DTYPES)), shapes, st.booleans()), min_size=1, max_size=4
-    )
-
-
-@given(entries=entry_lists())
-@settings(max_examples=25, deadline=None)
-def test_whatever_is_written_is_read(entries, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / f"{new_pack_id()}.safetensors"
+    for number in range(2 * len(DTYPES)):
+        dtype = [*DTYPES.values()][number // 2]
+        fields = {
+            name: random_tensor(shape, dtype, number) for name, shape in (("x", ()), ("A_b.c-1", (1 + number // 4, 3)))
+        }
+        entry = text(number, 1 + number % 4, dtype, **fields)
+        kind = ("image", "text", "a-2_b")[number // 2 % 3]
+        entries.append(replace(entry, record=replace(entry.record, kind=kind)))
     write(path, entries)
     assert_reads(path, entries)
     header, start = raw_header(path)
     parts = [part["data_offsets"][0] for name, part in header.items() if not name.startswith("_")]
     assert start % 64 == 0 and not any(begin % 64 for begin in parts)
     assert read_row(path).pack.payload_bytes == sum(entry.num_bytes for entry in entries)
-    path.unlink()
 
 
 # Packs that nobody should have made ----------------------------------------------------------------------------------
@@ -196,27 +165,22 @@ def groups_as(value):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda header: header["__metadata__"].update(latentcache="3"),
         lambda header: header["__metadata__"].pop("groups"),
         lambda header: header["__metadata__"].update(index_digest="0" * 64),
         lambda header: header.pop("__metadata__"),
         lambda header: header.update({"moments/8x8x4": header.pop("moments/4x8x8")}),
-        lambda header: header.update({"_index/kees": header.pop("_index/keys")}),
         lambda header: header["moments/4x8x8"].update(shape=[4, 3, 8, 8]),
         lambda header: header["_index/keys"].update(dtype="I8"),
         lambda header: header["_index/digests"].update(shape=[6, 8]),
         lambda header: header["moments/4x8x8"].update(shape=[-3, 4, -8, 8]),
-        lambda header: header["moments/4x8x8"].update(shape="3488"),
         lambda header: header["moments/4x8x8"].update(shape=[10**4000, 10**4000]),
         lambda header: header["moments/4x8x8"].update(data_offsets=[0, 10**30]),
         lambda header: header.update(hole={"dtype": "U8", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 4]}),
         lambda header: header.update(another=header["moments/4x8x8"]),
         lambda header: header["hidden/offsets"].update(shape=[1, 3]),
         in_groups('"image",3', '"image",5'),
-        in_groups('"image",3', '"image",-3'),
         in_groups('["moments","moments/4x8x8",null]', '["moments","nothing",null]'),
         in_groups('"hidden/values","hidden/offsets"', '"hidden/values",null'),
-        groups_as("[]"),
         groups_as("no JSON"),
         groups_as("[" * 100_000),
     ],
@@ -233,21 +197,18 @@ def test_a_header_that_we_did_not_write_is_refused(path, change):
         assert caught.value.path == str(path)
 
 
-def test_the_format_before_is_refused_with_advice(path):
-    save_file({"moments/4": torch.ones(2, 4)}, path, metadata={"latentcache": "1", "records": "{}"})
-    with pytest.raises(PackError, match=r"pack format '1', this version reads '2'\. Run precache again"):
-        read_row(path)
-    save_file({"moments/4": torch.ones(2, 4)}, path)
-    with pytest.raises(PackError, match="pack format None"):
-        read_row(path)
-
-
-def test_an_oversized_header_is_refused_before_it_is_parsed(path):
-    save_file({"x": torch.ones(2)}, path, metadata={"latentcache": "2", "groups": " " * (1 << 20)})
-    with pytest.raises(PackError, match=r"its header has 1,0.* at most 1,048,576 are allowed"):
-        read_row(path)
-    path.write_bytes(b"\xff" * 4096)
-    with pytest.raises(PackError, match="its header has"):
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"latentcache": "1"}, r"pack format '1', this version reads '2'\. Run precache again"),
+        ({"latentcache": "3"}, r"pack format '3'"),
+        (None, "pack format None"),
+        ({"latentcache": "2", "groups": " " * (1 << 20)}, r"its header has 1,0.* at most 1,048,576 are allowed"),
+    ],
+)
+def test_another_format_and_an_oversized_header_are_refused(path, metadata, message):
+    save_file({"moments/4": torch.ones(2, 4)}, path, metadata=metadata)
+    with pytest.raises(PackError, match=message):
         read_row(path)
 
 
@@ -260,10 +221,9 @@ def test_every_truncation_and_extension_is_refused(path):
             read_row(path)
         with pytest.raises(PackError, match="has"):
             map_pack(path, len(data))
-    for more in (1, 63, 4096):
-        path.write_bytes(data + bytes(more))
-        with pytest.raises(PackError):
-            read_row(path)
+    path.write_bytes(data + bytes(1))
+    with pytest.raises(PackError):
+        read_row(path)
 
 
 # Damage --------------------------------------------------------------------------------------------------------------
@@ -288,7 +248,7 @@ def test_a_flipped_bit_of_any_byte_is_refused_or_harmless(path):
                 found = None
             else:
                 found = {key: read_at(whole, key, place) for key, place in places.items()}
-                for key, entry in [*found.items(), *all_in(whole).items()]:
+                for key, entry in [*found.items(), *read_all(whole).items()]:
                     assert isinstance(entry, str) or same(entry, expected[key])
             if at >= start and at not in padding:
                 assert found is None or any(isinstance(each, str) for each in found.values()), f"byte {at} is unnoticed"
