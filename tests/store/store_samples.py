@@ -10,7 +10,6 @@ import torch
 from helpers.pack_damage import damage, find_bytes
 
 from latentcache.identity import key_of
-from latentcache.store.upkeep import verify
 from latentcache.types import Entry, Record
 
 fork = multiprocessing.get_context("fork")
@@ -22,6 +21,13 @@ def sample(number, shape=(4, 8, 8), dtype=torch.float16, **more):
     generator = torch.Generator().manual_seed(number)
     tensors = {"moments": torch.randn(shape, generator=generator).to(dtype), **more}
     return Entry(Record(key_of(identity), "image", identity, provenance), tensors)
+
+
+def random_tensor(shape, dtype, seed):
+    """Any bits, also those of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return values[..., 0] > 127 if dtype == torch.bool else values.view(dtype)[..., 0].clone()
 
 
 def samples(*numbers):
@@ -69,17 +75,6 @@ def flip(store, *numbers):
     """Flip a bit in the payload of entries."""
     for number in numbers:
         damage(store.path, payload(number))
-
-
-def mark(store, *numbers):
-    """Have the store find entries damaged: flip a bit in each, verify, and flip it back, as if it had passed."""
-    for number in numbers:
-        (path, offset), first = where(store, number), payload(number)[:1]
-        flip(store, number)
-        assert verify(store).damaged.keys() == {key(number)}
-        with path.open("r+b") as file:
-            file.seek(offset)
-            file.write(first)
 
 
 def listing(root):

@@ -34,7 +34,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 def test_it_says_what_a_dict_says(steps):
     table, model = LocationTable(), {}
     for number, (what, keys) in enumerate(steps):
@@ -66,18 +66,15 @@ def test_it_says_what_a_dict_says(steps):
         assert table.counts() == {kind: count for kind, count in expected.items() if count[0]}
 
 
-def test_a_row_is_read_back_and_every_flipped_bit_is_refused():
+def test_a_row_is_read_back_and_a_flip_of_any_byte_is_refused():
     row = row_of(1, KEYS[:3], dead=KEYS[1])
     row.reasons = {1: "a reason \u2026"}
     data = row.to_bytes()
     found = PackRow.from_bytes(row.pack.id, data)
     assert found.pack == row.pack and found.names() == KEYS[:3] and found.live.tolist() == [True, False, True]
     assert found.digests.tolist() == row.digests.tolist() and found.damaged() == {KEYS[1]: "a reason \u2026"}
-    for bit in range(8 * len(data)):
-        changed = bytearray(data)
-        changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError, match="checksum"):
-            PackRow.from_bytes(row.pack.id, bytes(changed))
-    for length in range(len(data)):
-        with pytest.raises(ValueError, match="checksum"):
-            PackRow.from_bytes(row.pack.id, data[:length])
+    for at in range(len(data)):
+        changed = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+        for damaged in (changed, data[:at]):
+            with pytest.raises(ValueError, match="checksum"):
+                PackRow.from_bytes(row.pack.id, damaged)

@@ -14,9 +14,8 @@ from obstore.store import LocalStore
 from latentcache.remote import tier
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
-from latentcache.store import DiskStore, directory
+from latentcache.store import directory
 from latentcache.store.batch import read_batch
-from latentcache.store.upkeep import compact
 
 MAPS = Path("/proc/self/maps")
 IMAGES = [entries_of(number)[0] for number in range(0, 48, 2)]  # one bucket
@@ -44,28 +43,16 @@ def keeps_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "KEEPS_MAPPED", True)
 
 
-def test_a_tier_without_room_goes_on(keeps_mapped: None, tmp_path: Path) -> None:
-    transport = BucketTransport(LocalStore(make_cache(tmp_path / "cache")), "s3://bucket/cache")
-    with RemoteStore(transport, local=tmp_path / "local", local_max_bytes=1) as store:
-        for _ in range(2):
-            assert read_batch(store, KEYS)["moments"].equal(MOMENTS)
-            for first in range(0, len(KEYS), 4):
-                assert read_batch(store, KEYS[first : first + 4])["moments"].equal(MOMENTS[first : first + 4])
-
-
-def test_a_pack_that_was_damaged_in_the_tier_is_fetched_again(keeps_mapped: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"local_max_bytes": 1}, {}], ids=["no room", "room"])
+def test_a_tier_gives_way_to_what_is_mapped(keeps_mapped: None, tmp_path: Path, options: Any) -> None:
+    """It goes on without room, and where there is room it fetches a pack again that was damaged."""
     transport = BucketTransport(LocalStore(make_cache(tmp_path / "cache")), "s3://bucket/cache")
     for _ in range(2):
-        with RemoteStore(transport, local=tmp_path / "local") as store:
-            assert read_batch(store, KEYS)["moments"].equal(MOMENTS)
+        with RemoteStore(transport, local=tmp_path / "local", **options) as store:
+            for first in (0, 0, 4, 8):
+                rows = slice(first, first + 4 if first else None)
+                assert read_batch(store, KEYS[rows])["moments"].equal(MOMENTS[rows])
             assert not store.damaged()
         for path in (tmp_path / "local").glob("*/packs/*/*.safetensors"):
             data = path.read_bytes()
             path.write_bytes(data.replace(MOMENTS[0].numpy().tobytes(), bytes(MOMENTS[0].nbytes)))
-
-
-def test_compact_removes_what_this_process_has_read(keeps_mapped: None, tmp_path: Path) -> None:
-    with DiskStore(make_cache(tmp_path / "cache")) as store:
-        assert read_batch(store, KEYS)["moments"].equal(MOMENTS)
-        assert compact(store).num_packs_after == 1
-        assert read_batch(store, KEYS)["moments"].equal(MOMENTS)
