@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers.serving import serving
-from store_contract import StoreContract, make_entry, same
+from store_contract import StoreContract, keys_of, make_entry, same, stacked
 
 from latentcache.errors import StoreError
 from latentcache.remote.service import ServiceTransport
@@ -54,17 +53,15 @@ class RemoteStoreContract(StoreContract):
         """An answer is sent in parts, and entries may be smaller or larger than these."""
         entries = [make_entry(number, shape=(num_values,)) for number in range(3)]
         store.add(entries)
-        batch = read_batch(store, [entry.record.key for entry in entries])
-        assert same(batch["moments"], torch.stack([entry.tensors["moments"] for entry in entries]))
+        assert same(read_batch(store, keys_of(entries))["moments"], stacked(entries))
 
     def test_another_client_sees_what_was_added(self, store, far, tmp_path):
         entries = [make_entry(number) for number in range(3)]
         with RemoteStore(far, local=tmp_path / "other") as other:
-            assert not other.find([entries[0].record.key])
+            assert not other.find(keys_of(entries))
             store.add(entries)
-            keys = [entry.record.key for entry in entries]
-            assert other.find(keys) == set(keys)
-            assert same(read_batch(other, keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
+            assert other.find(keys_of(entries)) == {*keys_of(entries)}
+            assert same(read_batch(other, keys_of(entries))["moments"], stacked(entries))
 
 
 class TestRemoteStore(RemoteStoreContract):

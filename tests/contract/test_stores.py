@@ -47,19 +47,17 @@ class DiskStoreContract(RemovingStoreContract):
         left = [entry for entry in entries if entry is not entries[2]]
         report = compact(store)
         assert report.num_entries == 5 and report.num_packs_after == 1 and not report.damaged
-        for entry in left:
-            assert_holds(store, entry)
+        assert_holds(store, *left)
         assert verify(store).ok and store.stats().payload_bytes == sum(entry.num_bytes for entry in left)
         shutil.rmtree(store.path / "index")
         report = rebuild(store)
         assert report.num_entries == 5 and not report.unreadable
         with DiskStore(store.path, read_only=True) as again:
-            for entry in left:
-                assert_holds(store, entry)
-                assert_holds(again, entry)
+            assert_holds(store, *left)
+            assert_holds(again, *left)
         assert store.add(entries) == 1
 
-    @pytest.mark.parametrize("value", [-1, 2, 4, 1 << 40, -(1 << 62)])
+    @pytest.mark.parametrize("value", [-1, 2, 1 << 40])
     def test_damaged_offsets_of_a_ragged_field_are_found(self, store, value):
         """An offset is the end of one entry and the start of the next: both are damaged, and no other is."""
         entries = texts()
@@ -71,20 +69,17 @@ class DiskStoreContract(RemovingStoreContract):
             for call in (store.get, store.describe, lambda key: read_batch(store, [key])):
                 with pytest.raises(EntryDamagedError):
                     call(entry.record.key)
-        for entry in entries[2:]:
-            assert_holds(store, entry)
+        assert_holds(store, *entries[2:])
         assert store.damaged().keys() == {entry.record.key for entry in entries[:2]}
         assert compact(store).damaged == {} and store.add(entries) == 2
-        for entry in entries:
-            assert_holds(store, entry)
+        assert_holds(store, *entries)
 
     @pytest.mark.parametrize("read_first", [False, True])
     def test_offsets_that_are_damaged_later_never_reach_outside(self, store, read_first):
         entries = texts()
         store.add(entries)
         if read_first:
-            for entry in entries:
-                assert_holds(store, entry)
+            assert_holds(store, *entries)
         write_offsets(store, lambda offsets: offsets.fill(1 << 50))
         assert verify(store).damaged.keys() == {entry.record.key for entry in entries[:5]}
         for entry in entries[:5]:
