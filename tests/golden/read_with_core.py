@@ -1,6 +1,7 @@
 """Reads the golden cache with the packages of `pip install latentcache` alone, at their lowest releases but for torch.
 
-The lane `core` of scripts/test.py runs this program in an environment that has nothing else.
+The lane `core` of scripts/test.py runs this program in an environment that has nothing else. A test of loading runs it
+where the other packages are there and cannot be imported.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import get_args
 
 import torch
 from golden_contents import contents
@@ -27,6 +29,7 @@ from latentcache import (
     repair_optimizer,
 )
 from latentcache.errors import ExtraMissingError
+from latentcache.families import FamilyName, family_named
 from latentcache.store.upkeep import rebuild, verify
 from latentcache.utils.extras import EXTRAS
 
@@ -35,6 +38,7 @@ HERE = Path(__file__).parent
 
 def read(cache: Path) -> None:
     """Read `cache` in every way that a trainer does."""
+    assert all(family_named(name).fields for name in get_args(FamilyName))
     expected = json.loads((HERE / "format2.json").read_text(encoding="utf-8"))
     assert contents(cache) == expected
     shutil.rmtree(cache / "index")
