@@ -8,42 +8,34 @@ import pytest
 import torch
 
 from latentcache.devices.placement import device_named
-from latentcache.devices.rng import rng_state, set_rng_state
 from latentcache.errors import DeviceError
 from latentcache.utils.accelerator import current_accelerator
 
+XPU = torch.device("xpu")
 
-def uses_nothing() -> None:
-    """What asks for the accelerator, on a machine without one."""
-    assert device_named("auto") == torch.device("cpu")
+
+@pytest.mark.parametrize("release", ["before 2.6", "2.6"])
+def test_an_accelerator_is_found_if_it_is_there(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    has_device = False
+
+    def accelerator() -> torch.device:
+        if not is_built and release == "2.6":
+            raise RuntimeError("Cannot access accelerator device when none is available.")
+        return XPU if is_built else torch.device("cpu")
+
+    if release == "2.6":
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_device)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    else:
+        monkeypatch.delattr(torch, "accelerator")
+        monkeypatch.setattr(torch._C, "_get_accelerator", accelerator)
+    module = SimpleNamespace(is_available=lambda: has_device, device_count=lambda: 1)
+    is_built = False
+    assert device_named("auto") == torch.device("cpu") and current_accelerator(built_for=True) is None
     with pytest.raises(DeviceError, match="there is only the CPU"):
         device_named("xpu")
-    set_rng_state(rng_state())
-    assert current_accelerator(built_for=True) is None
-
-
-def test_before_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "accelerator")
-    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cpu"))
-    uses_nothing()
-    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+    is_built = True
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("xpu"))
-    assert device_named("auto") == torch.device("xpu", 0) and current_accelerator(built_for=True) == torch.device("xpu")
-    module.is_available = lambda: False
-    assert device_named("auto") == torch.device("cpu") and current_accelerator(built_for=True) == torch.device("xpu")
-
-
-def test_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> torch.device:
-        raise RuntimeError("Cannot access accelerator device when none is available.")
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
-    uses_nothing()
-    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    assert device_named("auto") == torch.device("cpu") and current_accelerator(built_for=True) == torch.device("xpu")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert device_named("auto") == torch.device("cpu") and current_accelerator(built_for=True) == XPU
+    has_device = True
     assert device_named("auto") == torch.device("xpu", 0)

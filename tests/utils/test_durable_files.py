@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
-from latentcache.utils.durable_files import (
-    read_small_file,
-    sealed_file,
-    sweep_temporaries,
-    write_all,
-    write_sealed,
-)
+from latentcache.utils.durable_files import read_small_file, sealed_file, sweep_temporaries, write_all, write_sealed
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_a_file_is_written_whole_with_the_mode_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,13 @@ context = multiprocessing.get_context("fork")
 
 def claim_elsewhere(path: Path, keys: list[str]) -> set[str]:
     """What a writer of another process could claim, which ends at once."""
-    queue = context.Queue()
+    with ProcessPoolExecutor(1, context) as executor:
+        return executor.submit(_claim, path, keys).result(60)
 
-    def claim() -> None:
-        with DiskStore(path) as store, store.writer() as writer:
-            queue.put(writer.claim(keys)[0])
 
-    process = context.Process(target=claim)
-    process.start()
-    found = queue.get(timeout=60)
-    process.join()
-    return found
+def _claim(path: Path, keys: list[str]) -> set[str]:
+    with DiskStore(path) as store, store.writer() as writer:
+        return writer.claim(keys)[0]
 
 
 def test_a_writer_that_closes_leaves_the_claims_of_another(tmp_path: Path) -> None:
@@ -78,48 +75,34 @@ def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
     assert readers_since(path) is None
 
 
-def test_a_fork_reads_on_when_its_parent_has_closed(tmp_path: Path) -> None:
-    path = tmp_path / "readers.lock"
-    reading = ReadersLock(path)
-    ready, done = context.Event(), context.Event()
-
-    def wait() -> None:
-        ready.set()
-        done.wait(60)
-
-    process = context.Process(target=wait)
-    process.start()
-    assert ready.wait(60)
-    done.set()
-    process.join()
-    assert readers_since(path) is not None, "the end of a fork ends nothing here"
+def test_the_end_of_a_fork_does_not_end_the_reading_of_its_parent(tmp_path: Path) -> None:
+    reading = ReadersLock(tmp_path / "readers.lock")
+    if (pid := os.fork()) == 0:
+        reading.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert readers_since(tmp_path / "readers.lock") is not None
     reading.close()
-    assert readers_since(path) is None
+    assert readers_since(tmp_path / "readers.lock") is None
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    path = tmp_path / "a.lock"
-    with locked(path, "first", shared=False):
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(20)
-            os._exit(0)
-    try:
-        with locked(path, "second", shared=False):
-            pass
-    finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-
-
-def test_a_forked_child_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_forked_child_neither_keeps_the_lock_nor_lets_go_of_it(tmp_path: Path, lives: bool) -> None:
     path = tmp_path / "a.lock"
     lock = locked(path, "parent", shared=False)
     with lock:
-        pid = os.fork()
-        if pid == 0:
-            lock.__exit__(None, None, None)
+        if (pid := os.fork()) == 0:
+            if lives:
+                time.sleep(20)
+            else:
+                lock.__exit__(None, None, None)
             os._exit(0)
-        os.waitpid(pid, 0)
+        if not lives:
+            os.waitpid(pid, 0)
         with pytest.raises(StoreBusyError, match="parent"), locked(path, "other", shared=True):
             pass
+    with locked(path, "second", shared=False):
+        pass
+    if lives:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
