@@ -4,15 +4,28 @@ import shutil
 from pathlib import Path
 
 import pytest
-from loading import make_cache
+from helpers.photo_files import write_photos
+from loading import config_of
+
+from latentcache.precache.run import run_precache
 
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_cache(tmp_path_factory.mktemp("loading"))
+    """Five flipped photos in two buckets, each twice, one with two captions and one with none; and their cache."""
+    folder = tmp_path_factory.mktemp("loading")
+    write_photos(folder / "photos")
+    run_precache(config_of(folder))
+    return folder
 
 
 @pytest.fixture
-def path(made: Path, tmp_path: Path) -> Path:
-    """A cache of this test's own: moments in float32, embeddings too, flips, two captions of one sample."""
-    return shutil.copytree(made, tmp_path / "cache")
+def folder(made: Path, tmp_path: Path) -> Path:
+    """The photos and their cache, of this test's own. `config_of` is their config."""
+    return shutil.copytree(made, tmp_path / "own")
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    """The cache of `folder`: moments and embeddings in float32."""
+    return folder / "cache"

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.photo_files import write_photo
 from helpers.tiny_configs import tiny_config
 from torch.utils.data import default_collate
 
 from latentcache import LatentDataset
 from latentcache.config import Config
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
-from latentcache.precache.run import run_precache
 
-TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+
+def config_of(folder: Path, **changes: Any) -> Config:
+    """The config of the fixture `folder`, with changes by dotted name."""
+    settings: dict[str, Any] = {"datasets.0.flip": True, "datasets.0.repeats": 2, "encode.num_workers": 1}
+    return tiny_config(folder, **settings | changes)
 
 
 def plain(batch: dict[str, Any]) -> dict[str, Any]:
@@ -26,14 +28,14 @@ def plain(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: v.float().tolist() if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
 
 
-def by_hand(sampler: BucketBatchSampler, *, device: Any = "cpu", epoch: int = 0) -> list[dict[str, Any]]:
+def by_hand(sampler: BucketBatchSampler, *, epoch: int = 0) -> list[dict[str, Any]]:
     """What the loader must give with scaled=True, made with the dataset's own means."""
     dataset = sampler.dataset
     batches = []
     for planned in sampler.plan(epoch):
         batch = default_collate(dataset.__getitems__(planned.items))
         generator = noise_generator(sampler.seed, epoch, planned.position)
-        batch = dataset.place(batch, device=device, scaled=True, generator=generator)
+        batch = dataset.place(batch, device="cpu", scaled=True, generator=generator)
         for name in ("original_size", "resized_size", "crop_top_left", "target_size"):
             batch[name] = [tuple(size) for size in batch[name].tolist()]
         batches.append(plain(batch))
@@ -59,19 +61,3 @@ def lose_image(dataset: LatentDataset, sample_id: str) -> None:
     """Remove the sample's image entry from the cache."""
     row = dataset.cache.row(sample_id)[1]
     assert dataset.cache.store.remove([row.images[0].key]) == 1
-
-
-def make_cache(folder: Path) -> Path:
-    """A cache of five flipped photos in two buckets, each twice, the first with two captions; gives its path."""
-    captions = [["a red house", "a house in the rain"], ["a blue car"], ["a blue car"], [], ["a tree"]]
-    for number, (name, lines) in enumerate(zip(("a", "b", "c", "d", "sub/e"), captions, strict=True)):
-        path = write_photo(folder / "photos" / f"{name}.png", number, (144, 80) if name in "cd" else (80, 144))
-        path.with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
-    run_precache(config_of(folder))
-    return folder / "cache"
-
-
-def config_of(folder: Path, *, device: str = "cpu") -> Config:
-    """The config of `make_cache`."""
-    changes = {"datasets.0.flip": True, "datasets.0.repeats": 2, "encode.num_workers": 1, "validation": {}}
-    return tiny_config(folder, **changes, **{"encode.device": device})

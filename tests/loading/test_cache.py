@@ -3,211 +3,277 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from helpers.pack_damage import damage
+from loading import config_of, plain
 
-from latentcache import LatentCache
-from latentcache.config import PROMPTS_PREFIX, Config
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import Ref
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.precache.run import run_precache
-from latentcache.types import Crop, Entry, Geometry, Record, Size
+from latentcache.store import DiskStore
+from latentcache.store.upkeep import compact
+from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
+MAPS = Path("/proc/self/maps")
+needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs /proc/self/maps")
 
 
 @pytest.fixture
-def cache(config: Config) -> LatentCache:
-    with LatentCache(config.cache.path) as cache:
+def cache(path: Path) -> Iterator[LatentCache]:
+    with LatentCache(path) as cache:
         yield cache
+
+
+def other_rows(cache: LatentCache, **rows: Any) -> None:
+    """Write the manifest again with other rows, by their ids, and read it again."""
+    manifest = cache.manifest("photos")
+    cache.manifests.write(manifest.with_rows(dict(manifest.rows) | rows))
+    cache.refresh()
 
 
 def test_a_batch_follows_the_requesting_module(cache: LatentCache) -> None:
     unet = torch.nn.Linear(2, 2).to(torch.bfloat16)
     batch = cache.batch(WIDE, device=unet)
-    assert {name: tuple(batch[name].shape) for name in ("latents", "prompt_embeds", "pooled_prompt_embeds")} == {
-        "latents": (3, 4, 8, 16),
-        "prompt_embeds": (3, 77, 72),
-        "pooled_prompt_embeds": (3, 40),
-    }
-    assert {batch[name].dtype for name in ("latents", "prompt_embeds", "pooled_prompt_embeds")} == {torch.bfloat16}
-    assert batch["add_time_ids"].dtype == torch.float32
+    shapes = {"latents": (3, 4, 8, 16), "prompt_embeds": (3, 77, 72), "pooled_prompt_embeds": (3, 40)}
+    assert {name: tuple(batch[name].shape) for name in shapes} == shapes
+    assert {batch[name].dtype for name in shapes} == {torch.bfloat16}
     assert batch["sample_id"] == WIDE and batch["caption"] == ["a red house", "a blue car", "a tree"]
+    assert batch["original_size"] == [(80, 144)] * 3 and batch["target_size"] == [(64, 128)] * 3
+    height, width = batch["resized_size"][0]
+    assert (height == 64 and width >= 128) or (width == 128 and height >= 64)
+    assert batch["add_time_ids"].dtype == torch.float32
+    assert batch["add_time_ids"].tolist() == [[80, 144, *crop, 64, 128] for crop in batch["crop_top_left"]]
     assert cache.batch(WIDE, device=unet, dtype=torch.float16)["latents"].dtype == torch.float16
     assert cache.batch(WIDE, device="cpu")["latents"].dtype == torch.float32, "a name keeps the stored one"
     assert cache.batch(WIDE, device=torch.zeros(1, dtype=torch.float16))["prompt_embeds"].dtype == torch.float16
-
-
-def test_sizes_are_integers_and_time_ids_float32(cache: LatentCache) -> None:
-    batch = cache.batch(WIDE, device=torch.nn.Linear(1, 1).half())
-    assert batch["original_size"] == [(80, 144)] * 3 and batch["target_size"] == [(64, 128)] * 3
-    assert batch["add_time_ids"].dtype == torch.float32
-    rows = [[80, 144, *crop, 64, 128] for crop in batch["crop_top_left"]]
-    assert batch["add_time_ids"].tolist() == rows
-    height, width = batch["resized_size"][0]
-    assert (height == 64 and width >= 128) or (width == 128 and height >= 64)
+    entry = cache.get(cache.row("a.png")[1].images[0].key, device=unet)
+    assert entry.tensors["moments"].dtype == torch.bfloat16
+    with pytest.raises(EntryMissingError, match="no such entry"):
+        cache.get("0" * 64)
 
 
 def test_time_ids_hold_what_bfloat16_cannot(cache: LatentCache) -> None:
-    [manifest] = cache.datasets()
-    row = manifest.rows["a.png"]
+    row = cache.row("a.png")[1]
     sizes = Size(4097, 3001), Size(1371, 1100), Crop(171, 1), Size(1024, 1024)
-    rows = {}
-    for flip in (False, True):
-        images = (replace(row.images[0], geometry=Geometry(*sizes, flip)),)
-        rows[str(flip)] = replace(row, sample_id=str(flip), images=images)
-    cache.manifests.write(manifest.with_rows(rows))
-    cache.refresh()
+    images = tuple(replace(image, geometry=Geometry(*sizes, flip)) for flip, image in enumerate(row.images))
+    other_rows(cache, **{"a.png": replace(row, images=images)})
     for flip, left in ((False, 1), (True, 1100 - 1024 - 1)):
-        ids = cache.batch([str(flip)], device=torch.nn.Linear(1, 1).bfloat16(), flip=flip)["add_time_ids"]
+        ids = cache.batch(["a.png"], device=torch.nn.Linear(1, 1).bfloat16(), flip=flip)["add_time_ids"]
         assert ids.dtype == torch.float32 and ids.tolist() == [[4097, 3001, 171, left, 1024, 1024]]
 
 
-def test_moments_are_drawn_with_the_generator_that_is_given(cache: LatentCache) -> None:
-    moments = cache.batch(WIDE, device="cpu", output="moments")["moments"]
-    posterior = DiagonalGaussianDistribution(moments)
+def test_moments_are_drawn_with_the_generator_that_is_given_and_scaled(cache: LatentCache) -> None:
+    posterior = DiagonalGaussianDistribution(cache.batch(WIDE, device="cpu", output="moments")["moments"])
+    state = torch.get_rng_state()
     drawn = cache.batch(WIDE, device="cpu", generator=torch.Generator().manual_seed(3))["latents"]
     assert torch.equal(drawn, posterior.sample(torch.Generator().manual_seed(3)))
-    assert torch.equal(cache.batch(WIDE, device="cpu")["latents"], posterior.mode())
-    state = torch.get_rng_state()
-    cache.batch(WIDE, device="cpu", generator=torch.Generator().manual_seed(4))
     assert torch.equal(torch.get_rng_state(), state), "the global generator is not touched"
-
-
-def test_scaled_and_unscaled(cache: LatentCache) -> None:
     plain, scaled = (cache.batch(WIDE, device="cpu", scaled=flag)["latents"] for flag in (False, True))
+    assert torch.equal(plain, posterior.mode())
     assert torch.allclose(scaled, plain * 0.13025, rtol=0, atol=1e-7) and not torch.equal(scaled, plain)
-    for output in ("moment", "prompt_embeds"):
-        with pytest.raises(StoreError, match=f"output is '{output}'; it must be one of latents, moments"):
-            cache.batch(WIDE, device="cpu", output=output)
-    with pytest.raises(StoreError, match="moments are stored unscaled"):
-        cache.batch(WIDE, device="cpu", output="moments", scaled=True)
 
 
-def test_a_cache_of_latents(make_config: Callable[..., Config]) -> None:
-    config = make_config(**{"encode.image_output": "mean"})
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        assert cache.batch(WIDE, device="cpu")["latents"].shape == (3, 4, 8, 16)
+def test_captions_and_flips(cache: LatentCache) -> None:
+    assert cache.batch(["a.png"], device="cpu", caption=1)["caption"] == ["a house in the rain"]
+    one, other = (cache.batch(["a.png"], device="cpu", flip=flag)["latents"] for flag in (False, True))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "error", "message"),
+    [
+        (["a.png", "c.png"], {}, StoreError, r"lie in 128x64, 64x128: batch them with .*BucketBatchSampler"),
+        ([], {}, StoreError, "no samples were requested"),
+        (["none.png"], {}, SampleError, r"'none\.png': is in no manifest \(photos\)"),
+        (["b.png"], {"caption": 1}, SampleError, r"'b\.png': has 1 caption, but number 1"),
+        (WIDE, {"output": "moment"}, StoreError, "output is 'moment'; it must be one of latents, moments"),
+        (WIDE, {"output": "moments", "scaled": True}, StoreError, "moments are stored unscaled"),
+    ],
+)
+def test_what_is_no_batch_is_refused(
+    cache: LatentCache, names: list[str], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        cache.batch(names, device="cpu", **options)
+
+
+def test_a_cache_of_latents(folder: Path) -> None:
+    run_precache(config_of(folder, **{"datasets.0.name": "other", "encode.image_output": "mean"}))
+    path = folder / "cache"
+    with LatentCache(path, manifest="other") as cache, LatentCache(path, manifest="photos") as photos:
+        latents = cache.batch(WIDE, device="cpu")["latents"]
+        assert torch.equal(latents, photos.batch(WIDE, device="cpu")["latents"])
         with pytest.raises(StoreError, match="holds latents, not moments"):
             cache.batch(WIDE, device="cpu", output="moments")
         with pytest.raises(StoreError, match="a generator has no effect"):
             cache.batch(WIDE, device="cpu", generator=torch.Generator())
-
-
-def test_captions_and_flips(make_config: Callable[..., Config], cache: LatentCache) -> None:
-    batch = cache.batch(["a.png"], device="cpu", caption=1)
-    assert batch["caption"] == ["a house in the rain"]
-    with pytest.raises(SampleError, match=r"'b\.png': has 1 caption, but number 1"):
-        cache.batch(["b.png"], device="cpu", caption=1)
-    with pytest.raises(SampleError, match=r"has no flipped entry.*set `flip: true`"):
-        cache.batch(["b.png"], device="cpu", flip=True)
-    config = make_config(**{"datasets.0.flip": True})
-    run_precache(config)
-    with LatentCache(config.cache.path) as flipped:
-        one, other = (flipped.batch(["a.png"], device="cpu", flip=flag)["latents"] for flag in (False, True))
-        assert not torch.equal(one, other)
-
-
-def test_buckets_do_not_mix(cache: LatentCache) -> None:
-    with pytest.raises(StoreError, match=r"lie in 128x64, 64x128: batch them with .*BucketBatchSampler"):
-        cache.batch(["a.png", "c.png"], device="cpu")
-    with pytest.raises(StoreError, match="no samples were requested"):
-        cache.batch([], device="cpu")
+    dataset = LatentDataset(path, ["photos", "other"])
+    with pytest.raises(StoreError, match="must have the same fields"):
+        dataset.__getitems__([0, len(LatentDataset(path, "photos"))])
 
 
 def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> None:
     identity = {"another": "width"}
     fields = {"prompt_embeds": torch.ones(77, 3), "pooled_prompt_embeds": torch.ones(40)}
     cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
-    [manifest] = cache.datasets()
-    rows = dict(manifest.rows)
-    rows["b.png"] = replace(rows["b.png"], captions=(Ref.of_text("odd", key_of(identity)),))
-    cache.manifests.write(manifest.with_rows(rows))
-    cache.refresh()
+    odd = replace(cache.row("b.png")[1], captions=(Ref.of_text("odd", key_of(identity)),))
+    other_rows(cache, **{"b.png": odd})
     unequal = r"equal shapes and dtypes: field 'prompt_embeds' .* in a\.png and .* in b\.png"
     with pytest.raises(StoreError, match=unequal):
         cache.batch(WIDE, device="cpu")
     assert cache.batch(["b.png"], device="cpu")["prompt_embeds"].shape == (1, 77, 3)
 
 
-def test_unknown_and_ambiguous_samples(make_config: Callable[..., Config], cache: LatentCache) -> None:
-    with pytest.raises(SampleError, match=r"'none\.png': is in no manifest \(photos\)"):
-        cache.batch(["none.png"], device="cpu")
-    other = make_config(**{"datasets.0.name": "other"})
-    run_precache(other)
-    ambiguous = pytest.raises(SampleError, match=r"is in several manifests: other, photos.*manifest=NAME")
-    with LatentCache(other.cache.path) as both, ambiguous:
-        both.batch(["a.png"], device="cpu")
-    with LatentCache(other.cache.path, manifest="other") as one:
-        assert one.batch(["a.png"], device="cpu")["sample_id"] == ["a.png"]
+def test_a_sample_of_several_manifests_needs_the_name_of_one(cache: LatentCache) -> None:
+    cache.manifests.write(replace(cache.manifest("photos"), name="other"))
+    with pytest.raises(SampleError, match=r"is in several manifests: other, photos.*manifest=NAME"):
+        cache.batch(["a.png"], device="cpu")
+    assert cache.path is not None
+    with LatentCache(cache.path, manifest="other") as one:
+        assert one.batch(["a.png"], device="cpu")["dataset"] == ["other"]
     with pytest.raises(StoreError, match="no manifest 'nothing'; there are: other, photos"):
-        LatentCache(other.cache.path, manifest="nothing")
+        LatentCache(cache.path, manifest="nothing")
 
 
-def test_get_places_the_tensors(cache: LatentCache) -> None:
-    key = cache.row("a.png")[1].images[0].key
-    entry = cache.get(key, device=torch.nn.Linear(1, 1).half())
-    assert entry.tensors["moments"].dtype == torch.float16 and entry.record.key == key
-    with pytest.raises(EntryMissingError, match="no such entry"):
-        cache.get("0" * 64)
-
-
-def test_damage_is_named_and_mended(config: Config) -> None:
-    with LatentCache(config.cache.path) as cache:
+def test_damage_is_named_and_mended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "cache"
+    with LatentCache(path) as cache:
         key = cache.row("b.png")[1].images[0].key
-        needle = cache.get(key).tensors["moments"].numpy().tobytes()[:64]
-    damage(config.cache.path, needle)
-    with LatentCache(config.cache.path) as cache:
+        damage(path, cache.get(key).tensors["moments"].numpy().tobytes()[:64])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        with LatentCache(path) as cache:
+            assert cache.store.read_only
+            with pytest.raises(SampleError, match=r"is damaged: .*`latentcache verify .*`, then run `latentcache prec"):
+                cache.batch(["b.png"], device="cpu")
+    with LatentCache(path) as cache:
         with pytest.raises(SampleError, match=r"'b\.png': is damaged: .*run `latentcache precache CONFIG` again"):
             cache.batch(["a.png", "b.png"], device="cpu")
         assert cache.batch(["a.png"], device="cpu")["sample_id"] == ["a.png"]
         with pytest.raises(EntryDamagedError):
             cache.get(key)
-    report = run_precache(config)
+    report = run_precache(config_of(folder))
     assert report.misses_by_reason == {"damaged": 1} and report.num_encoded == 1
-    with LatentCache(config.cache.path) as cache:
+    with LatentCache(path) as cache:
         assert cache.batch(["b.png"], device="cpu")["latents"].isfinite().all()
 
 
-def test_a_reader_that_may_not_write_says_how_to_mend(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LatentCache(config.cache.path) as cache:
-        key = cache.row("b.png")[1].captions[0].key
-        needle = cache.get(key).tensors["pooled_prompt_embeds"].numpy().tobytes()[:64]
-    damage(config.cache.path, needle)
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    with LatentCache(config.cache.path) as cache:
-        assert cache.store.read_only
-        with pytest.raises(SampleError, match=r"is damaged: .*`latentcache verify .*`, then run `latentcache precache"):
-            cache.batch(["c.png"], device="cpu")
-
-
-def test_prompts_whose_manifest_is_gone_are_not_cached(config: Config) -> None:
-    (manifest,) = (config.cache.path / "manifests").glob(f"{PROMPTS_PREFIX}*")
-    manifest.unlink()
-    with LatentCache(config.cache.path) as cache:
-        with pytest.raises(SampleError, match=r"is not cached.*validation\.prompts.*run `latentcache precache CONFIG`"):
-            cache.prompt("", device="cpu")
-        assert cache.sample_ids()
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
+def test_prompts_whose_manifest_is_gone_are_not_cached_until_it_is_there_and_read(folder: Path) -> None:
+    (manifest,) = (folder / "cache" / "manifests").glob(f"{PROMPTS_PREFIX}*")
+    with LatentCache(folder / "cache") as cache:
         assert cache.prompt("", device="cpu")["prompt_embeds"].isfinite().all()
-
-
-def test_what_another_run_caches_is_seen_after_a_refresh(config: Config, make_config: Callable[..., Config]) -> None:
-    with LatentCache(config.cache.path) as cache:
-        assert cache.sample_ids() and cache.prompt("", device="cpu")
+        with pytest.raises(SampleError, match=r"is not cached.*validation\.prompts.*run `latentcache precache CONFIG`"):
+            cache.prompt("a late idea", device="cpu")
+        manifest.unlink()
+        run_precache(config_of(folder, **{"validation.prompts": ["a late idea"]}))
         with pytest.raises(SampleError, match="a late idea"):
             cache.prompt("a late idea", device="cpu")
-        assert run_precache(make_config(**{"validation.prompts": ["a late idea"]})).num_encoded == 1
-        with pytest.raises(SampleError, match="a late idea"):
-            cache.prompt("a late idea", device="cpu")
+        manifest.unlink()
         cache.refresh()
+        with pytest.raises(SampleError, match="is not cached"):
+            cache.prompt("", device="cpu")
+        run_precache(config_of(folder, **{"validation.prompts": ["a late idea"]}))
         assert cache.prompt("a late idea", device="cpu")["prompt_embeds"].isfinite().all()
-        assert cache.batch(WIDE, device="cpu")["latents"].shape[0] == 3
+
+
+# Reading again -------------------------------------------------------------------------------------------------------
+
+
+def test_the_callers_default_device_moves_nothing(path: Path) -> None:
+    def everything() -> list[Any]:
+        with LatentCache(path) as cache:
+            entry = cache.get(cache.row("a.png")[1].images[0].key)
+            found: list[Any] = [plain(entry.tensors), plain(cache.batch(WIDE, device="cpu", output="moments"))]
+        sampler = BucketBatchSampler(LatentDataset(path, flips=True, caption="random"), 2, seed=5)
+        with LatentLoader(sampler, device="cpu", prefetch=0) as made:
+            found.append([plain(batch) for batch in made])
+        items = LatentDataset(path, caption="random").__getitems__([0, 1])
+        return found + [item["original_size"].tolist() for item in items]
+
+    expected = everything()
+    with torch.device("meta"):  # as torch.set_default_device does it
+        assert everything() == expected
+
+
+def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache) -> None:
+    assert cache.batch(WIDE, device="cpu")["caption"] == ["a red house", "a blue car", "a tree"]
+    manifest = cache.manifests.read("photos")
+    assert manifest is not None
+    rows = dict(manifest.rows)
+    key = rows["a.png"].captions[1].key
+    rows["a.png"] = replace(rows["a.png"], captions=(Ref.of_text("edited", key),))
+    rows["b.png"] = replace(rows["b.png"], refusal=Refusal("b.png", "b.png", "corrupt", "a test says so"))
+    cache.manifests.write(manifest.with_rows(rows))
+    assert cache.batch(WIDE, device="cpu")["caption"] == ["a red house", "a blue car", "a tree"]
+    cache.refresh()
+    batch = cache.batch(["a.png"], device="cpu")
+    assert batch["caption"] == ["edited"]
+    assert torch.equal(batch["prompt_embeds"][0], cache.get(key).tensors["prompt_embeds"])
+    with pytest.raises(SampleError, match=r"'b\.png': was refused"):
+        cache.batch(WIDE, device="cpu")
+
+
+def test_what_is_read_during_a_refresh_is_read_again(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread refreshes the cache after this one read a manifest, and before it kept it."""
+    read = cache.manifests.read
+
+    def read_slowly(name: str) -> Manifest | None:
+        found = read(name)
+        assert found is not None
+        cache.manifests.write(replace(found, repeats=7))
+        thread = threading.Thread(target=cache.refresh)
+        thread.start()
+        thread.join()
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.manifests, "read", read_slowly)
+        assert cache.manifest("photos").repeats != 7
+    assert cache.manifest("photos").repeats == 7
+
+
+@needs_maps
+def test_a_closed_cache_releases_what_it_remembered(cache: LatentCache) -> None:
+    cache.batch(WIDE, device="cpu")
+    assert str(cache.path) in MAPS.read_text()
+    cache.close()
+    assert str(cache.path) not in MAPS.read_text()
+
+
+@needs_maps
+@pytest.mark.parametrize("own", [True, False], ids=["its own store", "another"])
+def test_a_compaction_makes_no_batch_wrong_and_keeps_no_file(path: Path, own: bool) -> None:
+    dataset, unread = LatentDataset(path), LatentDataset(path, flips=True)
+    loader = LatentLoader(BucketBatchSampler(dataset, 2, seed=5), device="cpu", prefetch=0)
+
+    def everything() -> list[Any]:
+        loader.set_epoch(0)
+        batches = [plain(dataset.cache.batch([name], device="cpu")) for name in dataset.cache.sample_ids()]
+        return [[plain(batch) for batch in loader], batches, [plain(item) for item in dataset]]
+
+    expected = everything()
+    with DiskStore(path) as other:
+        store = dataset.cache.store if own else other
+        assert isinstance(store, DiskStore)
+        extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
+        store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])
+        assert compact(store).num_packs_after == 1
+        assert everything() == expected
+        assert [plain(unread[index]) for index in range(5)] == expected[2][:5]
+    list(dataset.cache.store.keys())  # what is looked up again is found where it is now
+    assert everything() == expected
+    lines = MAPS.read_text().splitlines()
+    assert not [line for line in lines if str(path) in line and line.endswith("(deleted)")]
