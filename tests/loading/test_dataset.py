@@ -1,87 +1,63 @@
-"""A torch Dataset of items. With workers it is in test_choices and test_cached_batches."""
+"""A torch Dataset of items, in any order, and of samples of several parts. Workers are in the tests of choices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.remote_samples import COMMON, make_cache
-from torch.utils.data import DataLoader
+from helpers.remote_samples import COMMON, make_cache, make_manifest
+from helpers.tiny_configs import tiny_config
+from loading import config_of
+from PIL import Image
+from torch.utils.data import default_collate
 
-from latentcache import LatentCache, LatentDataset, LatentLoader
-from latentcache.config import Config
+from latentcache import BucketBatchSampler, DiskStore, LatentCache, LatentDataset, LatentLoader
+from latentcache.config import Config, location_of
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import Row
+from latentcache.dataset.row_table import Row, RowTable
 from latentcache.errors import SampleError, StoreError
+from latentcache.identity import key_of
 from latentcache.loading.dataset import Order
-from latentcache.loading.sampler import BucketBatchSampler, Visit
-from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_parts
-from latentcache.precache.explanation import explain
+from latentcache.loading.pack_order import Places
+from latentcache.loading.sampler import Visit
 from latentcache.precache.run import run_precache
-from latentcache.types import Refusal, Size
+from latentcache.store import MemoryStore
+from latentcache.store.upkeep import compact
+from latentcache.types import Entry, Record, Refusal, Size
 
 
-@pytest.fixture
-def config(make_config: Callable[..., Config]) -> Config:
-    config = make_config(**{"datasets.0.flip": True, "datasets.0.repeats": 2})
-    run_precache(config)
-    return config
-
-
-def test_a_data_loader_gives_what_the_cache_gives(config: Config) -> None:
-    dataset = LatentDataset(config.cache.path)
-    assert len(dataset) == 10
-    item = dataset[0]
-    assert item["moments"].shape == (8, 8, 16) and item["prompt_embeds"].shape == (77, 72)
-    assert item["target_size"].tolist() == [64, 128] and item["target_size"].dtype == torch.int64
-    sampler = BucketBatchSampler(dataset, 2, seed=1)
-    loader = DataLoader(dataset, batch_sampler=sampler)
-    seen = []
-    with LatentCache(config.cache.path) as cache:
-        for batch in loader:
-            placed = dataset.place(batch, device="cpu", scaled=True, generator=torch.Generator().manual_seed(0))
-            direct = cache.batch(
-                batch["sample_id"], device="cpu", scaled=True, generator=torch.Generator().manual_seed(0)
-            )
-            for name in ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids"):
-                assert torch.equal(placed[name], direct[name]), name
-            assert placed["caption"] == direct["caption"]
-            assert placed["original_size"].tolist() == [list(size) for size in direct["original_size"]]
-            seen += batch["sample_id"]
-    assert sorted(seen) == sorted(["a.png", "b.png", "c.png", "d.png", "sub/e.png"] * 2)
-
-
-def test_joined_manifests_keep_to_their_own_images(make_config: Callable[..., Config], photos: Path) -> None:
-    config = make_config(**{"datasets.0.flip": True, "datasets.0.repeats": 2})
-    run_precache(config)
-    write_photo(photos / "0.png", 9, (80, 144))  # the other manifest has another first sample
-    run_precache(make_config(**{"datasets.0.flip": True, "datasets.0.name": "other"}))
-    names, path = ["photos", "other", "photos"], config.cache.path
-    for flips in (True, False, ["other"], ["photos"], "photos"):
+def test_joined_manifests_keep_to_their_own_images(path: Path) -> None:
+    with LatentCache(path) as cache:
+        manifest = cache.manifest("photos")
+        rows = {name: row for name, row in manifest.rows.items() if name != "a.png"}
+        cache.manifests.write(replace(manifest.with_rows(rows), name="other"))
+    names = ["photos", "other", "photos"]
+    for flips in (True, False, ["other"], "photos"):
         mirrored = set(names) if flips is True else {flips} if isinstance(flips, str) else set(flips or ())
         parts = [LatentDataset(path, name, flips=name in mirrored) for name in names]
         alone = [part[index] for part in parts for index in range(len(part))]
         joined = LatentDataset(path, names, flips=flips)
-        assert joined[-1]["sample_id"] == alone[-1]["sample_id"] and joined.bucket(-1) == parts[-1].bucket(-1)
+        assert len(joined) == len(alone) and joined.bucket(-1) == parts[-1].bucket(-1)
         for beyond in (len(alone), -len(alone) - 1):
             with pytest.raises(IndexError, match=f"of {len(alone)}"):
                 joined.bucket(beyond)
-        assert len(joined) == len(alone)
-        for _ in range(2):
-            for index, expected in enumerate(alone):
-                found = joined[index]
-                assert found["sample_id"] == expected["sample_id"], index
-                assert torch.equal(found["moments"], expected["moments"]), index
+        for index, expected in enumerate([*alone, alone[-1]]):
+            found = joined[index if index < len(alone) else -1]
+            assert found["sample_id"] == expected["sample_id"], index
+            assert torch.equal(found["moments"], expected["moments"]), index
+    assert found["target_size"].tolist() == [64, 128] and found["target_size"].dtype == torch.int64
 
 
-def test_the_resolutions_of_one_dataset_are_read_together(make_config: Callable[..., Config]) -> None:
-    config = make_config(**{"datasets.0.resolutions": [64, 96], "datasets.0.buckets": {"step": 32}})
+def test_the_resolutions_of_one_dataset_are_read_together(folder: Path) -> None:
+    changes = {"cache.path": folder / "other", "datasets.0.repeats": 1, "datasets.0.flip": False}
+    config = config_of(folder, **changes, **{"datasets.0.resolutions": [64, 96], "datasets.0.buckets": {"step": 32}})
     report = run_precache(config)
     assert report.num_samples == 10 and report.num_encoded == 10 + 7, "captions are encoded once"
     names = [each.name for each in config.datasets]
@@ -91,37 +67,38 @@ def test_the_resolutions_of_one_dataset_are_read_together(make_config: Callable[
     assert {dataset.bucket(item) for item in range(5, 10)} == {Size(64, 128), Size(128, 64)}
     with LatentCache(config.cache, manifest="photos-64") as cache:
         assert cache.batch(["a.png"], device="cpu")["target_size"] == [(64, 64)]
-    found = explain(config, "a.png", models=LoadedModels(**tiny_parts()))
-    assert [each["dataset"] for each in found.datasets] == names
 
 
-def test_a_plain_shuffled_dataloader_is_told_what_to_use(config: Config) -> None:
-    """torch itself says that it cannot stack tensors of unequal sizes."""
-    path = config.cache.path
-    for dataset in (LatentDataset(path), LatentDataset(path, ["photos"])):
-        with pytest.raises(StoreError, match=r"lie in .*, .*: batch them with latentcache.BucketBatchSampler"):
-            list(DataLoader(dataset, batch_size=10, shuffle=True))
+@pytest.mark.parametrize(
+    ("names", "options", "error", "message"),
+    [
+        *((None, {"caption": each}, StoreError, rf"caption is {each!r}; it must be") for each in ("rnd", -1, None)),
+        (None, {"order": "pack"}, StoreError, "order is 'pack'; it must be one of random, packs"),
+        (None, {"flips": "photo"}, StoreError, "flips names photo; the manifests are served"),
+        (None, {"flips": True}, SampleError, "has no flipped entry"),
+        (None, {"flips": "random"}, SampleError, "has no flipped entry"),
+        ([], {}, StoreError, "name the manifest; there are: served"),
+        (None, {"caption_dropuot": 0.1}, TypeError, "no option 'caption_dropuot'; did you mean 'caption_dropout'"),
+        (None, {"colour": 1}, TypeError, r"LatentDataset has no option 'colour'; there are .*retry_s"),
+    ],
+)
+def test_what_a_dataset_cannot_give_is_refused_when_it_is_made(
+    tmp_path: Path, names: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LatentDataset(make_cache(tmp_path), names, **options)
 
 
-def test_what_a_dataset_cannot_give_is_refused_when_it_is_made(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-    run_precache(config)
-    for caption in ("rnd", -1, 0.5, None):
-        with pytest.raises(StoreError, match=rf"caption is {caption!r}; it must be a number from 0 on, or 'random'"):
-            LatentDataset(config.cache.path, caption=caption)  # type: ignore[arg-type]  # the error is the point
-    with pytest.raises(SampleError, match="has no flipped entry"):
-        LatentDataset(config.cache.path, flips=True)
-    with pytest.raises(StoreError, match="flips names photo; the manifests are photos"):
-        LatentDataset(config.cache.path, "photos", flips="photo")
-    for names in ([], None):
-        run_precache(make_config(**{"datasets.0.name": "other"}))
-        with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
-            LatentDataset(config.cache.path, names)
+def test_one_of_several_manifests_has_to_be_named(tmp_path: Path) -> None:
+    path = make_cache(tmp_path)
+    ManifestFolder(path / "manifests").write(make_manifest("other"))
+    with pytest.raises(StoreError, match="name the manifest; there are: other, served"):
+        LatentDataset(path)
 
 
 @pytest.mark.parametrize("order", ["random", "packs"])
 def test_a_manifest_in_which_all_is_refused_has_no_items(tmp_path: Path, order: Order) -> None:
-    path = make_cache(tmp_path / "cache")
+    path = make_cache(tmp_path)
     refusal = Refusal("x.png", "x.png", "truncated", "ends too early")
     rows = {"x.png": Row("x.png", "x.png", None, (), (), refusal)}
     ManifestFolder(path / "manifests").write(Manifest("refused", "train", 3, COMMON, rows))
@@ -129,28 +106,138 @@ def test_a_manifest_in_which_all_is_refused_has_no_items(tmp_path: Path, order: 
         dataset = LatentDataset(path, names, order=order)
         with LatentLoader(BucketBatchSampler(dataset, 4), device="cpu") as loader:
             assert sum(len(batch["sample_id"]) for batch in loader) == len(dataset) == num_items
-            loader.load_state_dict(loader.state_dict())
-            if not num_items:
-                with pytest.raises(StoreError, match="no batch"):
-                    loader.forever()
 
 
-def test_a_sample_without_captions_is_named_when_one_is_drawn(config: Config) -> None:
-    with LatentCache(config.cache.path) as cache:
-        [manifest] = cache.datasets()
+def test_a_sample_without_captions_is_named_when_one_is_drawn(path: Path) -> None:
+    with LatentCache(path) as cache:
+        manifest = cache.manifest("photos")
         rows = dict(manifest.rows) | {"b.png": replace(manifest.rows["b.png"], captions=())}
         cache.manifests.write(manifest.with_rows(rows))
-    dataset = LatentDataset(config.cache.path, caption="random")
+    dataset = LatentDataset(path, caption="random")
     assert dataset[0]["sample_id"] == "a.png"
     for number in (1, Visit.of(1, 7)):
         with pytest.raises(SampleError, match=r"'b\.png': has 0 captions, but number 0 was requested"):
             dataset[number]
 
 
-def test_texts_of_other_encoders_are_not_mixed(make_config: Callable[..., Config], config: Config) -> None:
-    run_precache(make_config(**{"datasets.0.name": "skipped", "encode.clip_skip": 1}))
-    run_precache(make_config(**{"datasets.0.name": "halves", "encode.text_store_dtype": "float16"}))
+def test_texts_of_other_encoders_are_not_mixed(path: Path) -> None:
+    with LatentCache(path) as cache:
+        manifest = cache.manifest("photos")
+        for name, change in (("skipped", {"clip_skip": 1}), ("halves", {"store_dtype": "float16"})):
+            text_encoding = manifest.common["text_encoding"] | change
+            common = {**manifest.common, "text_encoding": text_encoding}
+            cache.manifests.write(replace(manifest, name=name, common=common))
     with pytest.raises(StoreError, match="texts of photos, skipped were encoded by other text encoders, or otherwise"):
-        LatentDataset(config.cache.path, ["photos", "skipped"])
-    assert len(LatentDataset(config.cache.path, ["skipped"])) == 5
-    assert len(LatentDataset(config.cache.path, ["photos", "halves"])) == 15, "the dtype alone is no other text"
+        LatentDataset(path, ["photos", "skipped"])
+    assert len(LatentDataset(path, ["skipped"])) == 10
+    assert len(LatentDataset(path, ["photos", "halves"])) == 20, "the dtype alone is no other text"
+
+
+# The order of packs --------------------------------------------------------------------------------------------------
+
+
+def in_packs(path: Path) -> BucketBatchSampler:
+    return BucketBatchSampler(LatentDataset(path, order="packs"), 4, seed=2, window=2)
+
+
+def test_a_store_without_packs_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"MemoryStore does not say which packs .* order='random'"):
+        Places.of(MemoryStore(), [])
+
+
+def test_a_resume_goes_on_after_other_entries_came_and_is_refused_after_the_packs_changed(tmp_path: Path) -> None:
+    path = make_cache(tmp_path)
+    first = in_packs(path)
+    whole = [list(batch) for batch in first]
+    assert sorted(item for batch in whole for item in batch) == list(range(48))
+    for _ in zip(range(5), first, strict=False):
+        state = first.state_dict()
+    with DiskStore(path) as store:
+        for number in range(8):  # ids are random: some come between those that there are
+            identity = {"other": number}
+            store.add([Entry(Record(key_of(identity), "image", identity, {}), {"moments": torch.zeros(8, 8, 16)})])
+        again = in_packs(path)
+        again.load_state_dict(state)
+        assert [list(batch) for batch in again] == whole[5:]
+        store.remove([LatentDataset(path).cache.row("0.png")[1].images[0].key])
+        running = in_packs(path)
+        order = [list(batch) for batch in running]
+        compact(store)
+    with pytest.raises(StoreError, match=r"packs \('[0-9a-f]{64}' there, '[0-9a-f]{64}' here\).*set_epoch\(0\)"):
+        in_packs(path).load_state_dict(state)
+    assert sorted(item for batch in order for item in batch) == list(range(48)), "a loss is met when it is read"
+    with LatentLoader(running, device="cpu", damaged="skip") as loader:
+        found = {name for batch in loader for name in batch["sample_id"]}
+    assert found == {f"{number}.png" for number in range(1, 48)} and loader.skipped.keys() == {"0.png"}
+
+
+# Control images and masks --------------------------------------------------------------------------------------------
+
+NAMES = [f"{number}.png" for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Four images of one bucket. Their second control images have buckets of their own, of two shapes."""
+    folder = tmp_path_factory.mktemp("pairs")
+    (folder / "masks").mkdir()
+    for number, name in enumerate(NAMES):
+        write_photo(folder / "after" / name, number, (64, 64))
+        write_photo(folder / "first" / name, 10 + number, (32, 32))
+        write_photo(folder / "second" / name, 20 + number, (64, 64) if number < 2 else (64, 160))
+        mask = np.random.default_rng(number).integers(0, 256, (64, 64), dtype=np.uint8)
+        Image.fromarray(mask).save(folder / "masks" / name)
+    control = [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}]
+    dataset = {"name": "pairs", "source": {"path": folder / "after"}, "control": control, "flip": True}
+    dataset |= {"buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0}, "mask": {"path": folder / "masks"}}
+    config = tiny_config(folder, **{f"datasets.0.{name}": value for name, value in dataset.items()})
+    assert run_precache(config).num_refused == 0
+    return config
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_batch_has_the_parts_of_its_samples_and_scales_control_images(pairs: Config, flip: bool) -> None:
+    with LatentCache(pairs.cache) as cache:
+        batch = cache.batch(NAMES[:2], device="cpu", output="moments", flip=flip)
+        assert "latents" not in batch and batch["moments"].shape == (2, 8, 8, 8), "nothing took the image's place"
+        scaled = cache.batch(NAMES[:2], device="cpu", dtype=torch.bfloat16, scaled=True, flip=flip)
+        scaling = cache.scaling(cache.manifest("pairs"))
+        for number, sample_id in enumerate(NAMES[:2]):
+            for part in cache.manifest("pairs").rows[sample_id].parts_of(flip=flip):
+                [stored] = cache.get(part.key).tensors.values()
+                field = part.role.replace("control ", "control_latents_")
+                assert torch.equal(batch[field][number], stored)
+                expected = stored if part.role == "mask" else scaling.apply(stored[None])[0].to(torch.bfloat16)
+                assert torch.equal(scaled[field][number], expected)
+        assert batch["control_latents_1"].shape == batch["control_latents_2"].shape == (2, 4, 8, 8)
+        assert batch["mask"].shape == (2, 1, 8, 8) and scaled["mask"].dtype == torch.uint8
+
+
+def test_control_images_of_other_shapes_are_in_other_batches(pairs: Config) -> None:
+    dataset = LatentDataset(pairs.cache, "pairs", flips=True)
+    assert {dataset.bucket(index) for index in range(len(dataset))} == {(64, 64)}
+    batches = list(BucketBatchSampler(dataset, 8, shuffle=False))
+    assert sorted(map(len, batches)) == [4, 4]
+    shapes = {default_collate(dataset.__getitems__(batch))["control_latents_2"].shape[2:] for batch in batches}
+    assert shapes == {(8, 8), (4, 12)}
+    with pytest.raises(StoreError, match="control_latents_2"):
+        dataset.cache.batch(NAMES, device="cpu")
+
+
+def test_companions_of_equal_sizes_and_other_roles_are_in_other_batches(pairs: Config, tmp_path: Path) -> None:
+    """Of joined datasets: a mask is no control image, and a mirrored twin no second one."""
+    with LatentCache(shutil.copytree(location_of(pairs.cache), tmp_path / "own")) as cache:
+        whole = cache.manifest("pairs")
+        kept = {  # of each: first control and its twin, second control and its twin, mask and its twin
+            "twins": lambda parts: parts[:2],
+            "two": lambda parts: (parts[0], parts[0]),
+            "masked": lambda parts: (parts[0], parts[4]),
+            "mask": lambda parts: (parts[4], parts[5]),
+        }
+        for name, chosen in kept.items():
+            rows = {sample_id: replace(row, parts=chosen(row.parts)) for sample_id, row in whole.rows.items()}
+            cache.manifests.write(replace(whole, name=name, rows=RowTable.of(rows)))
+        dataset = LatentDataset(tmp_path / "own", [*kept])
+        batches = list(LatentLoader(BucketBatchSampler(dataset, 3, seed=1), device="cpu"))
+    assert sorted(name for batch in batches for name in batch["dataset"]) == sorted([*kept] * len(NAMES))
+    assert all(len({*batch["dataset"]}) == 1 for batch in batches)
