@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,19 +11,18 @@ from typing import Any
 
 import pytest
 from helpers.pack_damage import damage
-from loading import config_of, make_cache, plain
+from loading import config_of, lose_image, plain
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader, LoadedModels, Report, run_precache
-from latentcache.config import Config
-from latentcache.errors import ConfigError, SampleError, StoreError
+from latentcache.errors import ConfigError, SampleError
 from latentcache.models.tiny import tiny_parts
 
 
 class Encoder:
     """`run_precache` with a trainer's models, which counts what it is asked for and what it makes."""
 
-    def __init__(self, config: Config, **options: Any):
-        self.run = partial(run_precache, config, **options)
+    def __init__(self, folder: Path, seed: int = 0):
+        self.run = partial(run_precache, config_of(folder), models=LoadedModels(**tiny_parts(seed=seed)))
         self.asked: list[frozenset[str]] = []
         self.num_encoded = 0
 
@@ -35,19 +33,6 @@ class Encoder:
         return report
 
 
-@pytest.fixture(scope="module")
-def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("encoding")
-    make_cache(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(made_here: Path, tmp_path: Path) -> Path:
-    """Photos and their cache, of this test's own."""
-    return shutil.copytree(made_here, tmp_path / "own")
-
-
 def dataset_of(folder: Path) -> LatentDataset:
     return LatentDataset(folder / "cache", flips=True, caption="random")
 
@@ -56,46 +41,45 @@ def loader_of(dataset: LatentDataset, **options: Any) -> LatentLoader:
     return LatentLoader(BucketBatchSampler(dataset, 3, seed=5), device="cpu", scaled=True, **options)
 
 
+def batches_of(loader: LatentLoader) -> list[dict[str, Any]]:
+    return [plain(batch) for batch in loader]
+
+
 def all_keys(dataset: LatentDataset) -> list[str]:
     return sorted(set(dataset.cache.manifest("photos").rows.entry_keys()))
 
 
-def image_key(dataset: LatentDataset, sample_id: str) -> str:
-    return dataset.cache.row(sample_id)[1].images[0].key
-
-
-def damage_image(dataset: LatentDataset, key: str) -> None:
-    with dataset.cache as cache:
+def damaged_image(folder: Path) -> str:
+    """The key of an image, after damage to its entry."""
+    with dataset_of(folder).cache as cache:
+        key = cache.row("c.png")[1].images[0].key
         [moments] = cache.get(key).tensors.values()
-        damage(Path(str(cache.path)), moments.numpy().tobytes())
+        damage(folder / "cache", moments.numpy().tobytes())
+    return key
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("prefetch", "every"), [(0, 1), (2, 2)])
 def test_a_pruned_cache_gives_the_batches_of_a_complete_one(folder: Path, prefetch: int, every: int) -> None:
     dataset = dataset_of(folder)
-    expected = [plain(batch) for batch in loader_of(dataset)]
-    manifest = (folder / "cache" / "manifests").glob("*")
-    before = {path: path.read_bytes() for path in manifest}
+    expected = batches_of(loader_of(dataset))
+    before = {path: path.read_bytes() for path in (folder / "cache" / "manifests").glob("*")}
     lost = all_keys(dataset)[::every]
     assert dataset.cache.store.remove(lost) == len(lost) > 4
-
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    encode = Encoder(folder)
     with loader_of(dataset, prefetch=prefetch, encode=encode) as loader:
         for epoch in (0, 1):
             loader.set_epoch(epoch)
-            got = [plain(batch) for batch in loader]
-            assert (got == expected) == (epoch == 0), "the second epoch draws others"
+            assert (batches_of(loader) == expected) == (epoch == 0), "the second epoch draws others"
     assert encode.asked == [frozenset(lost)] and encode.num_encoded == len(lost)
     assert dataset.missing() == set() and not loader.refused
     assert {path: path.read_bytes() for path in before} == before
-    assert run_precache(config_of(folder), models=LoadedModels(**tiny_parts()), dry_run=True).num_misses == 0
+    assert encode.run(dry_run=True).num_misses == 0
 
 
 def test_entries_that_are_lost_in_the_middle_are_encoded_when_they_are_met(folder: Path) -> None:
     dataset = dataset_of(folder)
-    expected = [plain(batch) for batch in loader_of(dataset)]
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    expected = batches_of(loader_of(dataset))
+    encode = Encoder(folder)
     with loader_of(dataset, prefetch=1, encode=encode) as loader:
         batches = loader.forever()
         got = [plain(next(batches)) for _ in range(2)]
@@ -111,34 +95,21 @@ def test_entries_that_are_lost_in_the_middle_are_encoded_when_they_are_met(folde
 
 @pytest.mark.parametrize("damaged", ["raise", "skip"])
 def test_a_damaged_entry_is_made_again_once(folder: Path, damaged: Any) -> None:
-    dataset = dataset_of(folder)
-    expected = [plain(batch) for batch in loader_of(dataset)]
-    key = image_key(dataset, "c.png")
-    damage_image(dataset, key)
-    dataset = dataset_of(folder)
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
-    loader = loader_of(dataset, damaged=damaged, encode=encode)
-    assert [plain(batch) for batch in loader] == expected
+    expected = batches_of(loader_of(dataset_of(folder)))
+    key = damaged_image(folder)
+    encode = Encoder(folder)
+    loader = loader_of(dataset_of(folder), damaged=damaged, encode=encode)
+    assert batches_of(loader) == expected
     assert encode.asked == [{key}] and encode.num_encoded == 1 and not loader.skipped
 
 
-def test_two_iterations_that_meet_a_damaged_entry_both_read_on(folder: Path) -> None:
-    damage_image(dataset_of(folder), image_key(dataset_of(folder), "c.png"))
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
-    loader = loader_of(dataset_of(folder), encode=encode, prefetch=2)
-    first, second = iter(loader), iter(loader)
-    time.sleep(0.5)  # both have read ahead, and found it damaged
-    assert [plain(batch) for batch in first] == [plain(batch) for batch in second]
-
-
-def test_an_entry_that_stays_damaged_is_todays_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    damage_image(dataset_of(folder), image_key(dataset_of(folder), "c.png"))
+def test_an_entry_that_stays_damaged_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged_image(folder)
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
         dataset = dataset_of(folder)  # a reader that may not write the mark by which the entry is made again
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
-    loader = loader_of(dataset, encode=encode)
-    batches = iter(loader)
+    encode = Encoder(folder)
+    batches = iter(loader_of(dataset, encode=encode))
     with pytest.raises(SampleError, match=r"'c\.png': is damaged.*latentcache verify"):
         list(batches)
     assert len(encode.asked) == 1 and encode.num_encoded == 0
@@ -147,33 +118,28 @@ def test_an_entry_that_stays_damaged_is_todays_error(folder: Path, monkeypatch: 
 
 
 REFUSED = {
-    "corrupt": (r"'c\.png': has no entry.*cannot be encoded \(not-an-image\).*To fix it: replace .*c\.png", True),
-    "vanished": (r"'c\.png': has no entry.*cannot be encoded \(missing\).*To fix it: replace .*c\.png", True),
-    "new image": (r"'c\.png': has no entry.*cannot be encoded \(changed\).*To fix it: run `latentcache prec", True),
-    "new caption": (r"'sub/e\.png': has no entry.*cannot be encoded \(changed\)", False),
+    "vanished": (r"'c\.png': has no entry.*cannot be encoded \(missing\).*To fix it: replace .*c\.png", "c.png"),
+    "new image": (r"'c\.png': has no entry.*cannot be encoded \(changed\).*To fix it: run `latentcache prec", "c.png"),
+    "new caption": (r"'sub/e\.png': has no entry.*cannot be encoded \(changed\)", "sub/e.png"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_encoded_is_named_at_its_batch_and_never_replaced(folder: Path, what: str) -> None:
     dataset, photo = dataset_of(folder), folder / "photos" / "c.png"
-    expected = [plain(batch) for batch in loader_of(dataset)]
-    if what == "corrupt":
-        photo.write_bytes(b"no image")
-    elif what == "vanished":
+    expected = batches_of(loader_of(dataset))
+    message, name = REFUSED[what]
+    row = dataset.cache.row(name)[1]
+    lost = [ref.key for ref in (row.captions if what == "new caption" else row.images)]
+    dataset.cache.store.remove(lost)
+    if what == "vanished":
         photo.unlink()
     elif what == "new image":
         shutil.copy(folder / "photos" / "d.png", photo)
     else:
         (folder / "photos" / "sub" / "e.txt").write_text("another tree", encoding="utf-8")
-    message, is_image = REFUSED[what]
-    name = "c.png" if is_image else "sub/e.png"
-    row = dataset.cache.row(name)[1]
-    lost = [ref.key for ref in (row.images if is_image else row.captions)]
-    dataset.cache.store.remove(lost)
     bad = next(i for i, batch in enumerate(expected) if name in batch["sample_id"])
-
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
+    encode = Encoder(folder)
     loader = loader_of(dataset, encode=encode)
     for _ in range(2):
         batches = iter(loader)
@@ -188,33 +154,25 @@ def test_what_cannot_be_encoded_is_named_at_its_batch_and_never_replaced(folder:
 
 def test_the_empty_text_that_dropout_reads_is_encoded_too(folder: Path) -> None:
     dataset = LatentDataset(folder / "cache", caption_dropout=0.5)
-    expected = [plain(batch) for batch in loader_of(dataset)]
+    expected = batches_of(loader_of(dataset))
     assert any("" in batch["caption"] for batch in expected)
     key = dataset.cache.cached_prompt("").keys[0]
     assert dataset.cache.store.remove([key]) == 1 and key in dataset.missing()
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts()))
-    assert [plain(batch) for batch in loader_of(dataset, encode=encode)] == expected
+    encode = Encoder(folder)
+    assert batches_of(loader_of(dataset, encode=encode)) == expected
     assert encode.asked == [{key}] and encode.num_encoded == 1
 
 
-def test_other_models_encode_nothing(folder: Path) -> None:
+def test_other_models_and_another_dataset_encode_nothing(folder: Path, tmp_path: Path) -> None:
     dataset = dataset_of(folder)
-    dataset.cache.store.remove([image_key(dataset, "c.png")])
-    encode = Encoder(config_of(folder), models=LoadedModels(**tiny_parts(seed=1)))
+    lose_image(dataset, "c.png")
+    encode = Encoder(folder, seed=1)
     with pytest.raises(SampleError, match=r"c\.png.*\(changed\): its image, its caption, the models or the settings"):
         list(loader_of(dataset, encode=encode))
     assert encode.num_encoded == 0
-
-
-def test_a_config_of_another_dataset_is_refused(folder: Path, tmp_path: Path) -> None:
-    dataset = dataset_of(folder)
-    dataset.cache.store.remove([image_key(dataset, "c.png")])
-    config = config_of(folder)
-    other = config.model_copy(update={"cache": config.cache.model_copy(update={"path": tmp_path / "other"})})
+    other = config_of(folder, **{"cache.path": tmp_path / "other"})
     with pytest.raises(ConfigError, match=r"1 of 1 entries to encode are in no manifest of photos in .*other"):
         iter(loader_of(dataset, encode=partial(run_precache, other, models=LoadedModels(**tiny_parts()))))
-    with pytest.raises(StoreError, match=r"encode is a LoadedModels; it is called.*partial\(run_precache"):
-        loader_of(dataset, encode=LoadedModels(**tiny_parts()))
 
 
 def test_ranks_share_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,14 +180,14 @@ def test_ranks_share_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     datasets = [dataset_of(folder) for _ in range(2)]
     samplers = [BucketBatchSampler(datasets[rank], 2, seed=5, rank=rank, world_size=2) for rank in range(2)]
-    expected = [[plain(batch) for batch in LatentLoader(each, device="cpu", scaled=True)] for each in samplers]
+    expected = [batches_of(LatentLoader(each, device="cpu", scaled=True)) for each in samplers]
     lost = all_keys(datasets[0])
     datasets[0].cache.store.remove(lost)
-    encoders = [Encoder(config_of(folder), models=LoadedModels(**tiny_parts())) for _ in range(2)]
+    encoders = [Encoder(folder) for _ in range(2)]
 
     def train(rank: int) -> list[dict[str, Any]]:
         with LatentLoader(samplers[rank], device="cpu", scaled=True, encode=encoders[rank]) as loader:
-            return [plain(batch) for batch in loader]
+            return batches_of(loader)
 
     with ThreadPoolExecutor(2) as executor:
         assert list(executor.map(train, range(2))) == expected
