@@ -56,7 +56,7 @@ LANES = (
 )
 WINDOWS_TESTS = (
     *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
-    *("tests/loading/test_loader.py", "tests/loading/test_cached_batches.py", "tests/checkpoints/test_checkpoint.py"),
+    *("tests/loading/test_loader.py", "tests/checkpoints/test_checkpoint.py"),
     *("tests/transfers/test_transfers.py", "tests/service/test_routes.py", "tests/service/test_uploads.py"),
 )
 NOT_ON_WINDOWS = "not takes_the_place_of_a_damaged_file and not pack_that_lies and not full_disk"

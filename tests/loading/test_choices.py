@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
-from helpers.ragged_samples import fill, on_disk
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.ragged_samples import on_disk
 from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
@@ -24,10 +22,10 @@ from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import SampleError, StoreError
-from latentcache.families import FamilyName, family_named
+from latentcache.families import family_named
 from latentcache.identity import key_of
 from latentcache.loading.choices import Choices, Chooser
-from latentcache.loading.sampler import Visit, Visits
+from latentcache.loading.sampler import Visits
 from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
 
 COMMON: dict[str, Any] = {
@@ -61,28 +59,25 @@ def rows_of(first: int, variants: int, entries: list[Entry]) -> dict[str, Row]:
     for number in range(first, first + NUM):
         size = Size(16, 16) if number % 3 else Size(16, 24)
         cells = size.height // 8, size.width // 8
-        images, parts = [], []
+        images, parts = list[Ref](), list[Ref]()
         for flip in (False, True):
             value = float(2 * number + flip)
             geometry = Geometry(size, Size(16, size.width + 8), Crop(0, 3), size, flip)
             image = entry_of("image", value, latents=(4, *cells))
-            control, mask = (
-                entry_of("image", 1000 + value, latents=(4, 2, 2)),
-                entry_of("mask", value, mask=(1, *cells)),
-            )
+            control = entry_of("image", 1000 + value, latents=(4, 2, 2))
+            mask = entry_of("mask", value, mask=(1, *cells))
+            of_control = replace(geometry, target_size=Size(16, 16))
             images.append(Ref(image.record.key, geometry))
-            parts.append(
-                Ref(control.record.key, replace(geometry, target_size=Size(16, 16)), "verified", "control 1", "c" * 64)
-            )
+            parts.append(Ref(control.record.key, of_control, "verified", "control 1", "c" * 64))
             parts.append(Ref(mask.record.key, geometry, "verified", "mask", "d" * 64))
             entries += [image, control, mask]
         parts.sort(key=lambda part: part.role)
-        captions = []
-        for line in range(1 + number % 3):
-            for variant in range(variants):
-                text = text_of(1000 * number + 100 * line + variant)
-                captions.append(Ref.of_text(f"{1000 * number + 100 * line + variant}", text.record.key))
-                entries.append(text)
+        numbers = [
+            1000 * number + 100 * line + variant for line in range(1 + number % 3) for variant in range(variants)
+        ]
+        texts = [text_of(each) for each in numbers]
+        captions = [Ref.of_text(f"{each}", text.record.key) for each, text in zip(numbers, texts, strict=True)]
+        entries += texts
         rows[f"{number}"] = Row(f"{number}", f"{number}", None, tuple(images), tuple(captions), None, tuple(parts))
     return rows
 
@@ -140,23 +135,21 @@ def loader_of(sampler: BucketBatchSampler, **options: Any) -> LatentLoader:
 @pytest.mark.parametrize("order", ["random", "packs"])
 def test_workers_and_the_ways_of_reading_choose_alike(path: Path, order: str) -> None:
     state = torch.get_rng_state()
-    for epoch in (0, 3):
-        sampler = sampler_of(path, order=order)
-        sampler.set_epoch(epoch)
-        expected = seen(loader_of(sampler))
-        rows = [row for batch in expected for row in batch]
-        assert Counter(name for name, *_ in rows) == {f"{n}": 2 if n < NUM else 1 for n in range(2 * NUM)}
-        assert len(rows) == 3 * NUM == len(sampler.dataset) and len({flip for *_, flip in rows}) == 2
-        assert 0 < sum(not caption for _, caption, _ in rows) < len(rows)
-        assert torch.equal(torch.get_rng_state(), state), "nothing is drawn from the global generator"
-        assert seen(loader_of(sampler, prefetch=0)) == expected
-        batches = CachedBatches(sampler)
-        assert seen(batches[number] for number in range(len(batches))) == expected
-        for num_workers in (0, 1, 2):
-            dataset = sampler.dataset
-            made = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=dataset.collate)
-            assert seen(made) == expected, num_workers
-        torch.set_rng_state(state)
+    sampler = sampler_of(path, order=order)
+    sampler.set_epoch(3)
+    expected = seen(loader_of(sampler))
+    rows = [row for batch in expected for row in batch]
+    assert Counter(name for name, *_ in rows) == {f"{n}": 2 if n < NUM else 1 for n in range(2 * NUM)}
+    assert len(rows) == 3 * NUM == len(sampler.dataset) and len({flip for *_, flip in rows}) == 2
+    assert 0 < sum(not caption for _, caption, _ in rows) < len(rows)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn from the global generator"
+    assert seen(loader_of(sampler, prefetch=0)) == expected
+    batches = CachedBatches(sampler)
+    assert seen(batches[number] for number in range(len(batches))) == expected
+    for num_workers in (0, 2):
+        dataset = sampler.dataset
+        made = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=dataset.collate)
+        assert seen(made) == expected, num_workers
 
 
 def test_choices_stay_what_they_were(path: Path) -> None:
@@ -170,33 +163,6 @@ def test_choices_stay_what_they_were(path: Path) -> None:
         rows = seen(loader_of(sampler))
         assert rows[0] == first
         assert blake3(json.dumps(rows).encode()).hexdigest()[:16] == digest
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_and_resumed_runs_choose_alike(path: Path, world_size: int) -> None:
-    whole = sampler_of(path)
-    whole.set_epoch(1)
-    expected = seen(loader_of(whole))
-    shares = []
-    for rank in range(world_size):
-        loader = loader_of(sampler_of(path, rank, world_size))
-        loader.set_epoch(1)
-        shares.append(seen(loader))
-    dealt = [batch for step in zip(*shares, strict=True) for batch in step]
-    assert dealt == expected[: len(dealt)] and len(expected) - len(dealt) < world_size
-    stops = range(0, 30, max(1, 10 // world_size))
-    endless = loader_of(sampler_of(path, world_size=world_size)).forever()
-    with endless as batches:
-        straight = seen(next(batches) for _ in range(40))
-    for stop in stops:
-        first = loader_of(sampler_of(path, world_size=world_size))
-        with first.forever() as batches:
-            assert seen(next(batches) for _ in range(stop)) == straight[:stop]
-            state = first.state_dict()
-        second = loader_of(sampler_of(path, world_size=world_size), prefetch=0)
-        second.load_state_dict(state)
-        with second.forever() as batches:
-            assert seen(next(batches) for _ in range(40 - stop)) == straight[stop:]
 
 
 def test_an_item_sees_each_variant_before_one_comes_again(path: Path) -> None:
@@ -230,14 +196,10 @@ def test_a_numbered_caption_is_the_line_itself(path: Path) -> None:
     assert item["caption"] == "5100" and item["dataset"] == "main" and item["loss_weight"].dtype == torch.float32
 
 
-def test_flips_at_random_keep_the_items(path: Path) -> None:
-    plain, drawn = LatentDataset(path, "main"), LatentDataset(path, "main", flips="random")
-    assert drawn.identity() == plain.identity() and len(drawn) == len(plain)
-    assert LatentDataset(path, "main", flips=True).identity() != plain.identity()
-
-
 def test_plain_numbers_follow_the_global_generator(path: Path) -> None:
-    drawn = LatentDataset(path, "main", flips="random", caption="random")
+    drawn, plain = LatentDataset(path, "main", flips="random", caption="random"), LatentDataset(path, "main")
+    assert drawn.identity() == plain.identity() and len(drawn) == len(plain), "the items stay the same"
+    assert LatentDataset(path, "main", flips=True).identity() != plain.identity()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         first = [(item["latents"].max().item(), item["caption"]) for item in (drawn[2] for _ in range(60))]
@@ -280,28 +242,22 @@ def test_choices_that_there_are_not_are_refused(path: Path, tmp_path: Path) -> N
             LatentDataset(path, "main", caption_dropout=share)  # type: ignore[arg-type]  # the error is the point
     with pytest.raises(StoreError, match="dropout_to is 'zero'; it must be one of empty, zeros"):
         LatentDataset(path, "main", dropout_to="zero")  # type: ignore[arg-type]  # the error is the point
-    families: tuple[FamilyName, ...] = ("qwen-image", "chroma", "wan")
-    for family in families:
-        ragged = on_disk(tmp_path / family, family, [3, 5])
-        with pytest.raises(StoreError, match=rf"each text of {family} has a length of its own.*use 'empty'"):
-            LatentDataset(ragged, "ragged", caption_dropout=0.1, dropout_to="zeros")
-        with pytest.raises(SampleError, match="'prompt: ': is not cached"):
-            LatentDataset(ragged, "ragged", caption_dropout=0.1)
-        assert len(LatentDataset(ragged, "ragged", caption_dropout=0.0, dropout_to="zeros")) == 2
+    ragged = on_disk(tmp_path / "ragged", "wan", [3, 5])
+    with pytest.raises(StoreError, match=r"each text of wan has a length of its own.*use 'empty'"):
+        LatentDataset(ragged, "ragged", caption_dropout=0.1, dropout_to="zeros")
+    with pytest.raises(SampleError, match="'prompt: ': is not cached"):
+        LatentDataset(ragged, "ragged", caption_dropout=0.1)
+    assert len(LatentDataset(ragged, "ragged", caption_dropout=0.0, dropout_to="zeros")) == 2
     edits = on_disk(tmp_path / "edits", "qwen-image-edit", [3, 5])
     with pytest.raises(StoreError, match=r"qwen-image-edit reads each text with control images.*set it to 0"):
         LatentDataset(edits, "ragged", caption_dropout=0.1)
-    flat = on_disk(tmp_path / "flat", "sdxl", [4, 4])
-    with pytest.raises(SampleError, match="has no flipped entry"):
-        LatentDataset(flat, "ragged", flips="random")
-    with LatentCache(flat) as cache:
-        manifest = cache.manifest("ragged")
-        rows = {name: replace(row, captions=row.captions * 2) for name, row in manifest.rows.items()}
+    with LatentCache(path) as cache:
+        manifest = cache.manifest("class")  # of samples with up to three captions
         for weights in ((1.0,), (0.0, 0.0, 1.0)):
-            cache.manifests.write(replace(manifest, rows=rows, weights=weights))
-            assert len(LatentDataset(flat, "ragged")) == 2, "a numbered caption needs no weights"
-            with pytest.raises(StoreError, match=rf"ragged has {len(weights)} weights .* samples with 2 captions"):
-                LatentDataset(flat, "ragged", caption="random")
+            cache.manifests.write(replace(manifest, name="weighted", weights=weights))
+            assert len(LatentDataset(path, "weighted")) == NUM, "a numbered caption needs no weights"
+            with pytest.raises(StoreError, match=rf"weighted has {len(weights)} weights .* samples with [12] caption"):
+                LatentDataset(path, "weighted", caption="random")
 
 
 def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: Path) -> None:
@@ -327,88 +283,27 @@ def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: 
     assert LatentDataset(tmp_path)[0]["prompt_attention_mask"].tolist() == [1, 1, 1]
 
 
-def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path) -> None:
-    with DiskStore(tmp_path) as store:
-        folder = ManifestFolder(tmp_path / "manifests")
-        lost = fill(store, folder, "sdxl", [4, 4], name="main").rows["0"].images[0].key
-        other = fill(store, folder, "sdxl", [4], name="other", first=3)
-        folder.write(other.with_rows({"0": replace(other.rows["3"], sample_id="0")}))
-        assert store.remove([lost]) == 1
-    sampler = BucketBatchSampler(LatentDataset(tmp_path, ["main", "other"]), 3)
-    loader = loader_of(sampler, damaged="skip")
-    rows_read = [row for batch in loader for row in zip(batch["dataset"], batch["sample_id"], strict=True)]
-    assert sorted(rows_read) == [("main", "1"), ("other", "0")] and loader.num_skipped == 1
-
-
-# The arithmetic alone
-
-
-def chosen_of(choices: Choices, manifest: Manifest, visits: Visits, num_lines: int) -> Any:
-    """Numbers of captions' entries, what is mirrored, and what is dropped."""
-    nothing = np.zeros_like(visits.items)
-    counts = nothing + num_lines * manifest.variants
-    captions, _, flips, dropped = Chooser(manifest, choices).choose(visits, counts, visits.items, nothing)
-    return captions, flips, dropped
-
-
-def many_visits(num: int) -> Visits:
-    """Of 2,000 items, in as many epochs as it takes."""
-
-    class Items:
-        choices = Choices()
-
-        def groups(self) -> np.ndarray:
-            return np.zeros(2_000, np.int64)
-
-        def places(self) -> None:
-            return None
-
-    sampler = BucketBatchSampler(Items(), 16, seed=11)  # type: ignore[arg-type]
-    batches = [batch.visits for epoch in range(num // 2_000) for batch in sampler.plan(epoch)]
-    return Visits(*map(np.concatenate, zip(*batches, strict=True)))
-
-
 def test_choices_have_their_rates_and_are_independent() -> None:
-    visits, manifest = many_visits(200_000), Manifest("m", "train", 1, COMMON, {}, variants=8)
-    whole = Choices("random", 0.0, "empty", True)
-    entries, flips, _ = chosen_of(whole, manifest, visits, 3)
-    _, again, dropped = chosen_of(replace(whole, caption_dropout=0.1), manifest, visits, 3)
-    assert np.array_equal(entries // 8, visits.draws % 3), "lines are drawn as they always were"
-    assert np.array_equal(flips, again)
+    num, lines, variants = 200_000, 3, 8
+    items = np.arange(num) % 2_000
+    draws = (np.random.default_rng(11).integers(0, 2**63 - 1, num)).astype(np.int64)
+    visits = Visits(items, draws, np.arange(num) // 2_000, np.full(num, 7, np.uint64))
+
+    def chosen(choices: Choices, manifest: Manifest) -> Any:
+        """Numbers of captions' entries, what is mirrored, and what is dropped."""
+        counts, nothing = np.full(num, lines * manifest.variants), np.zeros(num, np.int64)
+        captions, _, flips, dropped = Chooser(manifest, choices).choose(visits, counts, items, nothing)
+        return captions, flips, dropped
+
+    manifest, whole = Manifest("m", "train", 1, COMMON, {}, variants=variants), Choices("random", flips=True)
+    entries, flips, dropped = chosen(replace(whole, caption_dropout=0.1), manifest)
     assert abs(flips.mean() - 0.5) < 0.004 and abs(dropped.mean() - 0.1) < 0.0025, "3.7 standard deviations"
     cells = np.bincount((entries * 2 + flips) * 2 + dropped, minlength=96)
-    expected = np.tile([0.9, 0.1], 48) * len(flips) / 48
+    expected = np.tile([0.9, 0.1], 48) * num / 48
     assert ((cells - expected) ** 2 / expected).sum() < 150, "95 degrees of freedom: one of 3,000 is above"
-    weighted = replace(manifest, weights=(0.2, 0, 0.5, 0.3), variants=1)
-    lines, flips, _ = chosen_of(whole, weighted, visits, 3)
-    assert abs((lines == 0).mean() - 2 / 7) < 0.004 and not (lines == 1).any() and lines.max() == 2
-    assert abs(flips[lines == 0].mean() - 0.5) < 0.008
     for share in (0.0, 1.0):
-        assert (chosen_of(replace(whole, caption_dropout=share), manifest, visits, 3)[2] == share).all()
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.integers(-(2**70), 2**70), st.integers(0, 2**40), st.integers(1, 40), st.integers(1, 5), st.integers(0, 50))
-def test_each_cycle_has_each_variant_once(seed: int, item: int, variants: int, repeats: int, cycle: int) -> None:
-    chooser = Chooser(Manifest("m", "train", repeats, COMMON, {}, variants=variants), Choices("random"))
-    epochs, numbers = np.divmod(np.arange(cycle * variants, (cycle + 1) * variants), repeats)
-    visits = Visits.of([Visit.of(item, 0, epoch, seed) for epoch in epochs.tolist()])
-    dealt = chooser.deal(visits, np.full(variants, item), numbers)
-    assert sorted(dealt.tolist()) == [*range(variants)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 2**63 - 1), min_size=1), st.integers(1, 30), st.floats(0, 1), st.integers(1, 9))
-def test_no_choice_depends_on_what_else_is_chosen(draws: list[int], lines: int, share: float, variants: int) -> None:
-    visits = Visits.of([Visit.of(item, draw, 3, 1) for item, draw in enumerate(draws)])
-    manifest = Manifest("m", "train", 1, COMMON, {}, variants=variants)
-    entries, flips, dropped = chosen_of(Choices("random", share, "empty", True), manifest, visits, lines)
-    kept = ~dropped
-    assert (entries >= 0).all() and (entries < lines * variants).all()
-    assert (entries[kept] // variants).tolist() == [d % lines for d, k in zip(draws, kept.tolist(), strict=True) if k]
-    plain, _, none = chosen_of(Choices("random"), manifest, visits, lines)
-    assert np.array_equal(plain[kept], entries[kept]) and not none.any()
-    numbered, only_flips, _ = chosen_of(
-        Choices(1, 0.0, "empty", True), manifest, visits._replace(draws=visits.draws // lines), lines
-    )
-    assert np.array_equal(only_flips, flips) and (numbered == variants).all()
+        other, same_flips, dropped = chosen(replace(whole, caption_dropout=share), manifest)
+        assert (dropped == share).all() and np.array_equal(other, entries) and np.array_equal(same_flips, flips)
+    found, flips, _ = chosen(whole, replace(manifest, weights=(0.2, 0, 0.5, 0.3), variants=1))
+    assert abs((found == 0).mean() - 2 / 7) < 0.004 and not (found == 1).any() and found.max() == 2
+    assert abs(flips[found == 0].mean() - 0.5) < 0.008

@@ -1,30 +1,30 @@
-"""The loader: what the cache gives, in the sampler's order, whatever the threads do."""
+"""The loader: what the cache gives, in the sampler's order, whatever the threads do; and whole batches as items."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
-import signal
+import pickle
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers.ragged_samples import fill, on_disk
 from loading import by_hand, ids, lose_image, num_threads, plain, wait_for_no_thread
+from torch.utils.data import DataLoader
 
-from latentcache import LatentDataset
-from latentcache.config import Config
+from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentDataset, LatentLoader, unpadded
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.loader import LatentLoader
-from latentcache.loading.sampler import BucketBatchSampler
-from latentcache.precache.run import run_precache
 
-PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
+PREFETCH = pytest.mark.parametrize("prefetch", [0, 2])
 
 
 @pytest.fixture
@@ -40,9 +40,12 @@ def _no_thread_is_left() -> Iterator[None]:
     wait_for_no_thread()
 
 
-def loader_of(dataset: LatentDataset, **options: object) -> LatentLoader:
-    options = {"device": "cpu", "scaled": True, **options}
-    return LatentLoader(BucketBatchSampler(dataset, 3, seed=5), **options)
+def sampler_of(dataset: LatentDataset, rank: int = 0, world_size: int = 1) -> BucketBatchSampler:
+    return BucketBatchSampler(dataset, 3, seed=5, rank=rank, world_size=world_size)
+
+
+def loader_of(dataset: LatentDataset, **options: Any) -> LatentLoader:
+    return LatentLoader(sampler_of(dataset), **{"device": "cpu", "scaled": True, **options})
 
 
 @PREFETCH
@@ -69,52 +72,43 @@ def test_a_batch_is_what_the_cache_gives(path: Path) -> None:
 
 
 @PREFETCH
-def test_the_state_counts_what_was_handed_out(dataset: LatentDataset, prefetch: int) -> None:
-    whole = loader_of(dataset, prefetch=prefetch)
-    expected = [[plain(batch) for batch in whole]]
-    whole.set_epoch(1)
-    expected.append([plain(batch) for batch in whole])
+def test_a_run_resumes_after_what_was_handed_out(dataset: LatentDataset, prefetch: int) -> None:
+    """In this epoch, and in those that follow."""
+    sampler = sampler_of(dataset)
+    expected = [by_hand(sampler, epoch=epoch) for epoch in range(3)]
     for stop in (1, 5, 7):
         first = loader_of(dataset, prefetch=prefetch)
         with iter(first) as batches:
             assert [plain(next(batches)) for _ in range(stop)] == expected[0][:stop]
             time.sleep(0.02)  # time to read ahead
             state = first.state_dict()
-        second = loader_of(dataset, prefetch=2 - prefetch if prefetch < 2 else 0)
+        second = loader_of(dataset, prefetch=2 - prefetch)
         second.load_state_dict(state)
-        got = []
-        for epoch in (0, 1):
-            second.set_epoch(epoch)
-            got.append([plain(batch) for batch in second])
-        assert got == [expected[0][stop:], expected[1]]
-
-
-def test_forever_goes_on_into_the_next_epochs_and_resumes_there(dataset: LatentDataset) -> None:
-    loader = loader_of(dataset)
-    batches = loader.forever()
-    got = [plain(next(batches)) for _ in range(20)]
-    assert got == (by_hand(loader.sampler) + by_hand(loader.sampler, epoch=1) + by_hand(loader.sampler, epoch=2))[:20]
-    state = loader.state_dict()
-    assert (state["epoch"], state["position"]) == (2, 6)
-    following = plain(next(batches))
-    batches.close()
-    other = loader_of(dataset, prefetch=0)
-    other.load_state_dict(state)
-    assert plain(next(other.forever())) == following
+        assert [plain(batch) for batch in second] == expected[0][stop:]
+        second.set_epoch(1)
+        assert [plain(batch) for batch in second] == expected[1]
+    with loader_of(dataset, prefetch=prefetch) as loader:
+        batches = loader.forever()
+        assert [plain(next(batches)) for _ in range(20)] == [*expected[0], *expected[1], *expected[2]][:20]
+        state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (2, 6)
+        with loader_of(dataset, prefetch=2 - prefetch) as other:
+            other.load_state_dict(state)
+            following = other.forever()
+            for _ in range(2):
+                assert plain(next(following)) == plain(next(batches))
 
 
 @PREFETCH
 def test_a_lost_sample_is_named_at_its_batch(dataset: LatentDataset, prefetch: int) -> None:
     with loader_of(dataset, prefetch=prefetch) as loader:
         expected = by_hand(loader.sampler)
-        bad = next(i for i, batch in enumerate(expected) if "c.png" in batch["sample_id"])
         lose_image(dataset, "c.png")
         got, batches = [], iter(loader)
         with pytest.raises(SampleError, match=r"'c\.png': has no entry.*latentcache precache") as raised:
             while True:
                 got.append(plain(next(batches)))
-        image = next(i for i, b in enumerate(expected) if i >= len(got))
-        assert got == expected[: len(got)] and image == len(got) >= bad
+        assert got == expected[: len(got)] and "c.png" in expected[len(got)]["sample_id"]
         assert f"batch {len(got)} of epoch 0" in raised.value.__notes__[0]
         assert loader.state_dict()["position"] == len(got)
         with pytest.raises(SampleError, match=r"c\.png"):
@@ -136,16 +130,22 @@ def test_lost_samples_can_be_skipped(path: Path, prefetch: int, caplog: pytest.L
         assert len(ids(loader)) == 2
     logged = [record.getMessage() for record in caplog.records]
     assert [sum(name in line for line in logged) for name in ("c.png", "d.png")] == [1, 1]
-
-
-def test_with_several_ranks_no_batch_is_left_out(path: Path) -> None:
-    dataset = LatentDataset(path)
-    for name in ("c.png", "d.png"):
-        lose_image(dataset, name)
     for rank in range(2):
         sampler = BucketBatchSampler(dataset, 1, rank=rank, world_size=2)
         with pytest.raises(SampleError, match=r"no other sample is left in its batch.*no batch can be left out"):
-            list(LatentLoader(sampler, device="cpu", damaged="skip"))
+            list(LatentLoader(sampler, device="cpu", damaged="skip", prefetch=prefetch))
+
+
+def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        folder = ManifestFolder(tmp_path / "manifests")
+        lost = fill(store, folder, "sdxl", [4, 4], name="main").rows["0"].images[0].key
+        other = fill(store, folder, "sdxl", [4], name="other", first=3)
+        folder.write(other.with_rows({"0": replace(other.rows["3"], sample_id="0")}))
+        assert store.remove([lost]) == 1
+    loader = loader_of(LatentDataset(tmp_path, ["main", "other"]), damaged="skip")
+    rows_read = [row for batch in loader for row in zip(batch["dataset"], batch["sample_id"], strict=True)]
+    assert sorted(rows_read) == [("main", "1"), ("other", "0")] and loader.num_skipped == 1
 
 
 def test_any_error_of_the_thread_comes_up_in_the_loop(dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,17 +160,18 @@ def test_any_error_of_the_thread_comes_up_in_the_loop(dataset: LatentDataset, mo
 
 def test_an_early_break_an_exception_and_a_dropped_iterator_end_the_thread(dataset: LatentDataset) -> None:
     loader = loader_of(dataset)
-    for _ in loader:
-        assert num_threads() == 1
-        break
-    wait_for_no_thread()
 
-    def failing() -> None:
+    def stopping(error: type[Exception] | None) -> None:
         for _ in loader:
-            raise ValueError("the training step")
+            assert num_threads() == 1
+            if error is not None:
+                raise error("the training step")
+            break
 
+    stopping(None)
+    wait_for_no_thread()
     with pytest.raises(ValueError, match="the training step"):
-        failing()
+        stopping(ValueError)
     wait_for_no_thread()
     batches = iter(loader)
     next(batches)
@@ -193,35 +194,18 @@ def test_several_iterations_at_once_and_close(dataset: LatentDataset) -> None:
             use()
 
 
-def test_items_of_manifests_that_hold_moments_and_latents_are_refused_by_name(
-    path: Path, make_config: Callable[..., Config]
-) -> None:
-    changes = {"datasets.0.name": "other", "cache.path": path, "encode.image_output": "mean"}
-    run_precache(make_config(**changes))
-    dataset = LatentDataset(path, ["photos", "other"])
-    other = len(LatentDataset(path, "photos"))
-    assert "moments" in dataset[0] and "latents" in dataset[other]
-    assert torch.equal(dataset[other]["latents"], dataset[0]["moments"].chunk(2)[0])
-    with pytest.raises(StoreError, match="must have the same fields"):
-        dataset.__getitems__([0, other])
-
-
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_is_told_to_make_its_own_iterator(dataset: LatentDataset) -> None:
     loader = loader_of(dataset)
     expected = by_hand(loader.sampler)
     batches = iter(loader)
     next(batches)
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         code = 1
         try:
-            try:
+            with pytest.raises(StoreError, match="not in the fork"):
                 next(batches)
-            except StoreError as error:
-                code = 0 if "not in the fork" in str(error) else 2
-            if code == 0 and [plain(batch) for batch in loader] != expected:
-                code = 3
+            code = 0 if [plain(batch) for batch in loader] == expected else 2
             loader.close()
         finally:
             os._exit(code)
@@ -229,48 +213,91 @@ def test_a_fork_is_told_to_make_its_own_iterator(dataset: LatentDataset) -> None
     assert [plain(batch) for batch in batches] == expected[1:]
 
 
-SCRIPT = """
-    import sys, time
-    from latentcache import LatentDataset
-    from latentcache.loading.loader import LatentLoader
-    from latentcache.loading.sampler import BucketBatchSampler
-    loader = LatentLoader(BucketBatchSampler(LatentDataset(sys.argv[1]), 1), device="cpu")
-    batches = loader.forever()
-    next(batches)
-    print("ready", flush=True)
-    if sys.argv[2] == "wait":
-        while True:
-            next(batches)
-            time.sleep(0.01)
-"""
+def test_the_process_ends_in_the_middle_of_an_iteration(path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from latentcache import BucketBatchSampler, LatentDataset, LatentLoader\n"
+        "batches = LatentLoader(BucketBatchSampler(LatentDataset(sys.argv[1]), 1), device='cpu').forever()\n"
+        "next(batches)\n"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("how", ["end", "wait"])
-def test_the_process_ends_in_the_middle_of_an_iteration(path: Path, how: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(path), how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        if how == "wait":
-            process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=60)[1]
-    if how == "end":
-        assert process.returncode == 0 and "Traceback" not in errors and "atal" not in errors, errors
-    else:
-        assert process.returncode in (-signal.SIGINT, 130) and errors.rstrip().endswith("KeyboardInterrupt")
-
-
-def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"prefetch": -1}, "prefetch is -1"),
         ({"output": "pixels"}, "output is 'pixels'; it must be one of latents, mean, moments"),
         ({"damaged": "ignore"}, "damaged is 'ignore'"),
         ({"output": "moments"}, "moments are stored unscaled"),
-    ):
-        with pytest.raises(StoreError, match=message):
-            loader_of(dataset, **options)
+        ({"encode": "precache"}, r"encode is a str; it is called.*partial\(run_precache"),
+    ],
+)
+def test_settings_that_make_no_sense(dataset: LatentDataset, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StoreError, match=message):
+        loader_of(dataset, **options)
+
+
+def test_a_loader_needs_a_sampler_and_an_endless_one_a_batch(dataset: LatentDataset) -> None:
     with pytest.raises(StoreError, match="takes a sampler, which says what a batch is"):
         LatentLoader(dataset, device="cpu")  # type: ignore[arg-type]  # what one tries first
     empty = LatentLoader(BucketBatchSampler(dataset, 100, drop_last=True), device="cpu")
     for begin in (empty.forever, empty.__iter__):
         with pytest.raises(StoreError, match="an epoch has no batch"):
             begin()
+
+
+# Whole batches as items ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("output", "scaled"), [("latents", True), ("mean", False), ("moments", False)])
+def test_item_n_is_the_nth_batch_of_the_loader_in_each_epoch(dataset: LatentDataset, output: Any, scaled: bool) -> None:
+    options: dict[str, Any] = {"output": output, "scaled": scaled, "dtype": torch.float32}
+    for rank in range(2):
+        batches = CachedBatches(sampler_of(dataset, rank, 2), **options)
+        loader = LatentLoader(sampler_of(dataset, rank, 2), device="cpu", prefetch=0, **options)
+        for epoch in (0, 2, 1):
+            loader.set_epoch(epoch)
+            batches.sampler.set_epoch(epoch)  # as one does who shares it with another
+            batches.set_epoch(epoch)
+            expected = [plain(batch) for batch in loader]
+            assert len(batches) == len(expected) == 3
+            assert [plain(batches[number]) for number in (2, 0, 1, -1)] == [*expected[2:], *expected]
+    with pytest.raises(IndexError):
+        batches[len(batches)]
+    with pytest.raises(StoreError, match="one of latents, mean, moments"):
+        CachedBatches(batches.sampler, output="pixels")  # type: ignore[arg-type]  # the error is the point
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_give_each_batch_of_each_epoch_once(dataset: LatentDataset, method: str) -> None:
+    """Of a DataLoader that shuffles, and whose workers live for several epochs."""
+    batches, loader = CachedBatches(sampler_of(dataset), scaled=True), loader_of(dataset, prefetch=0)
+    options: dict[str, Any] = {"multiprocessing_context": method, "num_workers": 2, "persistent_workers": True}
+    made = DataLoader(batches, batch_size=1, shuffle=True, collate_fn=_first, **options)
+    for epoch in (0, 1):
+        batches.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        expected = [plain(batch) for batch in loader]
+        assert sorted(repr(plain(batch)) for batch in made) == sorted(map(repr, expected))
+    assert plain(pickle.loads(pickle.dumps(batches))[0]) == expected[0]
+
+
+def _first(batches: list[dict[str, object]]) -> dict[str, object]:
+    return batches[0]
+
+
+def test_texts_come_without_padding(tmp_path: Path, path: Path) -> None:
+    lengths = [4, 2, 3, 7]
+    dataset = LatentDataset(on_disk(tmp_path / "cache", "qwen-image", lengths))
+    found = {}
+    for batch in map(CachedBatches(BucketBatchSampler(dataset, 3)).__getitem__, range(2)):
+        texts = unpadded(batch, "prompt_embeds")
+        found.update(zip(batch["sample_id"], map(len, texts), strict=True))
+        for text, padded in zip(texts, batch["prompt_embeds"], strict=True):
+            assert torch.equal(text, padded[: len(text)])
+    assert found == dict(zip("0123", lengths, strict=True))
+    batch = CachedBatches(sampler_of(LatentDataset(path)))[0]
+    assert all(map(torch.equal, unpadded(batch, "prompt_embeds"), batch["prompt_embeds"]))
