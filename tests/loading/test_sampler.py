@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,16 +60,11 @@ def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
     return [[(int(item), item.draw) for item in batch] for batch in sampler]
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    DATASETS,
-    st.integers(1, 5),
-    st.booleans(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.integers(1, 4),
-    st.integers(1, 4),
-)
+NUM = st.integers(1, 4)
+
+
+@settings(max_examples=80)
+@given(DATASETS, NUM, st.booleans(), st.booleans(), st.integers(-(2**70), 2**70), NUM, NUM)
 def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, window) -> None:  # type: ignore[no-untyped-def]
     options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "window": window}
     whole = list(BucketBatchSampler(dataset, batch_size, **options))
@@ -90,8 +86,8 @@ def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, win
     assert len(set(dealt_items)) == len(dealt_items), "no rank has those of another"
 
 
-@settings(max_examples=60, deadline=None)
-@given(DATASETS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 12))
+@settings(max_examples=60)
+@given(DATASETS, NUM, st.integers(1, 3), st.integers(0, 12))
 def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size, stop) -> None:  # type: ignore[no-untyped-def]
     def share(rank: int) -> BucketBatchSampler:
         return BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size, window=2)
@@ -131,35 +127,41 @@ def test_packs_are_shuffled_and_few_are_open() -> None:
     assert [item for batch in in_turn for item in batch] == list(range(len(dataset)))
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    dataset = Items([0, 0, 0, 1, 1])
-    in_packs = Items(dataset.buckets, [0, 0, 1, 1, 2])
-    sampler = BucketBatchSampler(dataset, 2, seed=1)
+FEW = Items([0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (FEW, {"batch_size": 3}, r"batch_size \(2 there, 3 here\)\."),
+        (FEW, {"seed": 2}, r"seed \(1 there, 2 here\)"),
+        (FEW, {"shuffle": False}, r"shuffle \(True there, False here\)"),
+        (FEW, {"drop_last": True}, r"drop_last"),
+        (Items([0, 0, 0, 1, 0]), {}, r"dataset \('numbers"),
+        (Items(FEW.buckets, [0, 0, 1, 1, 2]), {}, r"packs \(None there, .*, window \(None there, 16"),
+        (FEW, {"world_size": 2}, r"world_size \(1 there, 2 here\).*set_epoch\(0\)"),
+    ],
+)
+def test_the_state_of_another_run_is_refused_by_name(dataset: Items, options: dict[str, Any], message: str) -> None:
+    state = BucketBatchSampler(FEW, 2, seed=1).state_dict()  # type: ignore[arg-type]
+    other = BucketBatchSampler(dataset, **{"batch_size": 2, "seed": 1, **options})  # type: ignore[arg-type]
+    before = other.state_dict()
+    with pytest.raises(StoreError, match=message):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
+
+
+def test_what_is_no_state_and_no_sampler_is_refused() -> None:
+    sampler = BucketBatchSampler(FEW, 2)  # type: ignore[arg-type]
     state = sampler.state_dict()
-    for other, message in (
-        (BucketBatchSampler(dataset, 3, seed=1), r"batch_size \(2 there, 3 here\)\."),
-        (BucketBatchSampler(dataset, 2, seed=2), r"seed \(1 there, 2 here\)"),
-        (BucketBatchSampler(dataset, 2, seed=1, shuffle=False), r"shuffle \(True there, False here\)"),
-        (BucketBatchSampler(dataset, 2, seed=1, drop_last=True), r"drop_last"),
-        (BucketBatchSampler(Items([0, 0, 0, 1, 0]), 2, seed=1), r"dataset \('numbers"),
-        (BucketBatchSampler(dataset, 4, seed=5), r"batch_size .*, seed "),
-        (
-            BucketBatchSampler(in_packs, 2, seed=1),
-            r"packs \(None there, .*, window \(None there, 16",
-        ),
-        (BucketBatchSampler(dataset, 2, seed=1, world_size=2), r"world_size \(1 there, 2 here\).*set_epoch\(0\)"),
-    ):
-        before = other.state_dict()
-        with pytest.raises(StoreError, match=message):
-            other.load_state_dict(state)
-        assert other.state_dict() == before
     for broken in ({}, state | {"position": -1}, state | {"epoch": "1"}, state | {"position": True}):
         with pytest.raises(StoreError, match="give what state_dict"):
             sampler.load_state_dict(broken)
     with pytest.raises(StoreError, match=r"version \(0 there, 1 here\)"):
         sampler.load_state_dict(state | {"version": 0})
-    with pytest.raises(StoreError, match="window is 0; it must be at least 1 pack"):
-        BucketBatchSampler(dataset, 2, window=0)
+    for options in ({"window": 0}, {"batch_size": 0}, {"rank": 1}, {"rank": -1}):
+        with pytest.raises(StoreError, match=f"{next(iter(options))} is .*; it must be at least"):
+            BucketBatchSampler(FEW, **{"batch_size": 2, **options})  # type: ignore[arg-type]
 
 
 def test_seeds_do_not_collide() -> None:
