@@ -8,7 +8,6 @@ older latentcache wrote. It has real manifests (flips, two captions, prompts), a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import sys
@@ -19,16 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden.golden_contents import contents
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_photos
+from helpers.tiny_configs import tiny_config
 
 from latentcache import DiskStore, run_precache
-from latentcache.config_file import parse_config
 from latentcache.identity import key_of
 from latentcache.store.batch import DTYPES
 from latentcache.store.directory import SCHEMA
 from latentcache.types import Entry, Record
-
-PHOTOS = {"a.png": ((64, 96), ["a red house", "a house in the rain"]), "sub/b.png": ((96, 64), ["ein Haus, grün"])}
 
 
 def entry_of(dtype: str) -> Entry:
@@ -40,29 +37,18 @@ def entry_of(dtype: str) -> Entry:
 
 
 def make(cache: Path) -> None:
+    changes = {
+        "cache.path": cache,
+        "datasets.0.name": "golden",
+        "datasets.0.repeats": 2,
+        "datasets.0.flip": True,
+        "encode.store_dtype": "float16",
+        "validation.prompts": ["a prompt"],
+    }
     with tempfile.TemporaryDirectory() as folder:
-        photos = Path(folder) / "photos"
-        for number, (name, (size, captions)) in enumerate(PHOTOS.items()):
-            path = write_photo(photos / name, number, size)
-            path.with_suffix(".txt").write_text("\n".join(captions), encoding="utf-8")
-        (photos / "refused.png").write_bytes(b"no image")
-        dataset = {
-            "name": "golden",
-            "repeats": 2,
-            "flip": True,
-            "source": {"path": "photos"},
-            "buckets": {"area": 64 * 64, "step": 32},
-            "images": {"min_side": 8},
-        }
-        settings = {
-            "cache": {"path": cache},
-            "datasets": [dataset],
-            "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "num_workers": 1, "store_dtype": "float16"},
-            "validation": {"prompts": ["a prompt"], "negative_prompt": "ugly"},
-        }
-        with contextlib.chdir(folder):  # no path of this machine gets into the cache
-            run_precache(parse_config(settings))
+        write_photos(Path(folder, "photos"))
+        Path(folder, "photos", "refused.png").write_bytes(b"no image")
+        run_precache(tiny_config(Path(folder), **changes))
     with DiskStore(cache) as store:
         store.add(map(entry_of, DTYPES))
 

@@ -148,16 +148,6 @@ def test_only_the_lost_one_of_two_samples_of_one_name_is_left_out(tmp_path: Path
     assert sorted(rows_read) == [("main", "1"), ("other", "0")] and loader.num_skipped == 1
 
 
-def test_any_error_of_the_thread_comes_up_in_the_loop(dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: object, **options: object) -> None:
-        raise MemoryError("no page left")
-
-    monkeypatch.setattr("latentcache.loading.loader.to_device", broken)
-    with pytest.raises(MemoryError, match="no page left") as raised:
-        list(loader_of(dataset))
-    assert "while reading batch 0 of epoch 0" in raised.value.__notes__[0]
-
-
 def test_an_early_break_an_exception_and_a_dropped_iterator_end_the_thread(dataset: LatentDataset) -> None:
     loader = loader_of(dataset)
 

@@ -120,26 +120,6 @@ def test_a_prompt_is_padded_by_the_same_rule(cache: LatentCache, family: FamilyN
     assert entry.ragged == {"prompt_embeds"} and torch.equal(entry.tensors["prompt_embeds"], text_of(1, LENGTHS[1]))
 
 
-def test_a_batch_norm_changes_the_shape(tmp_path: Path) -> None:
-    path = on_disk(tmp_path / "cache", "flux", [4] * 3)
-    folder = ManifestFolder(path / "manifests")
-    manifest = folder.read("ragged")
-    assert manifest is not None
-    numbers = [0.1 * number for number in range(1, 4 * 4 + 1)]
-    scaling = {"scaling_factor": 1.0, "rule": "batch_norm", "mean": numbers, "std": numbers}
-    folder.write(Manifest("ragged", "train", 1, {**manifest.common, "scaling": scaling}, manifest.rows))
-    with LatentCache(path) as cache:
-        plain, scaled = (cache.batch(["0", "1"], device="cpu", scaled=flag)["latents"] for flag in (False, True))
-        assert plain.shape == (2, 4, 8, 8) and scaled.shape == (2, 16, 4, 4)
-        scaling = cache.scaling(cache.manifest("ragged"))
-        assert torch.equal(scaled, scaling.apply(plain))
-    with torch.inference_mode():
-        scaling.apply(plain.double())
-    live = plain.double().requires_grad_(True)
-    scaling.apply(live).square().sum().backward()
-    assert live.grad is not None, "statistics that are kept from an inference serve training too"
-
-
 def test_float8_texts_are_converted_for_a_module_and_given_as_they_are_without_one(tmp_path: Path) -> None:
     path = on_disk(tmp_path / "cache", "flux", [4] * 3, dtype=torch.float8_e4m3fn)
     stored = torch.stack([text_of(number, 4, torch.float8_e4m3fn) for number in (0, 1)])

@@ -219,22 +219,6 @@ def test_a_disk_that_is_full_for_the_index_only(root, monkeypatch):
         assert verify(store).ok
 
 
-def test_the_writers_thread_reports_and_the_first_error_wins(root, monkeypatch):
-    monkeypatch.setattr(writer_module, "PACK_ENTRIES", 1)
-    with DiskStore(root) as store:
-        monkeypatch.setattr(os, "write", lambda fd, view: raise_(OSError(errno.ENOSPC, "full")))
-        with pytest.raises(StorageFullError), store.writer() as writer:
-            for number in range(5):
-                writer.add(sample(number))
-        assert number <= 2
-        with pytest.raises(ValueError, match="mine") as caught, store.writer() as writer:
-            writer.add(sample(7))
-            raise ValueError("mine")
-        assert "sealing failed too" in caught.value.__notes__[0]
-        monkeypatch.undo()
-        assert store.add(samples(0)) == 1
-
-
 # Readers that may not write ------------------------------------------------------------------------------------------
 
 
@@ -294,17 +278,9 @@ def packed(number):
     return row.pack.id, data
 
 
-def test_another_pack_of_the_same_name_replaces_nothing(store):
-    (pack, data), (_, other) = packed(7), packed(8)
-    assert store.take_pack(pack, [data[:7], data[7:]], len(data)) == 1
-    assert store.take_pack(pack, [other], len(other)) == 0
-    assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
-    assert not list((store.path / "packs").rglob("*.tmp"))
-
-
 def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):
     """While upkeep works, by a reader, and where the index cannot be written; then it is taken after all."""
-    pack, data = packed(7)
+    (pack, data), (_, another) = packed(7), packed(8)
     with DiskStore(store.path) as other, other.lock("compacting", shared=False), pytest.raises(StoreBusyError):
         store.take_pack(pack, [data], len(data))
     with DiskStore(store.path, read_only=True) as reader, pytest.raises(ReadOnlyError):
@@ -314,7 +290,10 @@ def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):
         patched.setattr(Index, "transaction", lambda self: raise_(StorageFullError(store.path, 4096)))
         store.take_pack(pack, [data], len(data))
     assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(7)]) == set()
-    assert store.take_pack(pack, [data], len(data)) == 1 and same(store.get(key(7)), sample(7))
+    assert store.take_pack(pack, [data[:7], data[7:]], len(data)) == 1
+    assert store.take_pack(pack, [another], len(another)) == 0, "it replaces nothing"
+    assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
+    assert not list((store.path / "packs").rglob("*.tmp"))
 
 
 # What is read soon ---------------------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import signal
 import sqlite3
 import time
-from pathlib import Path
 
 import pytest
 from store_samples import (
@@ -18,7 +16,6 @@ from store_samples import (
     before_call,
     die,
     flip,
-    fork,
     key,
     listing,
     pack_of,
@@ -35,7 +32,7 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, directory, upkeep, writer
+from latentcache.store import DiskStore, upkeep, writer
 from latentcache.store.batch import read_batch, stack
 from latentcache.store.pack import new_pack_id
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -252,26 +249,6 @@ def test_what_a_running_reader_may_need_stays(used, max_bytes):
     assert left(used) == {0}
 
 
-def test_a_reader_of_another_process_counts_until_it_is_killed(used):
-    ready = fork.Event()
-
-    def hold_a_reader():
-        with LatentCache(used):
-            ready.set()
-            signal.pause()
-
-    process = fork.Process(target=hold_a_reader)
-    process.start()
-    assert ready.wait(60)
-    write_manifest(used, 0)
-    with pytest.raises(StoreBusyError):
-        shrink(used, 0)
-    process.kill()
-    process.join(60)
-    shrink(used, 0)
-    assert left(used) == {0}
-
-
 def test_packs_in_which_nothing_is_live_go_with_the_others(used):
     with DiskStore(used) as store:
         store.remove([key(2), key(3)])
@@ -332,27 +309,6 @@ def test_compact_leaves_an_unreadable_pack_until_its_entries_are_there_again(sto
     assert not compact(store).unreadable and not path.exists()
     assert verify(store).ok
     assert_holds(store, 0, 1, 2)
-
-
-def test_a_pack_that_cannot_be_removed_now_goes_with_a_later_compaction(store, root, monkeypatch):
-    """As on Windows, while a process has it mapped."""
-    add_packs(store, [0], [1])
-    old = packs(store)
-
-    def refuses(path, missing_ok=False):
-        raise PermissionError(errno.EACCES, "in use")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(directory, "KEEPS_MAPPED", True)
-        patched.setattr(Path, "unlink", refuses)
-        assert compact(store).num_entries == 2
-    assert len(packs(store)) == 3
-    with DiskStore(root) as again:
-        assert_holds(again, 0, 1)
-        assert len(list(again.keys())) == 2
-        compact(again)
-        assert len(packs(again)) == 1 and not {*packs(again)} & {*old}
-        assert_holds(again, 0, 1)
 
 
 def test_readers_go_on_while_packs_move(store, root):

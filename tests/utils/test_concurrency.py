@@ -32,24 +32,6 @@ def test_results_come_in_order_a_few_ahead_and_errors_are_the_consumers() -> Non
     assert len(started) <= 10 + 5, "what had not started is cancelled"
 
 
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_calls_are_made_in_order_by_one_thread(in_thread: bool) -> None:
-    made, threads = list[int](), set[int]()
-
-    def call(number: int) -> None:
-        threads.add(threading.get_ident())
-        made.append(number)
-
-    with BackgroundWorker(3, "test", in_thread=in_thread) as worker:
-        for number in range(50):
-            worker.call(call, number)
-        worker.finish()
-        assert made == list(range(50))
-    assert len(threads) == 1 and (threading.get_ident() in threads) == (not in_thread)
-    with pytest.raises(TypeError), BackgroundWorker(3, "test", in_thread=in_thread) as worker:
-        worker.call(call)
-
-
 def test_each_error_comes_up_and_the_other_calls_are_made() -> None:
     made, gate = list[int](), threading.Event()
 
