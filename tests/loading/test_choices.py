@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, CachedBatches, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import family_named
 from latentcache.identity import key_of
@@ -281,6 +282,44 @@ def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: 
     with pytest.raises(StoreError, match=message):
         LatentDataset(tmp_path, caption_dropout=1.0, dropout_to="zeros")
     assert LatentDataset(tmp_path)[0]["prompt_attention_mask"].tolist() == [1, 1, 1]
+
+
+def test_companions_of_other_shapes_and_roles_are_in_other_batches(path: Path, tmp_path: Path) -> None:
+    """Of joined datasets: a mask is no control image, and a mirrored twin no second one."""
+    path = shutil.copytree(path, tmp_path / "own")
+    with DiskStore(path) as store, LatentCache(path) as cache:
+        wide = entry_of("image", 1.0, latents=(4, 2, 3))
+        of_wide = Geometry(Size(16, 24), Size(16, 24), Crop(0, 0), Size(16, 24))
+        store.add([wide])
+        whole = cache.manifest("main")
+        kept = {  # of each: the control image and its twin, the mask and its twin
+            "twins": lambda parts: parts[:2],
+            "two": lambda parts: (parts[0], parts[0]),
+            "masked": lambda parts: (parts[0], parts[2]),
+            "mask": lambda parts: parts[2:],
+            "wide": lambda parts: (replace(parts[0], key=wide.record.key, geometry=of_wide),),
+        }
+        for name, chosen in kept.items():
+            rows = {sample_id: replace(row, parts=chosen(row.parts)) for sample_id, row in whole.rows.items()}
+            cache.manifests.write(replace(whole, name=name, rows=RowTable.of(rows), repeats=1))
+        dataset = LatentDataset(path, [*kept])
+        batches = list(loader_of(BucketBatchSampler(dataset, 4, seed=1)))
+        assert sorted(name for batch in batches for name in batch["dataset"]) == sorted([*kept] * NUM)
+        assert all(len({*batch["dataset"]}) == 1 for batch in batches)
+        for other in range(1, 5):
+            with pytest.raises(StoreError, match=r"the parts of samples '1' .* differ: batch them"):
+                dataset.__getitems__([1, other * NUM + 1])
+
+
+def test_control_images_are_scaled_as_images_are_and_masks_keep_their_numbers(path: Path) -> None:
+    with LatentCache(path, manifest="main") as cache:
+        for flip in (False, True):
+            plain, scaled = (cache.batch(["1", "2"], device="cpu", scaled=each, flip=flip) for each in (False, True))
+            for name in ("latents", "control_latents_1"):
+                assert torch.equal(scaled[name], 0.5 * plain[name])
+            assert torch.equal(scaled["mask"], plain["mask"]) and scaled["mask"].dtype == torch.uint8
+            half = cache.batch(["1", "2"], device="cpu", dtype=torch.bfloat16, flip=flip)
+            assert half["control_latents_1"].dtype == torch.bfloat16 and half["mask"].dtype == torch.uint8
 
 
 def test_choices_have_their_rates_and_are_independent() -> None:

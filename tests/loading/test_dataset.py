@@ -1,27 +1,20 @@
-"""A torch Dataset of items, in any order, and of samples of several parts. Workers are in the tests of choices."""
+"""A torch Dataset of items, in any order. Workers, and samples of several parts, are in the tests of choices."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers.photo_files import write_photo
 from helpers.remote_samples import COMMON, make_cache, make_manifest
-from helpers.tiny_configs import tiny_config
 from loading import config_of
-from PIL import Image
-from torch.utils.data import default_collate
 
 from latentcache import BucketBatchSampler, DiskStore, LatentCache, LatentDataset, LatentLoader
-from latentcache.config import Config, location_of
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import Row, RowTable
+from latentcache.dataset.row_table import Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.dataset import Order
@@ -169,75 +162,3 @@ def test_a_resume_goes_on_after_other_entries_came_and_is_refused_after_the_pack
     with LatentLoader(running, device="cpu", damaged="skip") as loader:
         found = {name for batch in loader for name in batch["sample_id"]}
     assert found == {f"{number}.png" for number in range(1, 48)} and loader.skipped.keys() == {"0.png"}
-
-
-# Control images and masks --------------------------------------------------------------------------------------------
-
-NAMES = [f"{number}.png" for number in range(4)]
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Four images of one bucket. Their second control images have buckets of their own, of two shapes."""
-    folder = tmp_path_factory.mktemp("pairs")
-    (folder / "masks").mkdir()
-    for number, name in enumerate(NAMES):
-        write_photo(folder / "after" / name, number, (64, 64))
-        write_photo(folder / "first" / name, 10 + number, (32, 32))
-        write_photo(folder / "second" / name, 20 + number, (64, 64) if number < 2 else (64, 160))
-        mask = np.random.default_rng(number).integers(0, 256, (64, 64), dtype=np.uint8)
-        Image.fromarray(mask).save(folder / "masks" / name)
-    control = [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}]
-    dataset = {"name": "pairs", "source": {"path": folder / "after"}, "control": control, "flip": True}
-    dataset |= {"buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0}, "mask": {"path": folder / "masks"}}
-    config = tiny_config(folder, **{f"datasets.0.{name}": value for name, value in dataset.items()})
-    assert run_precache(config).num_refused == 0
-    return config
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_a_batch_has_the_parts_of_its_samples_and_scales_control_images(pairs: Config, flip: bool) -> None:
-    with LatentCache(pairs.cache) as cache:
-        batch = cache.batch(NAMES[:2], device="cpu", output="moments", flip=flip)
-        assert "latents" not in batch and batch["moments"].shape == (2, 8, 8, 8), "nothing took the image's place"
-        scaled = cache.batch(NAMES[:2], device="cpu", dtype=torch.bfloat16, scaled=True, flip=flip)
-        scaling = cache.scaling(cache.manifest("pairs"))
-        for number, sample_id in enumerate(NAMES[:2]):
-            for part in cache.manifest("pairs").rows[sample_id].parts_of(flip=flip):
-                [stored] = cache.get(part.key).tensors.values()
-                field = part.role.replace("control ", "control_latents_")
-                assert torch.equal(batch[field][number], stored)
-                expected = stored if part.role == "mask" else scaling.apply(stored[None])[0].to(torch.bfloat16)
-                assert torch.equal(scaled[field][number], expected)
-        assert batch["control_latents_1"].shape == batch["control_latents_2"].shape == (2, 4, 8, 8)
-        assert batch["mask"].shape == (2, 1, 8, 8) and scaled["mask"].dtype == torch.uint8
-
-
-def test_control_images_of_other_shapes_are_in_other_batches(pairs: Config) -> None:
-    dataset = LatentDataset(pairs.cache, "pairs", flips=True)
-    assert {dataset.bucket(index) for index in range(len(dataset))} == {(64, 64)}
-    batches = list(BucketBatchSampler(dataset, 8, shuffle=False))
-    assert sorted(map(len, batches)) == [4, 4]
-    shapes = {default_collate(dataset.__getitems__(batch))["control_latents_2"].shape[2:] for batch in batches}
-    assert shapes == {(8, 8), (4, 12)}
-    with pytest.raises(StoreError, match="control_latents_2"):
-        dataset.cache.batch(NAMES, device="cpu")
-
-
-def test_companions_of_equal_sizes_and_other_roles_are_in_other_batches(pairs: Config, tmp_path: Path) -> None:
-    """Of joined datasets: a mask is no control image, and a mirrored twin no second one."""
-    with LatentCache(shutil.copytree(location_of(pairs.cache), tmp_path / "own")) as cache:
-        whole = cache.manifest("pairs")
-        kept = {  # of each: first control and its twin, second control and its twin, mask and its twin
-            "twins": lambda parts: parts[:2],
-            "two": lambda parts: (parts[0], parts[0]),
-            "masked": lambda parts: (parts[0], parts[4]),
-            "mask": lambda parts: (parts[4], parts[5]),
-        }
-        for name, chosen in kept.items():
-            rows = {sample_id: replace(row, parts=chosen(row.parts)) for sample_id, row in whole.rows.items()}
-            cache.manifests.write(replace(whole, name=name, rows=RowTable.of(rows)))
-        dataset = LatentDataset(tmp_path / "own", [*kept])
-        batches = list(LatentLoader(BucketBatchSampler(dataset, 3, seed=1), device="cpu"))
-    assert sorted(name for batch in batches for name in batch["dataset"]) == sorted([*kept] * len(NAMES))
-    assert all(len({*batch["dataset"]}) == 1 for batch in batches)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+from latentcache.errors import StoreError, UnsafeStoreError
 from latentcache.utils.durable_files import read_small_file, sealed_file, sweep_temporaries, write_all, write_sealed
 
 
@@ -22,22 +22,6 @@ def test_a_file_is_written_whole_with_the_mode_of_the_umask(tmp_path: Path, umas
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
     assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize(("number", "expected"), [(28, StorageFullError), (13, ReadOnlyError)])
-def test_a_refused_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
-) -> None:
-    write_sealed(tmp_path / "file", b"old")
-
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(expected):
-        write_sealed(tmp_path / "file", b"new")
-    monkeypatch.undo()
-    assert (tmp_path / "file").read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_small_file_is_read_and_a_large_one_refused(tmp_path: Path) -> None:

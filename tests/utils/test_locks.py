@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,10 @@ from latentcache.utils import file_locks
 from latentcache.utils.locks import Claims, ReadersLock, locked, readers_since
 
 KEYS = [key_of({"number": number}) for number in range(10)]
-context = multiprocessing.get_context("fork")
 
 
-def claim_elsewhere(path: Path, keys: list[str]) -> set[str]:
-    """What a writer of another process could claim, which ends at once."""
-    with ProcessPoolExecutor(1, context) as executor:
-        return executor.submit(_claim, path, keys).result(60)
-
-
-def _claim(path: Path, keys: list[str]) -> set[str]:
+def claimed_by_another(path: Path, keys: list[str]) -> set[str]:
+    """What another store can claim, which is closed at once."""
     with DiskStore(path) as store, store.writer() as writer:
         return writer.claim(keys)[0]
 
@@ -36,12 +28,12 @@ def test_a_writer_that_closes_leaves_the_claims_of_another(tmp_path: Path) -> No
         assert first.claim(KEYS[:2]) == (set(KEYS[:2]), set())
         with store.writer() as second:
             assert second.claim(KEYS[1:3]) == ({KEYS[2]}, {KEYS[1]})
-            assert claim_elsewhere(store.path, KEYS[:4]) == {KEYS[3]}
-        assert claim_elsewhere(store.path, KEYS[:4]) == set(KEYS[2:4])
-        assert claim_elsewhere(store.path, KEYS[:4]) == set(KEYS[2:4]), "the claims of the dead are free"
+            assert claimed_by_another(store.path, KEYS[:4]) == {KEYS[3]}
+        assert claimed_by_another(store.path, KEYS[:4]) == set(KEYS[2:4])
+        assert claimed_by_another(store.path, KEYS[:4]) == set(KEYS[2:4]), "what it claimed is free again"
         first.release(KEYS[:1])
-        assert claim_elsewhere(store.path, KEYS[:2]) == {KEYS[0]}
-    assert claim_elsewhere(tmp_path / "cache", KEYS) == set(KEYS)
+        assert claimed_by_another(store.path, KEYS[:2]) == {KEYS[0]}
+    assert claimed_by_another(tmp_path / "cache", KEYS) == set(KEYS)
 
 
 def test_without_such_locks_every_key_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
