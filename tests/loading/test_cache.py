@@ -125,18 +125,6 @@ def test_a_cache_of_latents(folder: Path) -> None:
         dataset.__getitems__([0, len(LatentDataset(path, "photos"))])
 
 
-def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> None:
-    identity = {"another": "width"}
-    fields = {"prompt_embeds": torch.ones(77, 3), "pooled_prompt_embeds": torch.ones(40)}
-    cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
-    odd = replace(cache.row("b.png")[1], captions=(Ref.of_text("odd", key_of(identity)),))
-    other_rows(cache, **{"b.png": odd})
-    unequal = r"equal shapes and dtypes: field 'prompt_embeds' .* in a\.png and .* in b\.png"
-    with pytest.raises(StoreError, match=unequal):
-        cache.batch(WIDE, device="cpu")
-    assert cache.batch(["b.png"], device="cpu")["prompt_embeds"].shape == (1, 77, 3)
-
-
 def test_a_sample_of_several_manifests_needs_the_name_of_one(cache: LatentCache) -> None:
     cache.manifests.write(replace(cache.manifest("photos"), name="other"))
     with pytest.raises(SampleError, match=r"is in several manifests: other, photos.*manifest=NAME"):

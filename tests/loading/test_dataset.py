@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.remote_samples import COMMON, make_cache, make_manifest
-from loading import config_of
 
 from latentcache import BucketBatchSampler, DiskStore, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest
@@ -20,10 +19,9 @@ from latentcache.identity import key_of
 from latentcache.loading.dataset import Order
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import Visit
-from latentcache.precache.run import run_precache
 from latentcache.store import MemoryStore
 from latentcache.store.upkeep import compact
-from latentcache.types import Entry, Record, Refusal, Size
+from latentcache.types import Entry, Record, Refusal
 
 
 def test_joined_manifests_keep_to_their_own_images(path: Path) -> None:
@@ -46,20 +44,6 @@ def test_joined_manifests_keep_to_their_own_images(path: Path) -> None:
             assert found["sample_id"] == expected["sample_id"], index
             assert torch.equal(found["moments"], expected["moments"]), index
     assert found["target_size"].tolist() == [64, 128] and found["target_size"].dtype == torch.int64
-
-
-def test_the_resolutions_of_one_dataset_are_read_together(folder: Path) -> None:
-    changes = {"cache.path": folder / "other", "datasets.0.repeats": 1, "datasets.0.flip": False}
-    config = config_of(folder, **changes, **{"datasets.0.resolutions": [64, 96], "datasets.0.buckets": {"step": 32}})
-    report = run_precache(config)
-    assert report.num_samples == 10 and report.num_encoded == 10 + 7, "captions are encoded once"
-    names = [each.name for each in config.datasets]
-    assert names == ["photos-64", "photos-96"]
-    dataset = LatentDataset(config.cache, names)
-    assert len(dataset) == 10 and {dataset.bucket(item) for item in range(5)} == {Size(64, 64)}
-    assert {dataset.bucket(item) for item in range(5, 10)} == {Size(64, 128), Size(128, 64)}
-    with LatentCache(config.cache, manifest="photos-64") as cache:
-        assert cache.batch(["a.png"], device="cpu")["target_size"] == [(64, 64)]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
-from latentcache.utils import file_locks
-from latentcache.utils.locks import Claims, ReadersLock, locked, readers_since
+from latentcache.utils.locks import ReadersLock, locked, readers_since
 
 KEYS = [key_of({"number": number}) for number in range(10)]
 
@@ -34,18 +33,6 @@ def test_a_writer_that_closes_leaves_the_claims_of_another(tmp_path: Path) -> No
         first.release(KEYS[:1])
         assert claimed_by_another(store.path, KEYS[:2]) == {KEYS[0]}
     assert claimed_by_another(tmp_path / "cache", KEYS) == set(KEYS)
-
-
-def test_without_such_locks_every_key_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    claims = Claims(tmp_path / "claims.lock")
-    for name in ("take", "release"):
-        monkeypatch.setattr(file_locks, name, refuse)
-    assert claims.take(KEYS) == set(KEYS)
-    claims.release(KEYS)
-    claims.close()
 
 
 def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
