@@ -302,41 +302,32 @@ def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):
 # What is read soon ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def advised(monkeypatch):
-    """The ranges that are advised: (file, offset, bytes)."""
-    if not hasattr(os, "posix_fadvise"):
-        pytest.skip("this system takes no advice")
-    ranges, real = [], os.posix_fadvise
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice")
+def test_what_is_read_first_or_soon_is_advised(store, monkeypatch):
+    """Each byte of these entries and no other; rows that follow each other may be one range."""
+    ranges = []
 
-    def record(fd, offset, num_bytes, advice):
+    def advise(fd, offset, num_bytes, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         ranges.append((os.path.basename(os.readlink(f"/dev/fd/{fd}")), offset, num_bytes))
-        return real(fd, offset, num_bytes, advice)
 
-    monkeypatch.setattr(os, "posix_fadvise", record)
-    return ranges
+    def assert_advised(*numbers):
+        found = {(name, at) for name, offset, num in ranges for at in range(offset, offset + num)}
+        places = [where(store, number) for number in numbers]
+        assert found == {(path.name, at) for path, offset in places for at in range(offset, offset + len(payload(0)))}
+        ranges.clear()
 
-
-def assert_advised(advised, store, *numbers):
-    """These entries were advised, no byte more; rows that follow each other may be one range."""
-    found = {(name, at) for name, offset, num in advised for at in range(offset, offset + num)}
-    places = [where(store, number) for number in numbers]
-    assert found == {(path.name, at) for path, offset in places for at in range(offset, offset + len(payload(0)))}
-    advised.clear()
-
-
-def test_what_is_read_first_or_soon_is_advised(store, advised):
+    monkeypatch.setattr(os, "posix_fadvise", advise)
     for read, first_read in (([0, 2], [0, 2]), ([0, 1], [1]), ([0, 2], [])):
         read_batch(store, [key(number) for number in read])
-        assert_advised(advised, store, *first_read)
+        assert_advised(*first_read)
     before = len(os.listdir("/dev/fd"))
     store.prefetch(key(number) for number in (2, 1, 99, 0, 2))
-    assert_advised(advised, store, 0, 1, 2)
+    assert_advised(0, 1, 2)
     assert len(os.listdir("/dev/fd")) == before
     for _ in range(2):
         store.prefetch([key(2), key(1), key(0)], whole_packs=True)
-    assert sorted(advised) == sorted((path.name, 0, 0) for path in packs(store)), "each pack once, to its end"
+    assert sorted(ranges) == sorted((path.name, 0, 0) for path in packs(store)), "each pack once, to its end"
 
 
 def test_a_file_system_that_takes_no_advice_is_no_matter(store, monkeypatch):
