@@ -8,31 +8,26 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import pytest
+from helpers.relay import running
 
 _numbers = itertools.count()
 
 
 class ComparingServer(ThreadingHTTPServer):
-    """`objects`: bytes and generation, by path; `times`: when each was written, in seconds since 1970, by path.
-
-    `refused`: paths that are not given, with their status.
-    """
+    """`objects`: bytes and generation, by path. A generation is the time at which it was written, in ns since 1970."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, tuple[bytes, int]] = {}
-        self.times: dict[str, float] = {}
-        self.refused: dict[str, int] = {}
         self.generation = 0
         self.lock = threading.Lock()
 
@@ -63,8 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def _path(self) -> str:
         return unquote(urlsplit(self.path).path)
@@ -81,23 +75,20 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(404)
             if is_other or (tag is not None and there is not None and tag != _tag(there[0])):
                 return self._answer(412)
-            self.server.generation += 1
+            self.server.generation = max(self.server.generation + 1, time.time_ns())
             self.server.objects[self._path()] = data, self.server.generation
-            self.server.times[self._path()] = time.time()
             return self._answer(200, ETag=_tag(data), x_goog_generation=str(self.server.generation))
 
     def do_GET(self) -> None:
         query = parse_qs(urlsplit(self.path).query)
         if "list-type" in query:
             return self._answer(200, self._listed(query.get("prefix", [""])[0]), Content_Type="application/xml")
-        if (status := self.server.refused.get(self._path())) is not None:
-            return self._answer(status, b"<Error><Code>InvalidObjectState</Code><Message>archived</Message></Error>")
         there = self.server.objects.get(self._path())
         if there is None:
             return self._answer(404)
         data, generation = there
         headers = {"ETag": _tag(data), "x_goog_generation": str(generation)}
-        headers["Last_Modified"] = formatdate(self.server.times.get(self._path(), 0), usegmt=True)
+        headers["Last_Modified"] = formatdate(generation / 1e9, usegmt=True)
         asked = self.headers.get("Range")
         if asked is None:
             return self._answer(200, data, **headers)
@@ -106,26 +97,19 @@ class _Handler(BaseHTTPRequestHandler):
         headers["Content_Range"] = f"bytes {first}-{last}/{len(data)}"
         return self._answer(206, data[first : last + 1], **headers)
 
-    do_HEAD = do_GET
-
     def do_DELETE(self) -> None:
         with self.server.lock:
             self.server.objects.pop(self._path(), None)
         self._answer(204)
 
     def _listed(self, prefix: str) -> bytes:
-        folder = f"{self._path().rstrip('/')}/"
-        found = []
-        for path, (data, _) in sorted(self.server.objects.items()):
-            name = path.removeprefix(folder)
+        folder, found = f"{self._path().rstrip('/')}/", ""
+        for path, (data, generation) in sorted(self.server.objects.items()):
             if path.startswith(folder + prefix):
-                tag, at = escape(_tag(data)), datetime.fromtimestamp(self.server.times.get(path, 0), UTC)
-                modified = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-                found.append(
-                    f"<Contents><Key>{escape(name)}</Key><LastModified>{modified}</LastModified>"
-                    f"<ETag>{tag}</ETag><Size>{len(data)}</Size></Contents>"
-                )
-        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(found)}</ListBucketResult>"
+                at = datetime.fromtimestamp(generation / 1e9, timezone.utc).isoformat(timespec="milliseconds")
+                found += f"<Contents><Key>{escape(path.removeprefix(folder))}</Key><LastModified>{at}</LastModified>"
+                found += f"<ETag>{escape(_tag(data))}</ETag><Size>{len(data)}</Size></Contents>"
+        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>"
         return f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
 
 
@@ -133,23 +117,10 @@ def _tag(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
 
 
-@contextmanager
-def comparing_server() -> Iterator[ComparingServer]:
-    """A server, as long as the block runs."""
-    with ComparingServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture
 def object_server() -> Iterator[ComparingServer]:
     """An object store over HTTP that compares before it replaces."""
-    with comparing_server() as server:
+    with running(server := ComparingServer()):
         yield server
 
 

@@ -1,44 +1,66 @@
-"""The app of a service in a thread of this process, for tests that look at its page."""
+"""Caches for the page, of photos and random latents, and the app of a service that shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from helpers.page_caches import write_cache
+import torch
 from helpers.photo_files import write_photo
-from helpers.serving import running_here
+from helpers.remote_samples import COMMON, make_entry
+from helpers.serving import serving_here
 
+from latentcache.config import BucketsConfig
+from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.manifest import Manifest
-from latentcache.service.auth import Access
-from latentcache.service.server import Address
-from latentcache.service.state import ServiceSettings
-from latentcache.types import Refusal
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.row_table import Ref, Row
+from latentcache.identity import digest
+from latentcache.store import DiskStore
+from latentcache.types import Entry, Refusal, Size
 
-REFUSED = Refusal("broken.jpg", "/nowhere/broken.jpg", "truncated", "the JPEG data ends after 12,345 bytes")
 LONG_CAPTION = " ".join(f"word{number}" for number in range(90))
+_REFUSED = Refusal("broken.jpg", "/nowhere/broken.jpg", "truncated", "the JPEG data ends after 12,345 bytes")
+_SIZES = (Size(192, 128), Size(128, 192), Size(130, 192))
 
 
 @contextmanager
-def page_of(cache: Path, *, access: Access | None = None, **page: Any) -> Iterator[str]:
-    """Serve a cache for the block. Returns the URL. `page` are fields of ServiceSettings."""
-    settings = ServiceSettings(cache=cache, access=access or Access(), **page)
-    with running_here(settings, Address(port=0)) as url:
-        yield url
+def page_of(cache: Path, **settings: Any) -> Iterator[str]:
+    """Serve a cache for the block. Returns the URL. `settings` are fields of `ServiceSettings`."""
+    with serving_here(cache, writes=False, **settings) as running:
+        yield running.url
+
+
+def text_entry(sample_id: str, caption: str, num_tokens: int) -> Entry:
+    """A tiny entry of a caption."""
+    tensors = {"prompt_embeds": torch.ones(2, 4).half()}
+    return make_entry("text", caption, tensors, sample_id=sample_id, num_tokens=num_tokens)
 
 
 def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
     """`folder/cache` of photos in two buckets, one refused file and one caption that is too long; a validation set."""
-    names = [f"{number:03d}.png" for number in range(num_photos)]
-    sizes = [(192, 128), (128, 192), (130, 192)]
-    photos = {
-        name: write_photo(folder / "photos" / name, number, sizes[number % 3]) for number, name in enumerate(names)
-    }
-    captions = {name: [f"a red house, number {int(name[:3])}"] for name in photos}
-    captions["001.png"] = [LONG_CAPTION, "a street at night"]
-    manifest = write_cache(folder / "cache", "photos", photos, captions, refused=[REFUSED])
-    held_out = {name: photos[name] for name in names[:2]}
-    write_cache(folder / "cache", "held-out", held_out, captions, role="validation")
+    rule, rows, entries = BucketRule(BucketsConfig(area=256 * 256, step=64)), dict[str, Row](), list[Entry]()
+    for number in range(num_photos):
+        name, size = f"{number:03d}.png", _SIZES[number % 3]
+        path = write_photo(folder / "photos" / name, number, size)
+        captions = [LONG_CAPTION, "a street at night"] if number == 1 else [f"a red house, number {number}"]
+        texts = [text_entry(name, text, len(text.split()) + 2) for text in captions]
+        geometry = rule.geometry(size)
+        assert geometry is not None
+        side = geometry.target_size
+        latents = {"moments": torch.randn(8, side.height // 8, side.width // 8).half()}
+        image = make_entry("image", number, latents, created="2026-11-05T14:03:00+00:00")
+        entries += [image, *texts]
+        refs = tuple(Ref.of_text(text, entry.record.key) for text, entry in zip(captions, texts, strict=True))
+        rows[name] = Row(name, str(path), digest(path.read_bytes()), (Ref(image.record.key, geometry),), refs)
+    with DiskStore(folder / "cache") as store:
+        store.add(entries)
+    refused = Row("broken.jpg", _REFUSED.path, None, (), (), _REFUSED)
+    manifest = Manifest("photos", "train", 1, COMMON, {**rows, "broken.jpg": refused})
+    held_out = replace(manifest, name="held-out", role="validation", rows=dict(list(rows.items())[:2]))
+    for each in (manifest, held_out):
+        ManifestFolder(folder / "cache" / "manifests").write(each)
     return manifest

@@ -1,4 +1,4 @@
-"""A real server process on a cache directory, and requests to it."""
+"""A real server on a cache directory, as a process or in a thread, and requests to it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import http.client
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from latentcache.config import Config
+from latentcache.config import TOKEN_VARIABLE
+from latentcache.remote.service import ServiceTransport
+from latentcache.remote.store import RemoteStore
 from latentcache.service.server import Address, access_for, make_server
-from latentcache.service.state import Limits, ServiceSettings
+from latentcache.service.state import ServiceSettings
+from latentcache.store.batch import own_tensors
+from latentcache.store.pack import WholePack
+from latentcache.types import Entry
 
-START_S = 60.0
 TOKEN = "the-reading-token-of-tests"
-DEFAULT_LIMITS = Limits()
+LOOPBACK = Address(port=0)
 
 
 @dataclass
@@ -39,16 +41,36 @@ class Answer:
     def json(self) -> Any:
         return json.loads(self.body)
 
+    def problem(self, status: int, kind: str = "RequestRefused") -> Any:
+        """The problem document that the answer has to be."""
+        assert (self.status, self.headers["content-type"]) == (status, "application/problem+json"), self.body
+        document = self.json()
+        assert (document["status"], document["kind"], document["type"]) == (status, kind, f"urn:latentcache:{kind}")
+        assert document["title"] and document["detail"]
+        return document
+
+    def entries(self) -> dict[str, Entry]:
+        """The entries of the pack in the body by key, each compared with its digest and its key."""
+        assert self.status == 200, self.body
+        whole, found = WholePack.in_memory("answer", self.body), {}
+        for at, key in enumerate(whole.row.names()):
+            location = whole.row.location(at)
+            assert (problem := whole.problem(key, location)) is None, problem
+            owned = whole.entry(key, location)
+            assert not isinstance(owned, str)
+            found[key] = own_tensors(whole.record(at), owned.values, owned.ragged)
+        return found
+
 
 @dataclass(repr=False)
 class RunningServer:
-    """`latentcache serve` as a process. `token` may read, `write_token` may write too; None where there is none."""
+    """A server. `token` may read, `write_token` may write too; None where there is none, as of the `process`."""
 
-    process: subprocess.Popen[str]
+    cache: Path
     url: str
     token: str | None
     write_token: str | None
-    log: list[str] = field(default_factory=list)
+    process: subprocess.Popen[str] | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -88,109 +110,48 @@ class RunningServer:
     def put(self, path: str, body: Any, **more: Any) -> Answer:
         return self.request("PUT", path, body, **{"token": self.write_token, **more})
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 90.0) -> int:
-        """Send a signal, and return the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        return self.process.wait(timeout)
-
 
 @contextmanager
-def serving(
-    cache: Path,
-    *arguments: object,
-    tokens: bool = True,
-    writes: bool = True,
-    port: int = 0,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[RunningServer]:
+def serving(cache: Path, *arguments: object, tokens: bool = True, writes: bool = True) -> Iterator[RunningServer]:
     """Serve a cache directory by a process of its own for the block. `arguments` go to `latentcache serve`.
 
-    `tokens`: reading needs one. `writes`: there is a writing token. The process is stopped in any case; its log is
-    printed, so that pytest shows it where a test fails.
+    `tokens`: reading needs one. `writes`: there is a writing token. The process is ended in any case.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", str(port), "--json"]
-        token = secrets.token_urlsafe(24) if tokens else None
-        write_token = secrets.token_urlsafe(24) if writes else None
-        for flag, text in (("--token-file", token), ("--write-token-file", write_token)):
-            if text is not None:
-                file = Path(folder) / flag.strip("-")
-                file.write_text(text + "\n", encoding="ascii")
-                command += [flag, str(file)]
-        process = subprocess.Popen(
-            [*command, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
-        log: list[str] = []
-        reader = threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True)
-        reader.start()
-        killer = threading.Timer(START_S, process.kill)
-        killer.start()
+    command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
+    token = secrets.token_urlsafe(24) if tokens else ""
+    write_token = secrets.token_urlsafe(24) if writes else ""
+    environment = {**os.environ, TOKEN_VARIABLE: token, "LATENTCACHE_WRITE_TOKEN": write_token}
+    with subprocess.Popen(
+        [*command, *map(str, arguments)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            killer.cancel()
-            if not line:
-                process.wait()
-                reader.join(5)
-                raise AssertionError(f"the server ended with {process.returncode}:\n{''.join(log)}")
-            yield RunningServer(process, json.loads(line)["url"], token, write_token, log)
+            assert line, "the server ended: see what it printed"
+            yield RunningServer(cache, json.loads(line)["url"], token or None, write_token or None, process)
         finally:
-            killer.cancel()
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            reader.join(5)
-            assert process.stdout is not None and process.stderr is not None
-            process.stdout.close()
-            process.stderr.close()
-            print("".join(log), file=sys.stderr)
+            process.kill()
 
 
 @contextmanager
 def serving_here(
-    cache: Path,
-    limits: Limits = DEFAULT_LIMITS,
-    *,
-    writes: bool = True,
-    token: str | None = None,
-    encode: Config | None = None,
-    certfile: Path | None = None,
-    keyfile: Path | None = None,
+    cache: Path, *, token: str | None = None, writes: bool = True, address: Address = LOOPBACK, **settings: Any
 ) -> Iterator[RunningServer]:
-    """The same by a thread of this process, with limits of a test's own. Reading needs the `token`, if any.
-
-    `encode` is the config that `--encode` names; then photos are shown too. With `certfile` and `keyfile` by TLS.
-    """
+    """The same by a thread of this process, with fields of `ServiceSettings`. Reading needs the `token`, if any."""
     write_token = secrets.token_urlsafe(24) if writes else None
-    address = Address(port=0, certfile=certfile, keyfile=keyfile)
-    settings = ServiceSettings(
-        cache=cache,
-        access=access_for(address, token, write_token),
-        limits=limits,
-        writes=writes or encode is not None,
-        encode=encode,
-        config=encode,
-        show_photos=encode is not None,
-    )
-    with running_here(settings, address) as url:
-        yield RunningServer(None, url, token, write_token)  # type: ignore[arg-type]
-
-
-@contextmanager
-def running_here(settings: ServiceSettings, address: Address) -> Iterator[str]:
-    """Serve in a thread of this process for the block. Yields the URL."""
-    server, listener = make_server(settings, address)
+    settings = {"access": access_for(address, token, write_token), "writes": writes or "encode" in settings, **settings}
+    server, listener = make_server(ServiceSettings(cache=cache, **settings), address)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     with listener:
         thread.start()
         try:
-            yield address.url(listener.getsockname()[1])
+            yield RunningServer(cache, address.url(listener.getsockname()[1]), token, write_token)
         finally:
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive()
+
+
+def served_store(url: str, *, token: str | None = None, retry_s: float = 30.0, **options: Any) -> RemoteStore:
+    """The store of a service; `options` are those of `RemoteStore`."""
+    return RemoteStore(ServiceTransport(url, token=token, retry_s=retry_s), **options)

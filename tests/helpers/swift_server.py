@@ -22,7 +22,7 @@ from obstore.store import S3Store
 KEY_ID, SECRET, REGION = "test:tester", "secret-of-the-tests", "us-east-1"
 _STORAGE = {"account": "account", "container": "container", "object": "mem_object"}
 """What each server stores, and the name of its app."""
-_FILTERS = "catch_errors gatekeeper healthcheck memcache listing_formats s3api tempauth bulk slo copy".split()
+_FILTERS = "catch_errors gatekeeper healthcheck memcache listing_formats s3api tempauth bulk slo copy"
 _OPTIONS = {
     "s3api": f"location = {REGION}\ns3_acl = false\ncheck_bucket_owner = false\n",
     "tempauth": f"user_test_tester = {SECRET} .admin\n",
@@ -101,9 +101,9 @@ def _serve(folder: Path) -> None:
         texts[kind] = (
             f"[pipeline:main]\npipeline = app\n[app:app]\nuse = egg:swift#{name}\nrecon_cache_path = {folder}\n"
         )
-    texts["proxy"] = f"[pipeline:main]\npipeline = {' '.join(_FILTERS)} proxy-server\n"
+    texts["proxy"] = f"[pipeline:main]\npipeline = {_FILTERS} proxy-server\n"
     texts["proxy"] += "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n"
-    for name in _FILTERS:
+    for name in _FILTERS.split():
         texts["proxy"] += f"[filter:{name}]\nuse = egg:swift#{name}\n{_OPTIONS.get(name, '')}"
     for kind, text in texts.items():
         listener = eventlet.listen(("127.0.0.1", 0))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-from helpers.serving import TOKEN, serving_here
-from service_samples import ServedCache, fill
+from helpers.remote_samples import fill
+from helpers.serving import TOKEN, RunningServer, serving_here
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCache]:
-    """A server with both tokens. Tests leave its cache as it was."""
-    cache = fill(tmp_path_factory.mktemp("served") / "cache")
-    with serving_here(cache.path, token=TOKEN) as server:
-        yield replace(cache, server=server)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of twelve samples, with both tokens. Tests leave its cache as it was."""
+    with serving_here(fill(tmp_path_factory.mktemp("served") / "cache", range(12)), token=TOKEN) as server:
+        yield server

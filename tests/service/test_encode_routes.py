@@ -7,251 +7,225 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.pack_answers import entries_in
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
-from helpers.serving import Answer, RunningServer, serving, serving_here
-from helpers.tiny_models import save_diffusers_folder, tiny_pipeline
+from helpers.serving import TOKEN, Answer, RunningServer, serving_here
+from helpers.tiny_configs import tiny_config
+from helpers.tiny_models import tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.config_file import load_config
 from latentcache.errors import RemoteError, StoreError
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.validation.sample_images import prompt_embeddings
 
+NEW = ("not in the cache", "nor this one")
+
 
 @pytest.fixture(scope="module")
-def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config of two photos, one of which is cached mirrored too, and the tiny model in a folder."""
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Two photos, in the dataset `photos` and, mirrored too, in `mirrored`."""
     folder = tmp_path_factory.mktemp("encode")
     for number, size in enumerate([(80, 144), (144, 80)]):
         write_photo(folder / "photos" / f"{number}.png", number, size).with_suffix(".txt").write_text(f"photo {number}")
-    settings = {
-        "cache": {"path": str(folder / "cache")},
-        "datasets": [
-            {
-                "name": name,
-                "source": {"kind": "folder", "path": str(folder / "photos")},
-                "buckets": {"area": 96 * 96, "step": 32},
-                "images": {"min_side": 8},
-                "flip": name == "mirrored",
-            }
-            for name in ("photos", "mirrored")
-        ],
-        "model": {"path": str(save_diffusers_folder(tiny_parts(), folder / "model"))},
-        "encode": {"device": "cpu", "num_workers": 1, "clip_skip": 1},
-        "validation": {"prompts": ["a validation prompt"]},
+    config = tiny_config(folder, **{"encode.clip_skip": 1, "validation.negative_prompt": ""})
+    [photos] = config.datasets
+    return with_changes(config, datasets=(photos, photos.model_copy(update={"name": "mirrored", "flip": True})))
+
+
+def with_changes(config: Config, **sections: Any) -> Config:
+    """The config with other sections, or with some settings of them (a dict)."""
+    made = {
+        name: getattr(config, name).model_copy(update=each) if isinstance(each, dict) else each
+        for name, each in sections.items()
     }
-    file = folder / "config.json"
-    file.write_text(json.dumps(settings))
-    return file
-
-
-@pytest.fixture(scope="module")
-def config(config_file: Path) -> Config:
-    return load_config(config_file)
-
-
-NEW = ("not in the cache", "nor this one")
+    return config.model_copy(update=made)
 
 
 @pytest.fixture(scope="module")
 def precached(config: Config) -> Workspace:
     """What precache makes of the config, with two prompts more."""
     workspace = Workspace()
-    validation = config.validation.model_copy(update={"prompts": (*config.validation.prompts, *NEW)})
-    run_precache(config.model_copy(update={"validation": validation}), workspace=workspace)
+    run_precache(with_changes(config, validation={"prompts": ("a validation prompt", *NEW)}), workspace=workspace)
     return workspace
 
 
 @pytest.fixture(scope="module")
-def server(config: Config, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server on a cache of the photos, and of a dataset `other` that has another clip_skip. One prompt is damaged."""
-    cache = config.cache.model_copy(update={"path": tmp_path_factory.mktemp("server") / "cache"})
-    dataset = config.datasets[0]
-    run_precache(config.model_copy(update={"cache": cache, "datasets": (dataset,)}))
-    other, encode = dataset.model_copy(update={"name": "other"}), config.encode.model_copy(update={"clip_skip": 0})
-    run_precache(config.model_copy(update={"cache": cache, "datasets": (other,), "encode": encode}))
-    with LatentCache(cache.path, manifest="photos") as reader:
+    path = tmp_path_factory.mktemp("server") / "cache"
+    photos, _ = config.datasets
+    run_precache(with_changes(config, cache={"path": path}, datasets=(photos,)))
+    other = (photos.model_copy(update={"name": "other"}),)
+    run_precache(with_changes(config, cache={"path": path}, datasets=other, encode={"clip_skip": 0}))
+    with LatentCache(path, manifest="photos") as reader:
         bytes_of = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()
-    damage(Path(cache.path), bytes_of[1000:1100])
-    with serving(Path(cache.path), "--encode", config_file, writes=False) as running:
+    damage(path, bytes_of[1000:1100])
+    with serving_here(path, writes=False, token=TOKEN, encode=config) as running:
         yield running
 
 
 def prompts(*texts: str, **more: Any) -> dict[str, Any]:
-    return {"prompts": [{"text": text, **more} for text in texts]}
+    return {"prompts": [{"text": text} for text in texts], **more}
 
 
-def encoded(answer: Answer) -> dict[str, dict[str, torch.Tensor]]:
-    """The entries of a pack, each compared with its digest and its key."""
-    assert answer.status == 200, answer.body
-    return {key: dict(entry.tensors) for key, entry in entries_in(answer.body).items()}
-
-
-def assert_precached(found: dict[str, dict[str, torch.Tensor]], precached: Workspace) -> None:
-    for key, tensors in found.items():
-        entry = precached.store.get(key)
-        assert entry.tensors.keys() == tensors.keys()
-        assert all(torch.equal(tensor, entry.tensors[name]) for name, tensor in tensors.items())
-
-
-def problem(answer: Answer, status: int, kind: str) -> dict[str, Any]:
-    assert (answer.status, answer.headers["content-type"]) == (status, "application/problem+json"), answer.body
-    document: dict[str, Any] = answer.json()
-    assert document["kind"] == kind, document
-    return document
-
-
-def metric(server: RunningServer, name: str) -> float:
-    text = server.get("/v1/metrics").body.decode()
-    [value] = re.findall(rf"^latentcache_encoder_{name} (\S+)$", text, re.MULTILINE)
-    return float(value)
-
-
-def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
-    before, counted = metric(server, "entries_total"), [metric(server, f"{name}_total") for name in ("hits", "misses")]
-    body = prompts(NEW[0], "photo 0", NEW[0], "")
-    body["prompts"].append({"text": "", "negative": True})
-    answer = server.post("/v1/prompts:encode", body)
-    found = encoded(answer)
-    assert_precached(found, precached)
-    keys = answer.headers["latentcache-keys"].split(",")
-    assert len(keys) == 5 and keys[0] == keys[2] and set(keys) == found.keys() and len(found) == 4
-    assert metric(server, "entries_total") - before == 1
-    assert [metric(server, f"{name}_total") for name in ("hits", "misses")] == [counted[0] + 3, counted[1] + 1]
-
-    again = server.post("/v1/prompts:encode", {**body, "return": "keys"}).json()
-    assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
-    one_new = server.post("/v1/prompts:encode", {**prompts(NEW[1], NEW[0]), "return": "keys"}).json()
-    assert [entry["cached"] for entry in one_new["entries"]] == [False, True]
-    assert_precached(encoded(server.post("/v1/prompts:encode", prompts(*NEW))), precached)
-
-
-def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
-    server: RunningServer, config_file: Path, precached: Workspace
-) -> None:
-    photo = (config_file.parent / "photos" / "0.png").read_bytes()
-    answer, manifest = server.post("/v1/images:encode?dataset=mirrored", photo), precached.manifests.read("mirrored")
-    assert_precached(encoded(answer), precached)
-    assert manifest is not None and len(encoded(answer)) == 2
-    images = [{"key": ref.key, **ref.geometry.to_json()} for ref in manifest.rows["0.png"].images]
-    assert json.loads(answer.headers["latentcache-images"]) == images
-    failures = metric(server, "failures_total")
-    image = "/v1/images:encode?dataset=photos"
-    assert problem(server.post(image, b""), 422, "ImageRefused")["reason"] == "empty"
-    assert problem(server.post(image, b"no image"), 422, "ImageRefused")["reason"] == "not-an-image"
-    assert problem(server.post(image, photo[:-100]), 422, "ImageRefused")["reason"] == "truncated"
-    document = problem(server.post(f"{image}&name=holiday.jpg", photo), 422, "ImageRefused")
-    assert (document["reason"], document["path"]) == ("wrong-suffix", "holiday.jpg")
-    broken = bytearray(photo)
-    broken[len(photo) // 2] ^= 0xFF
-    assert problem(server.post(image, bytes(broken)), 422, "ImageRefused")["reason"] == "corrupt"
-    assert metric(server, "failures_total") - failures == 2, "the cut and the damaged image"
-    assert problem(server.post("/v1/images:encode?dataset=%00", photo), 422, "ConfigError")
-    for body in (
-        {"prompts": []},
-        prompts(*map(str, range(33))),
-        prompts("x" * 20_000),
-        b'{"prompts": [{"text": "half \\ud800 of a pair"}]}',
-        b"[" * 100_000,
-        b"\xff",
-    ):
-        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = server.post("/v1/prompts:encode", sent, headers={"Content-Type": "application/json"})
-        assert answer.status in (400, 422) and answer.headers["content-type"] == "application/problem+json"
-    odd = encoded(server.post("/v1/prompts:encode", prompts("line\u2028separator \x00 and \u202e odd ones \U0001f600")))
-    assert len(odd) == 1
-
-
-def test_what_is_not_cached_needs_the_writing_token(config: Config, tmp_path: Path) -> None:
-    """It is stored for good: a client that may only read could fill the disk."""
-    run_precache(config.model_copy(update={"cache": config.cache.model_copy(update={"path": tmp_path / "cache"})}))
-    with serving_here(tmp_path / "cache", encode=config) as server:
-        path, image = "/v1/prompts:encode", write_photo(tmp_path / "new.png", 9, (80, 144)).read_bytes()
-        assert server.post(path, prompts("a validation prompt")).status == 200
-        for answer in (server.post(path, prompts("new")), server.post("/v1/images:encode?dataset=photos", image)):
-            document = problem(answer, 403, "RequestRefused")
-            assert "not cached" in document["detail"] and "writing token" in document["next_step"]
-        assert server.post(path, prompts("new"), token=server.write_token).status == 200
-        assert server.post(path, prompts("new")).status == 200
-
-
-def test_many_clients_cause_one_encode(server: RunningServer) -> None:
-    before, together = metric(server, "entries_total"), threading.Barrier(16)
-
-    def request(number: int) -> set[str]:
-        together.wait()
-        return set(encoded(server.post("/v1/prompts:encode", prompts("many at once", f"client {number % 4}"))))
-
-    with ThreadPoolExecutor(16) as threads:
-        found = list(threads.map(request, range(16)))
-    assert len(set.intersection(*found)) == 1 and len(set.union(*found)) == 5
-    assert metric(server, "entries_total") - before == 5
-    assert metric(server, "queue") == 0 and metric(server, 'loaded{kind="text"}') == 1
-
-
-def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
-    """What SDXL's own pipeline gives for a prompt."""
-    embeds, negative_embeds, pooled, negative_pooled = tiny_pipeline(tiny_parts()).encode_prompt(
-        "" if negative else text, negative_prompt=text, clip_skip=config.encode.clip_skip, device="cpu"
-    )
-    tensors = (negative_embeds, negative_pooled) if negative else (embeds, pooled)
-    return dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
+def assert_precached(answer: Answer, precached: Workspace) -> set[str]:
+    """The answer's entries are those of precache. Returns their keys."""
+    found = answer.entries()
+    for key, entry in found.items():
+        assert_equal(dict(entry.tensors), dict(precached.store.get(key).tensors))
+    return set(found)
 
 
 def assert_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
 
 
-def test_a_damaged_entry_is_encoded_again(server: RunningServer, precached: Workspace, config: Config) -> None:
-    before = metric(server, "entries_total")
-    with LatentCache(server.url, token=server.token, manifest="photos") as cache:
-        found = cache.prompt("a validation prompt", device="cpu")
-    assert_equal(found, expected(config, "a validation prompt"))
-    assert metric(server, "entries_total") - before == 1
-    assert_precached(encoded(server.post("/v1/prompts:encode", prompts("a validation prompt"))), precached)
+def metrics(server: RunningServer, *names: str) -> list[float]:
+    text = server.get("/v1/metrics").body.decode()
+    found = [re.findall(rf"^latentcache_encoder_{re.escape(name)} (\S+)$", text, re.MULTILINE) for name in names]
+    return [float(value) for [value] in found]
 
 
-def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, config: Config, tmp_path: Path) -> None:
-    """The client's own tier on disk has them afterwards."""
-    with LatentCache(server.url, token=server.token, local=tmp_path / "tier", manifest="photos") as cache:
-        assert_equal(cache.prompt("new to all", device="cpu"), expected(config, "new to all"))
-        negative = cache.prompt("new to all", negative=True, device="cpu")
-        assert_equal(negative, expected(config, "new to all", negative=True))
-        num_encoded = metric(server, "entries_total")
-        images = prompt_embeddings(cache, ["one prompt", "new to all"], "ugly", device="cpu")
+def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
+    counters = ("entries_total", "hits_total", "misses_total")
+    before = metrics(server, *counters)
+    body = prompts(NEW[0], "photo 0", NEW[0], "")
+    body["prompts"].append({"text": "", "negative": True})
+    answer = server.post("/v1/prompts:encode", body)
+    found = assert_precached(answer, precached)
+    keys = answer.headers["latentcache-keys"].split(",")
+    assert len(keys) == 5 and keys[0] == keys[2] and set(keys) == found and len(found) == 4
+    assert metrics(server, *counters) == [before[0] + 1, before[1] + 3, before[2] + 1]
+    again = server.post("/v1/prompts:encode", {**body, "return": "keys"}).json()
+    assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
+    one_new = server.post("/v1/prompts:encode", {**prompts(NEW[1], NEW[0]), "return": "keys"}).json()
+    assert [entry["cached"] for entry in one_new["entries"]] == [False, True]
+    assert_precached(server.post("/v1/prompts:encode", prompts(*NEW)), precached)
+
+
+def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
+    server: RunningServer, config: Config, precached: Workspace
+) -> None:
+    photo = (config.cache.path.parent / "photos" / "0.png").read_bytes()  # type: ignore[union-attr]
+    answer, manifest = server.post("/v1/images:encode?dataset=mirrored", photo), precached.manifests.read("mirrored")
+    assert manifest is not None and len(assert_precached(answer, precached)) == 2
+    images = [{"key": ref.key, **ref.geometry.to_json()} for ref in manifest.rows["0.png"].images]
+    assert json.loads(answer.headers["latentcache-images"]) == images
+    [failures] = metrics(server, "failures_total")
+    broken = bytearray(photo)
+    broken[len(photo) // 2] ^= 0xFF
+    for data, reason in (
+        (b"", "empty"),
+        (b"no image", "not-an-image"),
+        (photo[:-100], "truncated"),
+        (bytes(broken), "corrupt"),
+    ):
+        refused = server.post("/v1/images:encode?dataset=photos", data)
+        assert refused.problem(422, "ImageRefused")["reason"] == reason
+    document = server.post("/v1/images:encode?dataset=photos&name=holiday.jpg", photo).problem(422, "ImageRefused")
+    assert (document["reason"], document["path"]) == ("wrong-suffix", "holiday.jpg")
+    assert metrics(server, "failures_total") == [failures + 2], "the cut and the damaged image"
+    server.post("/v1/images:encode?dataset=%00", photo).problem(422, "ConfigError")
+    for body in (
+        prompts(),
+        prompts(*map(str, range(33))),
+        prompts("x" * 20_000),
+        b'{"prompts": [{"text": "half \\ud800 of a pair"}]}',
+        b"[" * 100_000,
+        b"\xff",
+    ):
+        answer = server.post("/v1/prompts:encode", body, headers={"Content-Type": "application/json"})
+        assert answer.status in (400, 422) and answer.headers["content-type"] == "application/problem+json"
+    odd = server.post("/v1/prompts:encode", prompts("line\u2028separator \x00 and \u202e odd ones \U0001f600"))
+    assert len(odd.entries()) == 1
+
+
+def test_what_is_not_cached_needs_the_writing_token(config: Config, tmp_path: Path) -> None:
+    """It is stored for good: a client that may only read could fill the disk."""
+    run_precache(with_changes(config, cache={"path": tmp_path / "cache"}))
+    with serving_here(tmp_path / "cache", encode=config) as server:
+        path, image = "/v1/prompts:encode", write_photo(tmp_path / "new.png", 9, (80, 144)).read_bytes()
+        assert server.post(path, prompts("a validation prompt")).status == 200
+        for answer in (server.post(path, prompts("new")), server.post("/v1/images:encode?dataset=photos", image)):
+            document = answer.problem(403)
+            assert "not cached" in document["detail"] and "writing token" in document["next_step"]
+        assert server.post(path, prompts("new"), token=server.write_token).status == 200
+        assert server.post(path, prompts("new")).status == 200
+
+
+def test_many_clients_cause_one_encode(server: RunningServer) -> None:
+    [before], together = metrics(server, "entries_total"), threading.Barrier(16)
+
+    def request(number: int) -> set[str]:
+        together.wait()
+        return set(server.post("/v1/prompts:encode", prompts("many at once", f"client {number % 4}")).entries())
+
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(request, range(16)))
+    assert len(set.intersection(*found)) == 1 and len(set.union(*found)) == 5
+    assert metrics(server, "entries_total", "queue", 'loaded{kind="text"}') == [before + 5, 0, 1]
+
+
+@cache
+def pipeline() -> Any:
+    return tiny_pipeline(tiny_parts())
+
+
+def expected(text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+    """What SDXL's own pipeline gives for a prompt, with the config's clip_skip."""
+    embeds, negative_embeds, pooled, negative_pooled = pipeline().encode_prompt(
+        "" if negative else text, negative_prompt=text, clip_skip=1, device="cpu"
+    )
+    tensors = (negative_embeds, negative_pooled) if negative else (embeds, pooled)
+    return dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
+
+
+def test_a_damaged_entry_is_encoded_again(server: RunningServer, precached: Workspace) -> None:
+    [before] = metrics(server, "entries_total")
+    with LatentCache(server.url, token=server.token, manifest="photos") as client:
+        assert_equal(client.prompt("a validation prompt", device="cpu"), expected("a validation prompt"))
+    assert metrics(server, "entries_total") == [before + 1]
+    assert_precached(server.post("/v1/prompts:encode", prompts("a validation prompt")), precached)
+
+
+def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, tmp_path: Path) -> None:
+    with LatentCache(server.url, token=server.token, local=tmp_path / "tier", manifest="photos") as client:
+        assert_equal(client.prompt("new to all", device="cpu"), expected("new to all"))
+        negative = client.prompt("new to all", negative=True, device="cpu")
+        assert_equal(negative, expected("new to all", negative=True))
+        [before] = metrics(server, "entries_total")
+        images = prompt_embeddings(client, ["one prompt", "new to all"], "ugly", device="cpu")
         assert [image.prompt for image in images] == ["one prompt", "new to all"]
-        assert torch.equal(images[1].embeds["prompt_embeds"], expected(config, "new to all")["prompt_embeds"])
-        assert metric(server, "entries_total") == num_encoded + 2, "one of three is known"
+        assert torch.equal(images[1].embeds["prompt_embeds"], expected("new to all")["prompt_embeds"])
+        assert metrics(server, "entries_total") == [before + 2], "one of three is known"
         with pytest.raises(RemoteError, match="as a unicode string"):
-            cache.prompt("half \ud800 of a pair", device="cpu")
+            client.prompt("half \ud800 of a pair", device="cpu")
 
 
 def test_prompts_of_other_encoders_are_refused(server: RunningServer) -> None:
-    with LatentCache(server.url, token=server.token, manifest="other") as cache:
-        assert cache.prompt("a validation prompt", device="cpu"), "precache made this one"
+    with LatentCache(server.url, token=server.token, manifest="other") as client:
+        assert client.prompt("a validation prompt", device="cpu"), "precache made this one"
         with pytest.raises(StoreError, match=r"other text encoders, or another clip_skip.* than other was cached with"):
-            cache.prompt("never seen", device="cpu")
-        assert cache.prompt("never seen", negative=True, device="cpu"), "clip_skip does not count for negative ones"
+            client.prompt("never seen", device="cpu")
+        assert client.prompt("never seen", negative=True, device="cpu"), "clip_skip does not count for negative ones"
 
 
-def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(server: RunningServer, config: Config) -> None:
-    """The last test of this server."""
-    cache = server.get("/v1/status").json()["path"]
+def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(config: Config, tmp_path: Path) -> None:
+    run_precache(with_changes(config, cache={"path": tmp_path / "cache"}))
     with ThreadPoolExecutor(1) as threads:
-        request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
-        while metric(server, "queue") == 0:
-            assert not request.done(), request.result().body
-        assert server.stop() == 143
-        assert len(encoded(request.result(30))) == 32
-    with LatentCache(cache, manifest="photos") as reader:
-        assert_equal(reader.prompt("late 31", device="cpu"), expected(config, "late 31"))
+        with serving_here(tmp_path / "cache", writes=False, encode=config) as server:
+            request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
+            while metrics(server, "queue") == [0]:
+                assert not request.done(), request.result().body
+        assert len(request.result(30).entries()) == 32
+    with LatentCache(tmp_path / "cache", manifest="photos") as reader:
+        assert_equal(reader.prompt("late 31", device="cpu"), expected("late 31"))

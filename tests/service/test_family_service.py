@@ -9,14 +9,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from helpers.family_walks import (
-    FEW_WALKS,
-    assert_same_batches,
-    assert_same_entry,
-    walked,
-)
-from helpers.pack_answers import entries_in
-from helpers.serving import RunningServer, serving_here
+from helpers.family_walks import FEW_WALKS, assert_same_batches, assert_same_entry, walked
+from helpers.serving import Answer, RunningServer, serving_here
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -39,22 +33,23 @@ def cached(config: Config) -> Iterator[LatentCache]:
 @pytest.fixture(scope="module")
 def server(config: Config) -> Iterator[RunningServer]:
     """A server on the cache, with the config. Its VAE counts as quick: it is tiny, as its folder does not say."""
+    assert isinstance(config.cache.path, Path)
     quick = patch("latentcache.service.page.vae_decoder.is_quick", return_value=True)
-    with quick, serving_here(config.cache.path, encode=config) as running:
+    with quick, serving_here(config.cache.path, encode=config, config=config, show_photos=True) as running:
         yield running
 
 
 def page(server: RunningServer, path: str) -> str:
     answer = server.get(path)
     assert answer.status == 200, (path, answer.body.decode())
-    return answer.body.decode()
+    return html.unescape(answer.body.decode())
 
 
 def test_the_page_shows_each_sample_with_all_its_parts(server: RunningServer, cached: LatentCache) -> None:
     rows = cached.manifest("walk").rows
-    assert all(url("/sample", dataset="walk", id=name) in html.unescape(page(server, "/gallery")) for name in rows)
+    assert all(url("/sample", dataset="walk", id=name) in page(server, "/gallery") for name in rows)
     for name, row in rows.items():
-        sample = html.unescape(page(server, url("/sample", dataset="walk", id=name)))
+        sample = page(server, url("/sample", dataset="walk", id=name))
         assert "complete" in sample and 'class="badge miss"' not in sample
         pictures = re.findall(r'(?:src|href)="(/v1/thumbnails/[^"]+|/photo[^"]+)"', sample)
         shown = [*row.images, *(part for part in row.parts if part.part == "control")]
@@ -62,46 +57,38 @@ def test_the_page_shows_each_sample_with_all_its_parts(server: RunningServer, ca
         assert keys == [ref.key for ref in shown]
         for picture in pictures:
             answer = server.get(picture)
-            is_photo = not picture.startswith("/v1")
             assert (answer.status, answer.headers["content-type"]) == (200, "image/webp"), (picture, answer.body)
-            assert is_photo or answer.headers["latentcache-decoded"] == "vae"
+            assert picture.startswith("/photo") or answer.headers["latentcache-decoded"] == "vae"
         reasons = page(server, url("/sample", dataset="walk", id=name, reasons=1))
         assert f">hit</span> {len(list(row.keys()))} entries are cached as the config asks" in reasons
         assert ">miss<" not in reasons
 
 
 def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cached: LatentCache, tmp_path: Path) -> None:
+    def assert_precached(answer: Answer) -> list[str]:
+        found = answer.entries()
+        for key, entry in found.items():
+            assert_same_entry(entry, cached.get(key))
+        return list(found)
+
+    source = open_source(config.datasets[0].source, config.datasets[0].part_files)
+    samples = {each.sample_id: each for each in source.samples() if isinstance(each, Sample)}
     with serving_here(tmp_path / "empty", encode=config) as running:
         texts = {ref.text: ref.key for row in cached.manifest("walk").rows.values() for ref in row.captions}
         prompts = [{"text": text} for text in (*texts, "a validation prompt", "")]
         prompts += [{"text": "ugly", "negative": True}]
         answer = running.post("/v1/prompts:encode", {"prompts": prompts}, token=running.write_token)
-        assert answer.status == 200, answer.body
-        assert set(texts.values()) <= set(answer.headers["latentcache-keys"].split(","))
-        for key, entry in entries_in(answer.body).items():
-            assert_same_entry(entry, cached.get(key))
+        assert set(texts.values()) <= set(assert_precached(answer))
         for row in cached.manifest("walk").rows.values():
-            answer = running.post("/v1/images:encode", data_of(config, row.sample_id), token=running.write_token)
-            assert answer.status == 200, answer.body
-            found = entries_in(answer.body)
-            assert list(found) == [ref.key for ref in row.images]
-            for key, entry in found.items():
-                assert_same_entry(entry, cached.get(key))
-            answer = running.post("/v1/images:encode?return=keys", data_of(config, row.sample_id))
+            data = source.read(samples[row.sample_id])
+            answer = running.post("/v1/images:encode", data, token=running.write_token)
+            assert assert_precached(answer) == [ref.key for ref in row.images]
+            answer = running.post("/v1/images:encode?return=keys", data)
             wanted = [{"key": ref.key, "cached": True, **ref.geometry.to_json()} for ref in row.images]
             assert answer.json()["entries"] == wanted
 
 
-def data_of(config: Config, sample_id: str) -> bytes:
-    dataset = config.datasets[0]
-    source = open_source(dataset.source, dataset.part_files)
-    [sample] = [each for each in source.samples() if isinstance(each, Sample) and each.sample_id == sample_id]
-    return source.read(sample)
-
-
 def test_a_client_gets_the_same_batches(server: RunningServer, cached: LatentCache, tmp_path: Path) -> None:
-    with LatentCache(server.url, token=server.token) as client:
-        assert_same_batches(client, cached)
     for _ in range(2):
-        with LatentCache(server.url, token=server.token, local=tmp_path / "local") as kept:
-            assert_same_batches(kept, cached)
+        with LatentCache(server.url, token=server.token, local=tmp_path / "local") as client:
+            assert_same_batches(client, cached)

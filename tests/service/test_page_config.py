@@ -7,12 +7,11 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
 import torch
-from helpers.page_server import page_of
+from helpers.serving import RunningServer, serving_here
 from helpers.tiny_models import tiny_encoders, tiny_model
 from PIL import Image
 
@@ -29,50 +28,39 @@ from latentcache.store import DiskStore
 LONG = "a red house " * 40
 
 
-def fetch(base: str, path: str) -> bytes:
-    with urlopen(base + path) as answer:
-        data: bytes = answer.read()
-        return data
-
-
-def reasons_in(page: str) -> str:
-    return page.partition('<div id="reasons">')[2].partition("</section>")[0]
+def sample_page(server: RunningServer, name: str, **more: Any) -> str:
+    return server.get(url("/sample", dataset="photos", id=name, **more)).body.decode()
 
 
 def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., Config], photos: Path) -> None:
     (photos / "b.txt").write_text(LONG, encoding="utf-8")
     config = make_config()
     run_precache(config)
-    changed = make_config(**{"encode.clip_skip": 1})
+    assert isinstance(config.cache.path, Path)
     (photos / "c.txt").write_text("another caption\n", encoding="utf-8")
-    with page_of(config.cache.path, config=config) as base:
-        waiting = fetch(base, url("/sample", dataset="photos", id="c.png")).decode()
+    with serving_here(config.cache.path, writes=False, config=config) as server:
+        waiting = sample_page(server, "c.png")
         asks = url("/sample", dataset="photos", id="c.png", reasons=1)
         assert "caption changed" not in waiting and f'hx-get="{escape(asks)}"' in waiting
-        page = fetch(base, asks).decode()
-        assert "caption changed" in page and "Asking the planner" not in page
-        assert reasons_in(page).count(">hit<") == 1
-        page = fetch(base, url("/sample", dataset="photos", id="b.png", reasons=1)).decode()
-        reasons = reasons_in(page)
-        assert ">hit</span> 2 entries are cached as the config asks." in reasons and "<dl" not in reasons
+        page = sample_page(server, "c.png", reasons=1)
+        assert "caption changed" in page and "Asking the planner" not in page and page.count(">hit<") == 1
+        page = sample_page(server, "b.png", reasons=1)
+        assert ">hit</span> 2 entries are cached as the config asks." in page
         cut = page.partition('<s class="cut">')[2].partition("</s>")[0]
         # 77 tokens, of which two are begin and end: 25 times "a red house", one token a word or more.
-        assert cut and LONG.strip().endswith(cut)
-        assert len(cut) < len(LONG) - 75
-        assert "decoded by the VAE" in fetch(base, url("/sample", dataset="photos", id="b.png")).decode()
+        assert cut and LONG.strip().endswith(cut) and len(cut) < len(LONG) - 75
+        assert "decoded by the VAE" in sample_page(server, "b.png")
         with DiskStore(config.cache.path, create=False) as store:
             entry = next(entry for key in store.keys() if (entry := store.get(key)).record.kind == "image")
-        shown = Image.open(io.BytesIO(fetch(base, f"/v1/thumbnails/{entry.record.key}.webp")))
         latents = vae_facts(vae := ModelLoader("tiny").vae(torch.float32)).scaling.apply(first_frame(entry)[None])
-        pixels = decode_latents(vae, latents)[0]
-        expected = Image.open(io.BytesIO(webp_of(pixels, 256)))
-        assert shown.size == expected.size == pixels.shape[1::-1]
-        assert np.array_equal(np.asarray(shown), np.asarray(expected))
-    with page_of(config.cache.path, config=changed) as base:
-        assert (
-            "clip skip changed (0 -&gt; 1)"
-            in fetch(base, url("/sample", dataset="photos", id="a.png", reasons=1)).decode()
+        thumbnail = server.get(f"/v1/thumbnails/{entry.record.key}.webp").body
+        shown, expected = (
+            np.asarray(Image.open(io.BytesIO(data)))
+            for data in (thumbnail, webp_of(decode_latents(vae, latents)[0], 256))
         )
+        assert np.array_equal(shown, expected) and shown.shape[0] == 8 * latents.shape[2]
+    with serving_here(config.cache.path, writes=False, config=make_config(**{"encode.clip_skip": 1})) as server:
+        assert "clip skip changed (0 -&gt; 1)" in sample_page(server, "a.png", reasons=1)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux2", "qwen-image", "qwen-image-21", "wan"])  # one for each rule
@@ -92,8 +80,7 @@ def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Call
     # Scaling and its inverse round, and a random VAE may take a shade from one to the next.
     side, channels = family.latent.downscale, 4 if name.startswith("qwen-image-21") else 3
     assert pixels.shape == expected.shape == (rows * side, 8 * side, channels)
-    assert np.abs(pixels.astype(int) - expected).max() <= 1
-    assert pixels.std() > 1
+    assert np.abs(pixels.astype(int) - expected).max() <= 1 and pixels.std() > 1
 
 
 def test_a_vae_decodes_the_latents_of_its_own_class_and_factors(make_config: Callable[..., Config]) -> None:
@@ -111,8 +98,7 @@ def test_a_vae_decodes_the_latents_of_its_own_class_and_factors(make_config: Cal
     qwen = {**wan, "vae": {"class_name": "AutoencoderKLQwenImage"}}
     image, video = (16, 8, 8), (16, 3, 8, 8)
     assert takers({"encoding": flux}, image) == {"flux"}
-    assert takers({"encoding": wan}, video) == {"wan"}
-    assert takers({"encoding": qwen}, video) == {"qwen-image"}
+    assert takers({"encoding": wan}, video) == {"wan"} and takers({"encoding": qwen}, video) == {"qwen-image"}
     assert takers({"encoding": {**flux, "scaling_factor": 1.5305}}, image) == set(), "as that of another model"
     assert takers({"encoding": flux}, (4, 8, 8)) == takers({"encoding": {**flux, "vae": "?"}}, image) == set()
     imported = {"imported": {"format": "musubi"}}

@@ -7,27 +7,20 @@ import socket
 import time
 
 import pytest
-from helpers.serving import serving_here
-from service_samples import fill
+from helpers.serving import TOKEN
 
 from latentcache.service.auth import SESSION_S, Access, Role
-from latentcache.service.state import Limits
-
-READS = ["status", "metrics", "packs", "manifests", "none"]
 
 
-@pytest.mark.parametrize("path", READS)
+@pytest.mark.parametrize("path", ["status", "metrics", "packs", "manifests", "none"])
 def test_without_the_token_nothing_is_read(served, path):
-    for token in (None, "x" * 32, served.server.token[:-1], served.server.token + "x", ""):
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        answer = served.server.get(f"/v1/{path}", token=None, headers=headers)
-        assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
-        assert answer.json()["kind"] == "RequestRefused" and served.server.token not in answer.body.decode()
-    for scheme in ("Basic", "Token", "bearerx"):
-        answer = served.server.get(
-            f"/v1/{path}", token=None, headers={"Authorization": f"{scheme} {served.server.token}"}
-        )
-        assert answer.status == 401
+    given = [None, *(f"Bearer {token}" for token in ("x" * 32, TOKEN[:-1], TOKEN + "x", ""))]
+    given += [f"{scheme} {TOKEN}" for scheme in ("Basic", "Token", "bearerx")]
+    for text in given:
+        headers = {} if text is None else {"Authorization": text}
+        answer = served.get(f"/v1/{path}", token=None, headers=headers)
+        answer.problem(401)
+        assert answer.headers["www-authenticate"] == "Bearer" and TOKEN not in answer.body.decode()
 
 
 @pytest.mark.parametrize(
@@ -41,7 +34,7 @@ def test_without_the_token_nothing_is_read(served, path):
 )
 def test_a_connection_ends_with_an_answer_that_did_not_wait_for_the_body(served, head):
     """A stranger cannot send for ever: neither much at once, nor a little now and then."""
-    with socket.create_connection(served.server.address, timeout=5) as client:
+    with socket.create_connection(served.address, timeout=5) as client:
         client.sendall(f"{head} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         assert b"connection: close" in client.recv(4096).lower()
         chunk, num_taken = b"10000\r\n" + bytes(1 << 16) + b"\r\n", 0
@@ -52,23 +45,19 @@ def test_a_connection_ends_with_an_answer_that_did_not_wait_for_the_body(served,
     assert num_taken < 16 << 20, "what lies in buffers of the system"
 
 
-def cookie_name(served):
-    return f"latentcache_session_{served.server.address[1]}"
-
-
 def test_a_session_may_read_and_not_write(served):
-    access = Access(reading_token=served.server.token, writing_token=served.server.write_token, is_open=False)
-    for token in (served.server.token, served.server.write_token):
+    def with_cookie(session, method="GET", path="/v1/packs", body=None):
+        cookie = {"Cookie": f"other=1; latentcache_session_{served.address[1]}={session}"}
+        return served.request(method, path, body, token=None, headers=cookie).status
+
+    access = Access(reading_token=served.token, writing_token=served.write_token, is_open=False)
+    for token in (served.token, served.write_token):
         session = access.session_of(token)
         assert session is not None and token not in session
-        cookie = {"Cookie": f"other=1; {cookie_name(served)}={session}"}
-        assert served.server.get("/v1/packs", token=None, headers=cookie).status == 200
-        answer = served.server.request("POST", "/v1/verify", {"keys": []}, token=None, headers=cookie)
-        assert answer.status == 403
+        assert with_cookie(session) == 200 and with_cookie(session, "POST", "/v1/verify", {"keys": []}) == 403
     assert access.session_of("x" * 32) is None
     for wrong in ("0" * 64, f"99999999999.{'0' * 64}", "", ".", "²."):
-        cookie = {"Cookie": f"{cookie_name(served)}={wrong}"}
-        assert served.server.get("/v1/packs", token=None, headers=cookie).status == 401
+        assert with_cookie(wrong) == 401
 
 
 def test_a_session_ends(monkeypatch):
@@ -78,56 +67,45 @@ def test_a_session_ends(monkeypatch):
     assert 0 < int(end) - time.time() <= SESSION_S and access.role(None, session) is Role.READ
     later = f"{int(end) + 10**6}.{signature}"
     assert access.role(None, later) is Role.NOTHING, "its end is signed"
-    monkeypatch.setattr(time, "time", lambda: int(end) - 1)
-    assert access.role(None, session) is Role.READ
-    monkeypatch.setattr(time, "time", lambda: int(end))
-    assert access.role(None, session) is Role.NOTHING
+    for now, role in ((int(end) - 1, Role.READ), (int(end), Role.NOTHING)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        assert access.role(None, session) is role
 
 
-def test_the_cookie_is_secure_behind_a_proxy_with_tls(tmp_path):
+def test_the_cookie_is_secure_behind_a_proxy_with_tls(served):
     """As the guide's text for nginx sends it. What the proxy says counts where it is on this machine."""
-    fill(tmp_path / "cache")
-    with serving_here(tmp_path / "cache", Limits(), token="r" * 16) as server:
-        for path, location in (("/login", "/"), ("/logout", "/login")):
-            for scheme in ("https", "http"):
-                answer = server.post(path, b"token=rrrrrrrrrrrrrrrr", token=None, headers={"X-Forwarded-Proto": scheme})
-                assert (answer.status, answer.headers["location"]) == (303, location)
-                flags = answer.headers["set-cookie"].split("; ")
-                assert ("Secure" in flags) is (scheme == "https") and "HttpOnly" in flags
-                assert f"Max-Age={SESSION_S if path == '/login' else 0}" in flags
+    for path, location in (("/login", "/"), ("/logout", "/login")):
+        for scheme in ("https", "http"):
+            headers = {"X-Forwarded-Proto": scheme}
+            answer = served.post(path, f"token={TOKEN}".encode(), token=None, headers=headers)
+            assert (answer.status, answer.headers["location"]) == (303, location)
+            flags = answer.headers["set-cookie"].split("; ")
+            assert ("Secure" in flags) is (scheme == "https") and "HttpOnly" in flags
+            assert f"Max-Age={SESSION_S if path == '/login' else 0}" in flags
 
 
 PATHS = [
     *("packs/../CACHE.json", "packs/..%2FCACHE.json", "packs/%2e%2e%2f%2e%2e%2fCACHE.json", "packs/%2Fetc%2Fpasswd"),
     *("packs//etc/passwd", f"packs/{'a' * 31}", f"packs/{'a' * 31}%00", f"packs/{'A' * 32}", "packs/" + "%C3%BC" * 32),
     *("manifests/..%2FCACHE.json", "manifests/..", "manifests/.photos", "manifests/%2e%2e%5cphotos"),
-    *(
-        "manifests/photos%00",
-        "manifests/photos%0a",
-        f"manifests/{'a' * 300}",
-        "../CACHE.json",
-        "..%2f..%2fetc%2fpasswd",
-    ),
+    *("manifests/photos%00", "manifests/photos%0a", f"manifests/{'a' * 300}", "../CACHE.json"),
+    "..%2f..%2fetc%2fpasswd",
 ]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_path_in_an_id_leads_nowhere(served, path):
-    before = sorted(map(str, served.path.rglob("*")))
-    for method, token in (
-        ("GET", served.server.token),
-        ("HEAD", served.server.token),
-        ("PUT", served.server.write_token),
-    ):
-        connection = http.client.HTTPConnection(*served.server.address, timeout=20)
-        # As it is: neither client nor library may clean it up.
-        connection.putrequest(method, f"/v1/{path}", skip_accept_encoding=True)
-        connection.putheader("Authorization", f"Bearer {token}")
-        connection.putheader("Content-Length", "0")
-        connection.endheaders()
-        answer = connection.getresponse()
-        body = answer.read()
-        connection.close()
-        assert answer.status in (404, 405, 422), (method, answer.status, body)
-        assert b"root:" not in body and b'"schema"' not in body
-    assert sorted(map(str, served.path.rglob("*"))) == before
+def test_a_path_in_an_id_leads_nowhere(served):
+    before = sorted(map(str, served.cache.rglob("*")))
+    for path in PATHS:
+        for method, token in (("GET", served.token), ("HEAD", served.token), ("PUT", served.write_token)):
+            connection = http.client.HTTPConnection(*served.address, timeout=20)
+            # As it is: neither client nor library may clean it up.
+            connection.putrequest(method, f"/v1/{path}", skip_accept_encoding=True)
+            connection.putheader("Authorization", f"Bearer {token}")
+            connection.putheader("Content-Length", "0")
+            connection.endheaders()
+            answer = connection.getresponse()
+            body = answer.read()
+            connection.close()
+            assert answer.status in (404, 405, 422), (method, path, answer.status, body)
+            assert b"root:" not in body and b'"schema"' not in body
+    assert sorted(map(str, served.cache.rglob("*"))) == before
