@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.far_caches import Far
 from helpers.relay import Relay
 from helpers.remote_samples import make_manifest
-from helpers.serving import TOKEN, RunningServer, serving_here
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
-from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.transfer import transfer
-from latentcache.remote.transport import ANY_VERSION, Listed, Transport
-from latentcache.store import DiskStore
+from latentcache.remote.transport import ANY_VERSION, Listed
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
-    """A server of a cache without entries, and the folder of its manifests."""
-    cache = tmp_path_factory.mktemp("written") / "cache"
-    DiskStore(cache).close()
-    with serving_here(cache, token=TOKEN) as server:
-        yield server, cache / "manifests"
-
-
-@pytest.fixture(params=["s3", "service"])
-def far(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    """A cache elsewhere that has no manifest yet."""
-    if request.param == "s3":
-        yield BucketTransport.open(request.getfixturevalue("s3_url"))
-    else:
-        server, folder = request.getfixturevalue("written")
-        yield ServiceTransport(server.url, token=server.write_token, retry_s=5)
-        for file in folder.glob("*"):
-            file.unlink()
-
-
-def files_of(far: Transport, request: pytest.FixtureRequest) -> set[str]:
+def files_of(far: Far) -> set[str]:
     """The files of manifests, and of notes of runs, that are there, but for the one that is locked."""
-    if isinstance(far, ServiceTransport):
-        return {file.name for file in request.getfixturevalue("written")[1].glob("*") if file.name != ".lock"}
-    return {name.removeprefix("manifests/") for name in far.list("manifests")}
+    if far.folder is not None:
+        return {file.name for file in (far.folder / "manifests").glob("*") if file.name != ".lock"}
+    return {name.removeprefix("manifests/") for name in far.transport().list("manifests")}
 
 
 def make(*numbers: int, name: str = "photos") -> Manifest:
-    rows = make_manifest(num_samples=max(numbers) + 1).rows
+    rows = make_manifest(numbers=range(max(numbers) + 1)).rows
     return replace(make_manifest(name), rows={f"{number}.png": rows[f"{number}.png"] for number in numbers})
 
 
@@ -61,26 +38,25 @@ def ids(manifest: Manifest | None) -> set[int]:
     return {int(sample_id.removesuffix(".png")) for sample_id in manifest.rows}
 
 
-def test_what_was_written_is_read_and_replaced_as_a_whole(far: Transport, request: pytest.FixtureRequest) -> None:
-    manifests = RemoteManifests(far)
+def test_what_was_written_is_read_and_replaced_as_a_whole(far: Far) -> None:
+    manifests = far.manifests()
     assert manifests.names() == [] and manifests.read("photos") is None
     manifests.begin("photos")
-    [note] = files_of(far, request)
+    [note] = files_of(far)
     assert note.startswith("photos+") and note.endswith(".unfinished") and manifests.names() == []
     manifests.write(make(1, 2))
     manifests.write(make(7, name="my.photos"))
-    assert files_of(far, request) == {"photos.safetensors", "my.photos.safetensors"}
-    assert RemoteManifests(far).read("photos") == make(1, 2)
-    assert RemoteManifests(far).names() == ["my.photos", "photos"]
+    assert files_of(far) == {"photos.safetensors", "my.photos.safetensors"}
+    assert far.manifests().read("photos") == make(1, 2) and far.manifests().names() == ["my.photos", "photos"]
     manifests.write(make(2, 3))
     assert manifests.read("photos") == make(2, 3), "1 is gone: this writer knew of it"
-    RemoteManifests(far).write(make(4))
+    far.manifests().write(make(4))
     assert manifests.read("photos") == make(4)
 
 
-def test_writers_that_read_the_same_lose_nothing(far: Transport) -> None:
-    RemoteManifests(far).write(make(1))
-    first, second = RemoteManifests(far), RemoteManifests(far)
+def test_writers_that_read_the_same_lose_nothing(far: Far) -> None:
+    far.manifests().write(make(1))
+    first, second = far.manifests(), far.manifests()
     assert ids(first.read("photos")) == ids(second.read("photos")) == {1}
     first.write(make(1, 2))
     for _ in range(2):
@@ -91,21 +67,19 @@ def test_writers_that_read_the_same_lose_nothing(far: Transport) -> None:
     assert first.read("photos") == make(1, 2, 3)
     second.write(make(9))
     first.write(make(9))  # equal: as when ranks end together
-    assert ids(RemoteManifests(far).read("photos")) == {9}
-    new, other = RemoteManifests(far), RemoteManifests(far)
-    assert new.read("other") is None
-    other.write(make(4, name="other"))
+    assert ids(far.manifests().read("photos")) == {9}
+    assert first.read("other") is None
+    second.write(make(4, name="other"))
     with pytest.raises(StoreBusyError):
-        new.write(make(2, name="other"))
-    assert RemoteManifests(far).read("other") == make(4, name="other")
+        first.write(make(2, name="other"))
+    assert far.manifests().read("other") == make(4, name="other")
 
 
-def test_many_writers_at_once_lose_nothing(far: Transport) -> None:
+def test_many_writers_at_once_lose_nothing(far: Far) -> None:
     """Each adds its samples one by one, as machines do that push to one place."""
-    errors: list[BaseException] = []
 
     def add(first: int) -> None:
-        manifests = RemoteManifests(far)
+        manifests = far.manifests()
 
         def with_one(number: int) -> Callable[[], Manifest]:
             def made() -> Manifest:
@@ -114,42 +88,35 @@ def test_many_writers_at_once_lose_nothing(far: Transport) -> None:
 
             return made
 
-        try:
-            for number in range(first, first + 4):
-                update_manifest(manifests, with_one(number))
-        except BaseException as error:
-            errors.append(error)
+        for number in range(first, first + 4):
+            update_manifest(manifests, with_one(number))
 
-    threads = [threading.Thread(target=add, args=(10 * number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert ids(RemoteManifests(far).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(add, (0, 10, 20)))
+    assert ids(far.manifests().read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
 
 
-def test_a_damaged_manifest_is_named_and_replaced(far: Transport, request: pytest.FixtureRequest) -> None:
-    manifests = RemoteManifests(far)
+def test_a_damaged_manifest_is_named_and_replaced(far: Far) -> None:
+    manifests = far.manifests()
     manifests.write(make(1))
-    if isinstance(far, ServiceTransport):
-        path = request.getfixturevalue("written")[1] / "photos.safetensors"
+    if far.folder is not None:
+        path = far.folder / "manifests" / "photos.safetensors"
         path.write_bytes(path.read_bytes().replace(b"1.png", b"2.png"))
     else:
-        name = "manifests/photos.safetensors"
-        far.write(name, bytes(far.read(name)[0]).replace(b"1.png", b"2.png"), version=ANY_VERSION)
+        name, transport = "manifests/photos.safetensors", far.transport()
+        transport.write(name, bytes(transport.read(name)[0]).replace(b"1.png", b"2.png"), version=ANY_VERSION)
     with pytest.raises(DatasetError, match="its digest differs"):
         manifests.read("photos")
     manifests.write(make(3))
     assert manifests.read("photos") == make(3)
 
 
-def test_a_reader_writes_nothing(far: Transport, request: pytest.FixtureRequest) -> None:
-    manifests = RemoteManifests(far, read_only=True)
+def test_a_reader_writes_nothing(bucket: Far) -> None:
+    manifests = RemoteManifests(bucket.transport(), read_only=True)
     for call in (lambda: manifests.write(make(1)), lambda: manifests.begin("photos")):
         with pytest.raises(ReadOnlyError):
             call()
-    assert files_of(far, request) == set()
+    assert files_of(bucket) == set()
 
 
 @pytest.mark.parametrize("name", ["../../odd", "/tmp/odd", "", "..", "a\\..\\odd", "odd\n", "a" * 101])
@@ -162,14 +129,11 @@ def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_damaged_transfer_of_a_manifest_is_fetched_again(relay: Relay, server: RunningServer) -> None:
-    manifests = RemoteManifests(ServiceTransport(relay.url, token=server.token, retry_s=5))
+def test_a_damaged_transfer_of_a_manifest_is_fetched_again(relay: Relay, token: str) -> None:
+    manifests = RemoteManifests(ServiceTransport(relay.url, token=token, retry_s=5))
     faults = [True]
     relay.change = lambda path, status, data: (
         data.replace(b"caption 3", b"caption 4") if faults and faults.pop() else data
     )
     assert manifests.read("served") == make_manifest()
     assert relay.routes() == ["manifests/served"] * 2
-    relay.change = lambda path, status, data: data.replace(b"caption 3", b"caption 4")
-    with pytest.raises(DatasetError, match="its digest differs"):
-        manifests.read("served")

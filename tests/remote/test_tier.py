@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.far_stores import served_store
 from helpers.relay import Relay, relaying
 from helpers.remote_samples import NUM_SAMPLES, entries_of, make_cache
-from helpers.serving import TOKEN, RunningServer, serving_here
+from helpers.serving import TOKEN, RunningServer, served_store, serving_here
 from obstore.store import LocalStore
 
 from latentcache.errors import EntryMissingError, LatentCacheError, StoreError
@@ -38,18 +36,22 @@ def packs_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("**/packs/*/*.safetensors"))
 
 
-def fetched(relay: Relay) -> list[str]:
-    """The packs that were fetched as a whole: their headers are no more than the first 64 KiB, of small packs all."""
-    return [route for route in relay.routes() if route.startswith("packs/")]
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def test_packs_come_while_others_are_read(relay: Relay, server: RunningServer, tmp_path: Path) -> None:
-    with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+def test_packs_come_while_others_are_read(relay: Relay, local: Path) -> None:
+    with served_store(relay.url, token=TOKEN, local=local) as store:
         store.find(KEYS)
         list(store.keys())
         store.prefetch([*KEYS, "0" * 64])
         end = time.monotonic() + 20
-        while len(packs_in(tmp_path / "local")) < 3 and time.monotonic() < end:
+        while len(packs_in(local)) < 3 and time.monotonic() < end:
             time.sleep(0.01)
         before = len(relay.requests)
         assert read(store, 0, 24) and len(relay.requests) == before
@@ -58,48 +60,39 @@ def test_packs_come_while_others_are_read(relay: Relay, server: RunningServer, t
 
 
 def test_what_was_damaged_on_its_way_is_fetched_once_more(
-    relay: Relay, server: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    relay: Relay, local: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
-        left = [1]
+    left = [1]
 
-        def flip(path: str, status: int, data: bytes) -> bytes:
-            if "/packs/" not in path or status != 200 or not left:
-                return data
-            at = left.pop() + data.index(MOMENTS[0].numpy().tobytes())
-            return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+    def change(path: str, status: int, data: bytes) -> bytes:
+        if "/packs/" not in path or status != 200 or not left:
+            return data
+        return flipped(data, left.pop() + data.index(MOMENTS[0].numpy().tobytes()))
 
-        relay.change = flip
+    relay.change = change
+    with served_store(relay.url, token=TOKEN, local=local) as store:
         assert read(store, 0, 4) and "It is fetched again" in caplog.text
 
 
 @pytest.mark.parametrize("where", [8, 200, 5000, -3000])
-def test_no_flipped_bit_gives_other_values(relay: Relay, server: RunningServer, tmp_path: Path, where: int) -> None:
-    relay.change = lambda path, status, data: (
-        data if "/packs/" not in path else data[: where % len(data)] + bytes([data[where] ^ 1]) + data[where:][1:]
-    )
-    with (
-        served_store(relay.url, token=server.token, retry_s=2, local=tmp_path / "local") as store,
-        suppress(LatentCacheError),
-    ):
+def test_no_flipped_bit_gives_other_values(relay: Relay, local: Path, where: int) -> None:
+    relay.change = lambda path, status, data: data if "/packs/" not in path else flipped(data, where % len(data))
+    with served_store(relay.url, token=TOKEN, retry_s=2, local=local) as store, suppress(LatentCacheError):
         for start in range(0, 24, 4):
             assert read(store, start, start + 4)
 
 
-@pytest.fixture
-def twice(tmp_path: Path) -> Iterator[tuple[RunningServer, Relay]]:
-    """A service that has each entry in two packs: of two caches that were merged by copying files."""
+def test_another_copy_serves_where_one_is_damaged(tmp_path: Path, local: Path) -> None:
+    """Of a service that has each entry in two packs: those of two caches that were merged by copying files."""
     cache, other = make_cache(tmp_path / "cache", num_samples=16), make_cache(tmp_path / "other", num_samples=16)
     for path in packs_in(other):
         (cache / "packs" / path.parent.name).mkdir(exist_ok=True)
         path.rename(cache / "packs" / path.parent.name / path.name)
-    with serving_here(cache, token=TOKEN) as server, relaying(server.address) as relay:
-        yield server, relay
-
-
-def test_another_copy_serves_where_one_is_damaged(twice: tuple[RunningServer, Relay], tmp_path: Path) -> None:
-    server, relay = twice
-    with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
+    with (
+        serving_here(cache, token=TOKEN) as server,
+        relaying(server.address) as relay,
+        served_store(relay.url, token=TOKEN, local=local) as store,
+    ):
         assert len(list(store.keys())) == len(set(store.keys())) == 18
         first = min(store.index.sizes)
         relay.change = lambda path, status, data: (
@@ -109,7 +102,7 @@ def test_another_copy_serves_where_one_is_damaged(twice: tuple[RunningServer, Re
 
 
 def test_a_pack_whose_header_came_damaged_is_asked_for_again_later(
-    relay: Relay, server: RunningServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    relay: Relay, local: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad: list[str] = []
 
@@ -121,7 +114,7 @@ def test_a_pack_whose_header_came_damaged_is_asked_for_again_later(
         return bytes(len(data)) if path == bad[0] else data
 
     relay.change = change
-    with served_store(relay.url, token=server.token, local=tmp_path / "local") as store:
+    with served_store(relay.url, token=TOKEN, local=local) as store:
         assert len(list(store.keys())) < 54 and "Its entries are missing" in caplog.text
         relay.change = None
         assert len(list(store.keys())) == 54 and read(store, 0, 24)
@@ -130,19 +123,17 @@ def test_a_pack_whose_header_came_damaged_is_asked_for_again_later(
 # The folder
 
 
-def test_the_tier_is_bounded_and_the_longest_unused_goes(server: RunningServer, tmp_path: Path) -> None:
-    local = tmp_path / "local"
-    with served_store(server.url, token=server.token, local=local) as store:
+def test_the_tier_is_bounded_and_the_longest_unused_goes(server: RunningServer, local: Path) -> None:
+    with served_store(server.url, token=TOKEN, local=local) as store:
         assert read(store, 0, 24)
-        first = store.index.look_up(KEYS[:1])[0].pack.id  # type: ignore[union-attr]
-        last = store.index.look_up(KEYS[-1:])[0].pack.id  # type: ignore[union-attr]
+        first, last = (place.pack.id for place in store.index.look_up([KEYS[0], KEYS[-1]]) if place is not None)
     size = max(path.stat().st_size for path in packs_in(local))
     for path in packs_in(local):
         then = time.time() - (7200 if path.stem == first else 3 * 3600)
         os.utime(path, (then, then))
         if path.stem == last:
             path.unlink()
-    with served_store(server.url, token=server.token, local=local, local_max_bytes=2 * size + 100) as store:
+    with served_store(server.url, token=TOKEN, local=local, local_max_bytes=2 * size + 100) as store:
         assert read(store, 0, 8), "this is a use"
         assert read(store, 20, 24)
         assert {path.stem for path in packs_in(local)} == {first, last}
@@ -151,61 +142,59 @@ def test_the_tier_is_bounded_and_the_longest_unused_goes(server: RunningServer, 
         assert sum(path.stat().st_size for path in packs_in(local)) <= 2 * size + 100
 
 
-def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(
-    relay: Relay, server: RunningServer, tmp_path: Path
-) -> None:
-    local = tmp_path / "local"
-    with served_store(relay.url, token=server.token, local=local) as store:
+def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(relay: Relay, local: Path) -> None:
+    def num_fetched() -> int:
+        return len([route for route in relay.routes() if route.startswith("packs/")])
+
+    with served_store(relay.url, token=TOKEN, local=local) as store:
         assert read(store, 0, 24)
         [path] = [path for path in packs_in(local) if MOMENTS[2].numpy().tobytes() in path.read_bytes()]
         whole = path.read_bytes()
         at = whole.index(MOMENTS[2].numpy().tobytes())
-        for data in (whole[: at + 5] + bytes([whole[at + 5] ^ 1]) + whole[at + 6 :], whole[:at], b"", None):
+        for data in (flipped(whole, at + 5), whole[:at], b"", None):
             path.unlink()
             if data is not None:
                 path.write_bytes(data)
-            before = len(fetched(relay))
-            with served_store(relay.url, token=server.token, local=local) as other:
-                assert read(other, 0, 8) and len(fetched(relay)) <= before + 2, "the pack, and first what it holds"
+            before = num_fetched()
+            with served_store(relay.url, token=TOKEN, local=local) as other:
+                assert read(other, 0, 8) and num_fetched() <= before + 2, "the pack, and first what it holds"
                 assert other.damaged() == {} and other.record(KEYS[2]) == IMAGES[2].record
         assert path.read_bytes() == whole and read(store, 0, 8)
 
 
-def test_where_nothing_can_be_kept_the_error_says_so(server: RunningServer, tmp_path: Path) -> None:
+def test_where_nothing_can_be_kept_the_error_says_so(
+    server: RunningServer, tmp_path: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be kept here"):
         served_store(server.url, local=tmp_path / "file")
-
-
-def test_a_full_disk_is_a_clear_error(server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served_store(server.url, token=server.token, local=tmp_path / "local") as store:
+    with served_store(server.url, token=TOKEN, local=local) as store:
         list(store.keys())
-
-        def full(path: Path, data: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
         with monkeypatch.context() as patch:
             patch.setattr(Path, "write_bytes", full)
             with pytest.raises(StoreError, match=r"No space left on device.*cache\.local_max_bytes"):
                 read(store, 0, 4)
-        assert not list((tmp_path / "local").rglob("*.part")) and read(store, 0, 4)
+        assert not list(local.rglob("*.part")) and read(store, 0, 4)
 
 
-def test_what_a_killed_process_left_goes(server: RunningServer, tmp_path: Path) -> None:
-    folder = folder_of(server.url, tmp_path / "local") / "packs" / "ab"
+def test_what_a_killed_process_left_goes(server: RunningServer, local: Path) -> None:
+    folder = folder_of(server.url, local) / "packs" / "ab"
     folder.mkdir(parents=True)
     old, new = folder / "x.1.2.part", folder / "y.1.2.part"
     for path in (old, new):
         path.touch()
     os.utime(old, (1, 1))
-    served_store(server.url, local=tmp_path / "local").close()
+    served_store(server.url, local=local).close()
     assert new.exists() and not old.exists()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("max_bytes", [None, 0])
-def test_a_fork_reads_on(server: RunningServer, tmp_path: Path, max_bytes: int | None) -> None:
-    with served_store(server.url, token=server.token, local=tmp_path / "local", local_max_bytes=max_bytes) as store:
+def test_a_fork_reads_on(server: RunningServer, local: Path, max_bytes: int | None) -> None:
+    with served_store(server.url, token=TOKEN, local=local, local_max_bytes=max_bytes) as store:
         assert read(store, 0, 4)
         child = os.fork()
         if child == 0:
@@ -215,26 +204,15 @@ def test_a_fork_reads_on(server: RunningServer, tmp_path: Path, max_bytes: int |
         assert read(store, 0, 24)
 
 
-def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path) -> None:
+def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path, local: Path) -> None:
     """Each of many threads and tiers reads all, with the room of one pack."""
     cache = make_cache(tmp_path / "cache")
-    wrong: list[object] = []
 
-    def epochs(seed: int) -> None:
-        try:
-            with RemoteStore(
-                BucketTransport(LocalStore(cache), str(cache)), local=tmp_path / "local", local_max_bytes=1
-            ) as store:
-                for number in range(30):
-                    start = 4 * ((number * (2 * seed + 1)) % 6)
-                    if not read(store, start, start + 4):
-                        wrong.append(start)
-        except BaseException as error:
-            wrong.append(error)
+    def epochs(seed: int) -> bool:
+        transport = BucketTransport(LocalStore(cache), str(cache))
+        with RemoteStore(transport, local=local, local_max_bytes=1) as store:
+            starts = [4 * ((number * (2 * seed + 1)) % 6) for number in range(30)]
+            return all(read(store, start, start + 4) for start in starts)
 
-    threads = [threading.Thread(target=epochs, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert wrong == [] and len(packs_in(tmp_path / "local")) <= 4
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(epochs, range(4))) and len(packs_in(local)) <= 4
