@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from helpers.hub_snapshot import snapshot_of
-from helpers.remote_samples import NUM_SAMPLES, make_cache, make_manifest
+from helpers.remote_samples import make_cache, make_manifest, packs_of
 from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
@@ -46,12 +46,11 @@ def test_a_snapshot_is_read_as_a_cache(
     cache: Path, asked: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with LatentCache(URL) as there, LatentCache(cache) as here:
-        assert there.sample_ids() == here.sample_ids() and len(there.sample_ids()) == NUM_SAMPLES
-        for ids in (here.sample_ids()[0::2], here.sample_ids()[1::2]):
-            left, right = (each.batch(ids, device="cpu", output="moments") for each in (there, here))
-            assert torch.equal(left["moments"], right["moments"])
-            assert torch.equal(left["prompt_embeds"], right["prompt_embeds"])
-        assert there.manifests.read("served") == make_manifest()
+        assert there.sample_ids() == here.sample_ids() and there.manifests.read("served") == make_manifest()
+        left, right = (each.batch(here.sample_ids()[0::2], device="cpu", output="moments") for each in (there, here))
+        assert all(torch.equal(left[name], right[name]) for name in ("moments", "prompt_embeds"))
+        with pytest.raises(ReadOnlyError):
+            there.store.writer()
     assert not caplog.records, "nothing is wrong"
     [request] = asked
     assert request["repository"] == "someone/photos" and request["repo_type"] == "dataset"
@@ -61,7 +60,7 @@ def test_a_snapshot_is_read_as_a_cache(
 
 
 def test_workers_read_the_snapshot_that_the_dataset_was_made_with(
-    cache: Path, asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = LatentDataset(URL)
     newer = snapshot_of(make_cache(tmp_path / "newer", num_samples=16), tmp_path / "hub")
@@ -77,20 +76,14 @@ def test_it_is_verified_pulled_and_not_written(
     assert verify(CacheConfig(path=URL, local=tmp_path / "local")).ok
     assert asked[-1]["cache_dir"].is_relative_to(tmp_path / "local"), "what is fetched there is not fetched again"
     assert transfer(URL, tmp_path / "back").manifests == ["served"]
-    assert {each.name for each in (tmp_path / "back").glob("packs/*/*")} == {
-        each.name for each in cache.glob("packs/*/*")
-    }
+    assert packs_of(tmp_path / "back") == packs_of(cache)
     with pytest.raises(ReadOnlyError, match="hf upload"):
         transfer(cache, URL)
     code, _, err = run("compact", URL)
     assert code == 2 and f"`latentcache pull {URL} DIRECTORY` brings it there" in err
-    with LatentCache(URL) as there:
-        assert there.store.read_only
-        with pytest.raises(ReadOnlyError):
-            there.store.writer()
 
 
-def test_damage_in_a_snapshot_is_found(cache: Path, asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_damage_in_a_snapshot_is_found(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     with LatentCache(URL) as there:
         keys = there.manifest("served").keys()
     blob = max((tmp_path / "xdg").rglob("blobs/*"), key=lambda path: path.stat().st_size)
@@ -98,17 +91,15 @@ def test_damage_in_a_snapshot_is_found(cache: Path, asked: list[dict[str, Any]],
     data = bytearray(blob.read_bytes())
     data[-2000] ^= 1
     blob.write_bytes(data)
-    status_before = blob.stat()
     assert verify(URL).damaged
+    failed = []
     with LatentCache(URL) as there:
-        failed = 0
         for key in keys:
             try:
                 there.store.get(key)
             except EntryDamagedError:
-                failed += 1
-        assert failed == 1
-    assert (blob.stat().st_ino, blob.stat().st_mtime_ns) == (status_before.st_ino, status_before.st_mtime_ns)
+                failed.append(key)
+    assert len(failed) == 1 and blob.read_bytes() == data
 
 
 def test_what_the_hub_refuses_is_an_error_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
