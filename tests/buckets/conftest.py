@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.comparing_server import object_server, s3_url  # noqa: F401 - fixtures
 from helpers.swift_server import SwiftServer
+from obstore.store import MemoryStore
 
 from latentcache.remote.bucket import BucketTransport
 
@@ -25,11 +27,13 @@ def swift_url(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://tests/{next(_numbers)}/cache"
 
 
-@pytest.fixture(params=["memory", "s3"])
-def bucket(request: pytest.FixtureRequest) -> BucketTransport:
-    """An empty bucket: of obstore's store in memory, and over HTTP."""
-    from obstore.store import MemoryStore
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket in memory; there are others below it."""
+    stores: dict[str, MemoryStore] = {}
 
-    if request.param == "memory":
-        return BucketTransport(MemoryStore(), f"memory://{next(_numbers)}")
-    return BucketTransport.open(request.getfixturevalue("s3_url"))
+    def opened(url: str, **_: Any) -> BucketTransport:
+        return BucketTransport(stores.setdefault(url, MemoryStore()), url)
+
+    monkeypatch.setattr(BucketTransport, "open", opened)
+    return "s3://tests/cache"

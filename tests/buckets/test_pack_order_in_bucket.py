@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers.remote_samples import entries_of, make_cache
+from helpers.remote_samples import entries_of, make_cache, packs_of
 from obstore.store import MemoryStore
 
 from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader
-from latentcache.cli.app import main
 from latentcache.errors import StoreError
 from latentcache.loading.pack_order import Places
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
+from latentcache.remote.transfer import transfer
 from latentcache.remote.transport import ANY_VERSION
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import read_row
@@ -24,7 +24,7 @@ from latentcache.store.pack import read_row
 
 def test_the_order_is_that_of_the_directory(tmp_path: Path, s3_url: str) -> None:
     cache = make_cache(tmp_path / "cache")
-    assert main(["push", str(cache), s3_url]) == 0
+    assert transfer(cache, s3_url).ok
     found = []
     small = {"local": tmp_path / "small", "local_max_bytes": 1}
     for where, options in ((cache, {}), (s3_url, small), (s3_url, {"local": tmp_path / "local"})):
@@ -34,48 +34,45 @@ def test_the_order_is_that_of_the_directory(tmp_path: Path, s3_url: str) -> None
         dataset.cache.close()
     assert isinstance(dataset.cache.store, RemoteStore)
     assert found[0] == found[1] == found[2] and len(sum(found[0], [])) == len(dataset)  # noqa: RUF017 - few
-    packs = {path.name for path in (cache / "packs").rglob("*.safetensors")}
-    assert packs <= {path.name for path in (tmp_path / "local").rglob("*.safetensors")}, "they came whole"
-
-
-def copy_packs(bucket: BucketTransport, directory: Path, groups: list[range]) -> None:
-    """Packs of the images of each group, which the bucket may have already, as during a compaction's grace time."""
-    with DiskStore(directory) as store:
-        for numbers in groups:
-            store.add(entries_of(number)[0] for number in numbers)
-    for path in (directory / "packs").rglob("*.safetensors"):
-        bucket.write(pack_name(path.stem), path.read_bytes(), version=ANY_VERSION)
+    came = {path.stem for path in (tmp_path / "local").rglob("*.safetensors")}
+    assert packs_of(cache).keys() <= came, "they came whole"
 
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_machines_that_saw_packs_come_and_fresh_ones_have_one_order(tmp_path: Path, writes: bool) -> None:
     keys = [entries_of(number)[0].record.key for number in range(16)]
+
+    def send(bucket: BucketTransport, folder: Path, groups: list[range]) -> list[Path]:
+        """Packs of the images of each group, which the bucket may have already, as during a compaction's grace time."""
+        with DiskStore(folder) as store:
+            for numbers in groups:
+                store.add(entries_of(number)[0] for number in numbers)
+        sent = list((folder / "packs").rglob("*.safetensors"))
+        for path in sent:
+            bucket.write(pack_name(path.stem), path.read_bytes(), version=ANY_VERSION)
+        return sent
+
     for number in range(6):  # ids are random: the later packs may come before or after the first one
-        bucket = BucketTransport(MemoryStore(), "memory://machines")
+        folder, bucket = tmp_path / f"{number}", BucketTransport(MemoryStore(), "memory://machines")
         bucket.check(create=True)
-        copy_packs(bucket, tmp_path / f"{number}-first", [range(16)])
+        send(bucket, folder / "first", [range(16)])
         with (
-            RemoteStore(bucket, local=tmp_path / f"{number}-tier") as old,
-            RemoteStore(bucket, local=tmp_path / f"{number}-other") as also_old,
+            RemoteStore(bucket, local=folder / "tier") as old,
+            RemoteStore(bucket, local=folder / "other") as also_old,
         ):
-            first = Places.of(old, keys)
-            assert Places.of(also_old, keys).identity == first.identity
-            copy_packs(bucket, tmp_path / f"{number}-more", [range(8), range(8, 16)])
+            assert Places.of(also_old, keys).identity == Places.of(old, keys).identity
+            send(bucket, folder / "more", [range(8), range(8, 16)])
             if writes:
-                with DiskStore(tmp_path / f"{number}-own") as own:
-                    own.add([entries_of(99)[0], *(entries_of(number)[0] for number in range(4))])
-                [path] = (tmp_path / f"{number}-own" / "packs").rglob("*.safetensors")
-                bucket.write(pack_name(path.stem), path.read_bytes(), version=ANY_VERSION)
+                [path] = send(bucket, folder / "own", [range(4)])
                 for store in (old, also_old):
                     store.index.add(read_row(path))
             found = []
             for store in (old, also_old):
                 store.index.refresh()
                 found.append(Places.of(store, keys))
-            with RemoteStore(bucket, local=tmp_path / f"{number}-tier", read_only=True) as again:
-                found.append(Places.of(again, keys))
-            with RemoteStore(bucket, local=tmp_path / f"{number}-fresh") as fresh:
-                found.append(Places.of(fresh, keys))
+        for local in ("tier", "fresh"):
+            with RemoteStore(bucket, local=folder / local, read_only=True) as store:
+                found.append(Places.of(store, keys))
         assert len({places.identity for places in found}) == 1
 
 
@@ -94,7 +91,7 @@ def sampled(folder: Path, cases: dict[str, list[Path]], rank: int) -> None:
 
 def test_ranks_that_see_other_packs_are_refused(tmp_path: Path) -> None:
     here, there = (make_cache(tmp_path / name) for name in ("here", "there"))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     cases = {"same": [here, here], "other": [here, there]}
     ranks = [context.Process(target=sampled, args=(tmp_path, cases, rank)) for rank in range(2)]
     for rank in ranks:
