@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this machine, two of them with a GPU that is not there."""
+"""A Ray cluster of two nodes on this machine, each with a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OBJECT_BYTES = 80 << 20  # Ray's least is 75 MiB
+NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 << 20}  # Ray's least is 75 MiB
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +27,9 @@ def cluster() -> Iterator[Any]:
     with patch.dict(os.environ, environment):
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **NODE})
         try:
-            for _ in range(2):
-                cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=OBJECT_BYTES)
+            cluster.add_node(**NODE)
             yield cluster
         finally:
             cluster.shutdown()
