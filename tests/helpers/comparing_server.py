@@ -5,38 +5,33 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import pytest
-from helpers.relay import running
+import uvicorn
+from helpers.serving import LOOPBACK, in_thread
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 _numbers = itertools.count()
 
 
-class ComparingServer(ThreadingHTTPServer):
+class ComparingServer:
     """`objects`: bytes and generation, by path. A generation is the time at which it was written, in ns since 1970."""
 
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
         self.objects: dict[str, tuple[bytes, int]] = {}
-        self.generation = 0
-        self.lock = threading.Lock()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that waited for too long is gone: nothing is printed. What a test expects it asks for."""
+        self._generation = 0
 
     def environment(self, scheme: str) -> dict[str, str]:
         """What leads obstore to this server for URLs s3:// or gs://."""
-        url = f"http://127.0.0.1:{self.server_port}"
+        url = f"http://127.0.0.1:{self.address[1]}"
         if scheme == "s3":
             keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
             return {**keys, "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
@@ -44,73 +39,58 @@ class ComparingServer(ThreadingHTTPServer):
         key = json.dumps({**account, "private_key_id": ""})
         return {"GOOGLE_SERVICE_ACCOUNT_KEY": key, "GOOGLE_ALLOW_HTTP": "true"}
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        path, body = scope["path"], await request.body()
+        answers = {"PUT": self._put, "DELETE": self._delete}
+        if "list-type" in request.query_params:
+            answer = self._listed(f"{path.rstrip('/')}/", request.query_params.get("prefix", ""))
+        else:
+            answer = answers.get(request.method, self._get)(path, request, body)
+        await answer(scope, receive, send)
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: ComparingServer
+    def _put(self, path: str, request: Request, body: bytes) -> Response:
+        there, tag = self.objects.get(path), request.headers.get("if-match")
+        generation = request.headers.get("x-goog-if-generation-match")
+        is_other = generation is not None and int(generation) != (there[1] if there else 0)
+        is_other |= request.headers.get("if-none-match") == "*" and there is not None
+        if tag is not None and there is None:
+            return Response(status_code=404)
+        if is_other or (tag is not None and there is not None and tag != _tag(there[0])):
+            return Response(status_code=412)
+        self._generation = max(self._generation + 1, time.time_ns())
+        self.objects[path] = body, self._generation
+        return Response(headers=self._facts(path))
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing is printed."""
+    def _delete(self, path: str, request: Request, body: bytes) -> Response:
+        self.objects.pop(path, None)
+        return Response(status_code=204)
 
-    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _path(self) -> str:
-        return unquote(urlsplit(self.path).path)
-
-    def do_PUT(self) -> None:
-        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        with self.server.lock:
-            there = self.server.objects.get(self._path())
-            generation = self.headers.get("x-goog-if-generation-match")
-            is_other = generation is not None and int(generation) != (there[1] if there else 0)
-            is_other |= self.headers.get("If-None-Match") == "*" and there is not None
-            tag = self.headers.get("If-Match")
-            if tag is not None and there is None:
-                return self._answer(404)
-            if is_other or (tag is not None and there is not None and tag != _tag(there[0])):
-                return self._answer(412)
-            self.server.generation = max(self.server.generation + 1, time.time_ns())
-            self.server.objects[self._path()] = data, self.server.generation
-            return self._answer(200, ETag=_tag(data), x_goog_generation=str(self.server.generation))
-
-    def do_GET(self) -> None:
-        query = parse_qs(urlsplit(self.path).query)
-        if "list-type" in query:
-            return self._answer(200, self._listed(query.get("prefix", [""])[0]), Content_Type="application/xml")
-        there = self.server.objects.get(self._path())
-        if there is None:
-            return self._answer(404)
-        data, generation = there
-        headers = {"ETag": _tag(data), "x_goog_generation": str(generation)}
-        headers["Last_Modified"] = formatdate(generation / 1e9, usegmt=True)
-        asked = self.headers.get("Range")
+    def _get(self, path: str, request: Request, body: bytes) -> Response:
+        if path not in self.objects:
+            return Response(status_code=404)
+        data, headers, asked = self.objects[path][0], self._facts(path), request.headers.get("range")
         if asked is None:
-            return self._answer(200, data, **headers)
+            return Response(data, headers=headers)
         first, last = (int(each) for each in asked.removeprefix("bytes=").split("-"))
         last = min(last, len(data) - 1)
-        headers["Content_Range"] = f"bytes {first}-{last}/{len(data)}"
-        return self._answer(206, data[first : last + 1], **headers)
+        headers["content-range"] = f"bytes {first}-{last}/{len(data)}"
+        return Response(data[first : last + 1], 206, headers)
 
-    def do_DELETE(self) -> None:
-        with self.server.lock:
-            self.server.objects.pop(self._path(), None)
-        self._answer(204)
+    def _facts(self, path: str) -> dict[str, str]:
+        data, generation = self.objects[path]
+        written = formatdate(generation / 1e9, usegmt=True)
+        return {"etag": _tag(data), "x-goog-generation": str(generation), "last-modified": written}
 
-    def _listed(self, prefix: str) -> bytes:
-        folder, found = f"{self._path().rstrip('/')}/", ""
-        for path, (data, generation) in sorted(self.server.objects.items()):
+    def _listed(self, folder: str, prefix: str) -> Response:
+        found = ""
+        for path, (data, generation) in sorted(self.objects.items()):
             if path.startswith(folder + prefix):
                 at = datetime.fromtimestamp(generation / 1e9, timezone.utc).isoformat(timespec="milliseconds")
                 found += f"<Contents><Key>{escape(path.removeprefix(folder))}</Key><LastModified>{at}</LastModified>"
                 found += f"<ETag>{escape(_tag(data))}</ETag><Size>{len(data)}</Size></Contents>"
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>"
-        return f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
+        return Response(f'<?xml version="1.0" encoding="UTF-8"?>{text}', media_type="application/xml")
 
 
 def _tag(data: bytes) -> str:
@@ -120,8 +100,10 @@ def _tag(data: bytes) -> str:
 @pytest.fixture
 def object_server() -> Iterator[ComparingServer]:
     """An object store over HTTP that compares before it replaces."""
-    with running(server := ComparingServer()):
-        yield server
+    with LOOPBACK.listen() as listener:
+        store = ComparingServer(listener.getsockname())
+        with in_thread(uvicorn.Server(uvicorn.Config(store, lifespan="off", log_config=None)), listener):
+            yield store
 
 
 @pytest.fixture

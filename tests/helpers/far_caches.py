@@ -46,7 +46,7 @@ class Far:
 
 @pytest.fixture
 def bucket(object_server: ComparingServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
-    with relaying(("127.0.0.1", object_server.server_port)) as relay:
+    with relaying(object_server.address) as relay:
         monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
         yield Far(relay, s3_url)
 

@@ -71,34 +71,25 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in sent:
             if name.lower() not in _DROPPED:
                 self.send_header(name, value)
-        length = len(data) if self.command != "HEAD" else answer.headers.get("Content-Length", 0)
-        self.send_header("Content-Length", str(length))
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(changed)
         self.close_connection |= len(changed) != len(data)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = pass_on
+    do_GET = do_PUT = do_POST = do_DELETE = pass_on
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is printed."""
 
 
 @contextmanager
-def running(server: ThreadingHTTPServer) -> Iterator[None]:
-    """Let a server run in a thread for the block."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
-@contextmanager
 def relaying(target: tuple[str, int]) -> Iterator[Relay]:
     """A relay to the server at this address, for the block."""
-    relay = Relay(target)
-    with running(relay):
-        yield relay
+    with Relay(target) as relay:
+        thread = threading.Thread(target=relay.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield relay
+        finally:
+            relay.shutdown()
+            thread.join(10)

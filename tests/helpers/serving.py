@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import uvicorn
 
 from latentcache.config import TOKEN_VARIABLE
 from latentcache.remote.service import ServiceTransport
@@ -141,15 +144,21 @@ def serving_here(
     write_token = secrets.token_urlsafe(24) if writes else None
     settings = {"access": access_for(address, token, write_token), "writes": writes or "encode" in settings, **settings}
     server, listener = make_server(ServiceSettings(cache=cache, **settings), address)
+    with listener, in_thread(server, listener):
+        yield RunningServer(cache, address.url(listener.getsockname()[1]), token, write_token)
+
+
+@contextmanager
+def in_thread(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]:
+    """Let a server run in a thread for the block."""
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-    with listener:
-        thread.start()
-        try:
-            yield RunningServer(cache, address.url(listener.getsockname()[1]), token, write_token)
-        finally:
-            server.should_exit = True
-            thread.join(60)
-            assert not thread.is_alive()
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def served_store(url: str, *, token: str | None = None, retry_s: float = 30.0, **options: Any) -> RemoteStore:

@@ -1,4 +1,4 @@
-"""The command `serve`: who may reach it, when it says so, and how it ends."""
+"""The server: who may reach it, that it does what its OpenAPI document says, and how it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
-from helpers.remote_samples import entries_of
+import schemathesis
+from helpers.remote_samples import entries_of, fill
 from helpers.serving import LOOPBACK, serving_here
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from latentcache.service.server import Address, serve
 from latentcache.service.state import ServiceSettings
@@ -112,3 +120,23 @@ def test_tls(tmp_path, cache):
         connection.request("GET", "/v1/packs")
         assert connection.getresponse().status == 200
         connection.close()
+
+
+def test_every_route_does_what_it_says(tmp_path):
+    """schemathesis makes requests of it, and no answer is a 500."""
+    checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+    seen = set()
+    with serving_here(fill(tmp_path / "cache", range(12))) as server:
+        description = schemathesis.openapi.from_url(server.url + "/v1/openapi.json").exclude(path_regex=":encode$")
+        headers = {"Authorization": f"Bearer {server.write_token}"}
+        for result in description.get_all_operations():
+            operation = result.ok()
+
+            @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @given(operation.as_strategy())
+            def check(case):
+                answer = case.call_and_validate(base_url=server.url, headers=headers, checks=checks, timeout=30)
+                seen.add(answer.status_code)
+
+            check()
+    assert {200, 404, 422} <= seen and not {401, 403} & seen, seen
