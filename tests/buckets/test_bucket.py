@@ -115,21 +115,18 @@ def test_errors_say_what_to_do(swift_url: str, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RemoteError, match=r"does not exist.*Check the URL") as caught:
             call()
         assert caught.value.status == 404 and caught.value.url == absent.url
-    cases: list[tuple[str, str | None, str]] = [
+    for name, value, message in (
         ("AWS_SECRET_ACCESS_KEY", "wrong", r"signature.*AWS_ACCESS_KEY_ID"),
         ("AWS_ENDPOINT_URL", "127.0.0.1:9000", "AWS_ENDPOINT_URL"),  # obstore panics
-        ("AWS_ALLOW_HTTP", None, "AWS_ALLOW_HTTP"),
-        ("AWS_SECRET_ACCESS_KEY", None, r"SecretAccessKey.*AWS_ACCESS_KEY_ID"),
-    ]
-    for name, value, message in cases:
+        ("AWS_ALLOW_HTTP", "", "AWS_ALLOW_HTTP"),
+    ):
         with monkeypatch.context() as patch, pytest.raises(RemoteError, match=message) as caught:
-            patch.delenv(name) if value is None else patch.setenv(name, value)
+            patch.setenv(name, value)
             BucketTransport.open(swift_url).list("packs")
-        assert "Debug source" not in str(caught.value) and (value != "wrong" or caught.value.status == 403)
+        assert "Debug source" not in str(caught.value)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
-    for url, message in (("az://a/b", "AZURE_STORAGE_ACCOUNT_NAME"), ("gs://a/b", r"service account file.*GOOGLE_APP")):
-        with pytest.raises(RemoteError, match=message):
-            BucketTransport.open(url)
+    with pytest.raises(RemoteError, match=r"service account file.*GOOGLE_APP"):
+        BucketTransport.open("gs://a/b")
 
 
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

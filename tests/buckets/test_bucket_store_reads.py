@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.family_walks import assert_same_batches, assert_same_entries, walked
 from helpers.remote_samples import entries_by_key, make_manifest, replace_packs
 from obstore.store import MemoryStore
 
-from latentcache import LatentCache
 from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.index import FarIndex
@@ -210,23 +208,6 @@ def test_a_pack_that_is_refused_does_not_stop_the_rest(bucket: CountingBucket) -
     for call in (FarIndex(bucket).refresh, lambda: verify(bucket)):
         with pytest.raises(RemoteError, match="credentials"):
             call()
-
-
-def test_a_cache_of_a_family_moves_to_a_bucket_and_back(
-    tmp_path: Path, s3_url: str, run_json: Callable[..., Any]
-) -> None:
-    """With control images and masks."""
-    config, pulled_to = walked(tmp_path, "flux"), tmp_path / "pulled"
-    commands = (("push", config.cache.path, s3_url), ("verify", s3_url), ("prune", s3_url), ("pull", s3_url, pulled_to))
-    for command in commands:
-        code, report = run_json(*command)
-        assert code == 0, (command, report)
-    with LatentCache(config.cache.path) as cached, LatentCache(pulled_to) as pulled:
-        with LatentCache(s3_url, local=tmp_path / "local") as remote:
-            assert_same_batches(remote, cached)
-        assert_same_entries(pulled.store, cached.store)
-        names = cached.manifests.names()
-        assert all(pulled.manifests.read(each) == cached.manifests.read(each) for each in names)
 
 
 def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(bucket: CountingBucket, tmp_path: Path) -> None:

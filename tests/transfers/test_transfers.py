@@ -97,16 +97,6 @@ def test_only_what_a_manifest_needs(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_entries_that_lie_in_other_packs_are_not_sent(tmp_path: Path) -> None:
-    source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
-    transfer(source, target)
-    compact(target)
-    assert packs_of(target).keys().isdisjoint(packs_of(source))
-    report = transfer(source, target)
-    assert (report.num_packs, report.num_there) == (0, 4)
-    assert transfer(target, source).num_packs == 0
-
-
 def test_caches_of_several_workers_become_one_up_to_an_error(tmp_path: Path, run_json: Run) -> None:
     parts = [fill(tmp_path / f"{first}", range(first, first + 16)) for first in (0, 8, 24)]
     code, document = run_json("merge", tmp_path / "all", *parts, tmp_path / "none", tmp_path / "never")
