@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import os
 import subprocess
 import sys
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_images import HEIGHT, WIDTH, Odd, exif, over, photo, turned
-from PIL import Image, ImageCms, ImageFile
+from PIL import Image, ImageFile
 from skimage.transform import resize as reference_resize
 
 from latentcache.config import ImagesConfig
@@ -59,22 +56,19 @@ def verdict(data: bytes, path: str, policy: ImagesConfig = POLICY) -> str | None
 def test_each_odd_image_meets_its_verdict(name: str) -> None:
     """The header alone gives every verdict but damage."""
     odd = made(name)
-    if odd.reason is not None:
-        with pytest.raises(ImageRefused) as caught:
-            decode(odd.data, odd.path, POLICY)
-        assert (caught.value.reason, caught.value.path) == (odd.reason, odd.path) and odd.path in str(caught.value)
-        try:
-            probe(odd.data, odd.path, POLICY)
-        except ImageRefused as refused:
-            assert refused.reason == odd.reason
-        else:
-            assert odd.reason in ("corrupt", "truncated")
+    if odd.reason is None:
+        size = probe(odd.data, odd.path, POLICY)
+        pixels = decode(odd.data, odd.path, POLICY)
+        assert pixels.dtype == np.uint8 and pixels.flags.c_contiguous and pixels.flags.writeable
+        assert size == pixels.shape[:2]
+        assert difference(pixels, odd.pixels) <= odd.tolerance
         return
-    size = probe(odd.data, odd.path, POLICY)
-    pixels = decode(odd.data, odd.path, POLICY)
-    assert pixels.dtype == np.uint8 and pixels.flags.c_contiguous and pixels.flags.writeable
-    assert size == pixels.shape[:2]
-    assert difference(pixels, odd.pixels) <= odd.tolerance
+    with pytest.raises(ImageRefused) as caught:
+        decode(odd.data, odd.path, POLICY)
+    assert (caught.value.reason, caught.value.path) == (odd.reason, odd.path) and odd.path in str(caught.value)
+    if odd.reason not in ("corrupt", "truncated"):
+        with pytest.raises(ImageRefused, match=odd.path):
+            probe(odd.data, odd.path, POLICY)
 
 
 def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
@@ -103,7 +97,7 @@ def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
     assert all(seconds < 1 and kibibytes < 64 << 10 for _, seconds, kibibytes in seen.values()), seen
 
 
-@pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif", "animated-gif", "animated-tiff"])
+@pytest.mark.parametrize("name", [name for name in CORPUS if name.startswith("animated-")])
 def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
     odd = made(name)
     pixels = decode(odd.data, odd.path, ImagesConfig(min_side=16, animated="first-frame"))
@@ -124,11 +118,6 @@ def test_alpha_is_composited_on_the_declared_colour() -> None:
     odd = made("webp-alpha")
     pixels = decode(odd.data, odd.path, ImagesConfig(min_side=16, alpha_colour="#10C0f0"))
     assert difference(pixels, over(photo(), odd_images.alpha(), (0x10, 0xC0, 0xF0))) <= 1
-
-
-def test_a_profile_that_is_srgb_changes_nothing() -> None:
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    assert difference(decode(odd_images.png(photo(), icc_profile=profile), "s.png", POLICY), photo()) == 0
 
 
 def test_threads_get_the_same_pixels() -> None:
@@ -155,55 +144,36 @@ def test_prepare_resizes_crops_and_mirrors() -> None:
     assert mirrored.flags.c_contiguous and mirrored.flags.writeable
     np.testing.assert_array_equal(mirrored, result[:, ::-1])
 
-
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        Geometry(Size(WIDTH, HEIGHT), Size(64, 64), Crop(0, 0), Size(64, 64)),
-        Geometry(Size(HEIGHT, WIDTH), Size(48, 64), Crop(1, 0), Size(48, 64)),
-    ],
-)
-def test_prepare_refuses_a_geometry_of_another_image(geometry: Geometry) -> None:
-    with pytest.raises(ValueError, match=r"buckets\.fit"):
-        prepare(photo(), geometry)
+    for wrong in (
+        Geometry(Size(200, 120), Size(60, 100), Crop(4, 18), Size(48, 64)),
+        Geometry(Size(120, 200), Size(60, 100), Crop(13, 18), Size(48, 64)),
+        Geometry(Size(120, 200), Size(60, 100), Crop(4, 37), Size(48, 64)),
+    ):
+        with pytest.raises(ValueError, match=r"buckets\.fit"):
+            prepare(pixels, wrong)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
 
-VALID = (
-    "exif-6",
-    "jpeg-mpo",
-    "cmyk-icc",
-    "icc-wide-alpha",
-    "grey-16",
-    "palette-alpha",
-    "webp-alpha",
-    "gif-transparent",
+EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=20)), min_size=1, max_size=6)
+"""Where in the file, how many bytes go, and which come in their place."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("exif-6", "exif-tiff", "exif-avif", "exif-png-late", "jpeg-mpo", "cmyk-icc", "icc-wide-alpha", "grey-16"),
+        *("palette-alpha", "webp-alpha", "gif-transparent", "bmp", "tiff-premultiplied", "animated-png", "bomb-icc"),
+    ],
 )
-VALID += ("bmp-rgba", "tiff-deflate", "tiff-cmyk-icc", "avif", "exif-png-late", "animated-png", "bomb-icc")
-
-
-@pytest.mark.parametrize("name", VALID)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_mutated_files_give_pixels_or_a_refusal(name: str, data: st.DataObject) -> None:
+@given(edits=EDITS)
+@settings(max_examples=40)
+def test_mutated_files_give_pixels_or_a_refusal(name: str, edits: list[tuple[float, int, bytes]]) -> None:
     odd = made(name)
     mutated = bytearray(odd.data)
-    for _ in range(data.draw(st.integers(1, 6))):
-        at = data.draw(st.integers(0, len(mutated) - 1))
-        match data.draw(st.sampled_from(["flip", "set", "cut", "insert", "repeat"])):
-            case "flip":
-                mutated[at] ^= 1 << data.draw(st.integers(0, 7))
-            case "set":
-                mutated[at] = data.draw(st.sampled_from([0, 0xFF, 0x7F, 0x80]))
-            case "cut":
-                del mutated[at : at + data.draw(st.integers(1, 40))]
-            case "insert":
-                mutated[at:at] = data.draw(st.binary(min_size=1, max_size=20))
-            case "repeat":
-                mutated[at:at] = mutated[at : at + data.draw(st.integers(1, 60))]
-        if not mutated:
-            break
+    for place, num_bytes, data in edits:
+        at = int(place * len(mutated))
+        mutated[at : at + num_bytes] = data
     try:
         pixels = decode(bytes(mutated), odd.path, POLICY)
     except ImageRefused as refused:
@@ -213,7 +183,7 @@ def test_mutated_files_give_pixels_or_a_refusal(name: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    "name", ["jpeg", "exif-png", "exif-webp", "avif", "gif-transparent", "bmp-rgba", "tiff-deflate"]
+    "name", ["exif-1", "exif-png", "exif-webp", "exif-avif", "gif-transparent", "bmp", "exif-tiff"]
 )
 def test_every_prefix_is_refused(name: str) -> None:
     odd = made(name)
@@ -223,11 +193,8 @@ def test_every_prefix_is_refused(name: str) -> None:
 
 # --- JPEG XL: a plug-in of Pillow's, which decodes as soon as it opens a file ----------------------------------------
 
-BARE = bytes.fromhex("ff0acb4024080001008c004b188b15001c1037c68dbfbb17080100500009870028f9008af5800331ee8d6bbcfc14")
-"""48 x 64 without loss, as cjxl makes it: the upper half is (10, 220, 60), the lower (200, 30, 90)."""
-BOXED = bytes.fromhex("0000000c4a584c200d0a870a00000014667479706a786c20000000006a786c20") + (
-    (8 + len(BARE)).to_bytes(4, "big") + b"jxlc" + BARE
-)
+BARE = b"\xff\x0a"
+"""How a JPEG XL begins."""
 
 
 @pytest.fixture
@@ -258,41 +225,5 @@ def test_the_codestreams_turn_counts_and_exif_only_in_a_packed_jpeg() -> None:
     packed = BARE + b"jpeg"
     assert probe(packed, "a.jxl", POLICY) == Size(WIDTH, HEIGHT)
     np.testing.assert_array_equal(decode(packed, "a.jxl", POLICY), turned(photo(), 6))
-
-
-@pytest.mark.usefixtures("plug_in")
-def test_damage_is_refused() -> None:
     with pytest.raises(ImageRefused, match="Generic Error"):
         probe(BARE + b"cut", "a.jxl", POLICY)
-
-
-def test_the_real_plug_in_gives_the_pixels() -> None:
-    pytest.importorskip("pillow_jxl", reason="pillow-jxl-plugin is not installed")
-    for data in (BARE, BOXED):
-        pixels = decode(data, "a.jxl", POLICY)
-        assert (pixels[: HEIGHT // 2] == (10, 220, 60)).all() and (pixels[HEIGHT // 2 :] == (200, 30, 90)).all()
-    buffer = io.BytesIO()
-    Image.fromarray(photo()).save(buffer, "JXL", lossless=True)
-    np.testing.assert_array_equal(decode(buffer.getvalue(), "p.jxl", POLICY), photo())
-
-
-# --- what Pillow tests itself with: not ours to ship, PILLOW_IMAGES names Tests/images of a checkout of it ------------
-
-
-@pytest.mark.skipif("PILLOW_IMAGES" not in os.environ, reason="PILLOW_IMAGES names no folder of images")
-@pytest.mark.filterwarnings("ignore")  # broken metadata, of which Pillow warns, does not cost an image
-def test_every_file_of_pillows_own_gets_a_verdict() -> None:
-    verdicts: Counter[str] = Counter()
-    files = sorted(path for path in Path(os.environ["PILLOW_IMAGES"]).rglob("*") if path.is_file())
-    for path in files:
-        data = path.read_bytes()
-        for policy in (POLICY, ImagesConfig(animated="first-frame", min_side=1, max_aspect=1e9)):
-            try:
-                size = probe(data, str(path), policy)
-                assert decode(data, str(path), policy).shape == (*size, 3)
-                verdicts["read"] += 1
-            except ImageRefused as refused:
-                assert refused.detail and path.name in str(refused)
-                verdicts[refused.reason] += 1
-    print(dict(verdicts))
-    assert verdicts.total() == 2 * len(files) and verdicts["read"] > 1000
