@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import pytest
 from latentcache.dataset.manifest import MARK, Manifest, manifest_bytes, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
 from latentcache.dataset.row_table import Ref, Row, RowTable
-from latentcache.errors import DatasetError, StorageFullError
+from latentcache.errors import DatasetError
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {}}
@@ -35,27 +33,35 @@ def manifest(*sample_ids: str, name: str = "photos") -> Manifest:
     return Manifest(name, "train", 2, COMMON, {row.sample_id: row for row in rows})
 
 
+def _checked(written: Manifest) -> Manifest:
+    """What comes from elsewhere, with a digest that fits."""
+    return read_manifest(manifest_bytes(written), "photos", "it", whole_check=True)
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path / "manifests")
     assert folder.names() == [] and folder.read("photos") is None
-    folder.write(manifest("one", "two"))
-    assert folder.names() == ["photos"] and folder.read("photos") == manifest("one", "two")
-    folder.write(manifest("three"))
-    assert folder.read("photos") == manifest("three")
+    made = replace(manifest("one", "two", "\udcff"), variants=3, weights=(2, 0.5), loss_weight=0.25)
+    for written in (made, manifest("three")):
+        folder.write(written)
+        assert folder.names() == ["photos"] and folder.read("photos") == written != manifest("one", "two", "\udcff")
     assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "photos.safetensors"]
+    assert made.with_rows({"one": made.rows["one"]}) == replace(made, rows={"one": made.rows["one"]})
     assert manifest("one").keys() == {"a" * 64, "b" * 64}
     assert manifest("one", "two").keys() == {"a" * 64, "b" * 64, "c" * 64}
+    folder.file("photos").rename(folder.file("other"))
+    with pytest.raises(DatasetError, match=r"manifest 'photos'.*is 'other'"):
+        folder.read("other")
 
 
-def test_what_a_manifest_says_of_drawing_and_of_the_loss_is_kept(tmp_path: Path) -> None:
-    folder = ManifestFolder(tmp_path)
-    made = replace(manifest("one", "two"), variants=3, weights=(2, 0.5), loss_weight=0.25)
-    folder.write(made)
-    found = folder.read("photos")
-    assert found == made and found != manifest("one", "two")
-    assert found.with_rows({"one": found.rows["one"]}) == replace(made, rows={"one": found.rows["one"]})
-    with pytest.raises(DatasetError, match=r"captions of sample 'one' are no multiple of its 3 variants"):
-        _checked(made)
+def test_runs_that_began_are_listed_until_they_are_done(tmp_path: Path) -> None:
+    folder = ManifestFolder(tmp_path / "manifests")
+    assert folder.unfinished() == {}
+    folder.begin("photos")
+    folder.begin("other")
+    assert list(folder.unfinished()) == ["other", "photos"] and folder.names() == []
+    folder.write(manifest("one"))
+    assert list(folder.unfinished()) == ["other"]
 
 
 def test_no_update_undoes_another(tmp_path: Path) -> None:
@@ -109,17 +115,13 @@ def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, content: bytes) 
         assert "manifest format '6', but this version reads 5" in str(caught.value)
 
 
-def common(**changes: Any) -> dict[str, Any]:
-    return {**COMMON, **changes}
-
-
 HEADERS: dict[str, dict[str, Any]] = {
     **{f"repeats that are {value!r}": {"repeats": value} for value in ("2", -1, None)},
     "weights below zero": {"weights": (1.0, -1.0)},
     "a loss_weight that is no number": {"loss_weight": float("nan")},
     "another role": {"role": "test"},
     "no text_encoding in common": {"common": {"schema": 1, "salt": ""}},
-    "a rule of scaling that a newer version has": {"common": common(scaling={"rule": "log"})},
+    "a rule of scaling that a newer version has": {"common": COMMON | {"scaling": {"rule": "log"}}},
 }
 
 
@@ -131,71 +133,59 @@ def test_a_header_with_other_values_is_refused_though_its_digest_fits(tmp_path: 
         folder.read("photos")
 
 
-def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
-    folder = ManifestFolder(tmp_path)
-    folder.write(manifest("one"))
-    (tmp_path / "photos.safetensors").rename(tmp_path / "other.safetensors")
-    with pytest.raises(DatasetError, match=r"manifest 'photos'.*is 'other'"):
-        folder.read("other")
+BARE = replace(manifest("one").rows["one"], images=())
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "sample 'one' is listed twice": {"rows": {"one": manifest("one").rows["one"], "two": manifest("one").rows["one"]}},
+    "sample 'one' has no image, and no refusal": {"rows": {"one": BARE}},
+    "captions of sample 'one' are no multiple of its 3 variants": {"variants": 3},
+    "a caption has no key": {"rows": {"one": replace(BARE, captions=(Ref.of_text("a", ""),))}},
+}
 
 
-def _checked(written: Manifest) -> Manifest:
-    """What comes from elsewhere, with a digest that fits."""
-    return read_manifest(manifest_bytes(written), "photos", "it", whole_check=True)
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_what_comes_from_elsewhere_contradicts_itself_nowhere(message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        _checked(replace(manifest("one"), **CONTRADICTIONS[message]))
 
 
-def test_what_comes_from_elsewhere_lists_no_sample_twice() -> None:
-    row = manifest("one").rows["one"]
-    with pytest.raises(DatasetError, match="sample 'one' is listed twice"):
-        _checked(replace(manifest(), rows={"one": row, "two": row}))
-
-
-def test_what_comes_from_elsewhere_has_an_image_or_a_refusal_for_each_sample() -> None:
-    bare = {"one": replace(manifest("one").rows["one"], images=())}
-    with pytest.raises(DatasetError, match="sample 'one' has no image, and no refusal"):
-        _checked(replace(manifest(), rows=bare))
-    assert _checked(replace(manifest(), rows=bare, role="prompts")).rows == bare
+def test_what_comes_from_elsewhere_is_read_where_it_is_whole() -> None:
     assert _checked(manifest("one", "two", "\udcff")) == manifest("one", "two", "\udcff")
+    prompts = replace(manifest(), rows={"one": BARE}, role="prompts")
+    assert _checked(prompts) == prompts, "prompts have no images"
 
 
-ODD_VALUES = [
-    *(("sample_id/offsets", 0, 1), ("image/offsets", -1, 2**30), ("caption/text/offsets", -1, 0)),
-    *(("sample_id/offsets", 1, 8), ("sample_id/offsets", 1, -5), ("refusal/values", 0, ord("7"))),
-    *(("image/geometry", (0, at), value) for at, value in ((0, 0), (4, -1), (8, -1), (9, 2), (1, MAX_SIDE + 1))),
-    *(("image/unverified", 0, 2), ("caption/unverified", 0, 9), ("image/role", 0, 99), ("image/crop", 0, -1)),
-    *(("sample_id/values", 0, 0xFF), ("caption/text/values", 2, 0xC3), ("sample_id/values", slice(2, 4), [0xC3, 0xA4])),
-]
-"""Columns, places and what may not be there; of texts, bytes that are no text, or begin within a character."""
-ODD_COLUMNS: list[tuple[str, Callable[[np.ndarray], np.ndarray]]] = [
-    ("image/keys", lambda column: column[:, :16]),
-    ("image/keys", lambda column: column.astype(np.int32)),
+def put(at: Any, value: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def changed(column: np.ndarray) -> np.ndarray:
+        column = column.copy()
+        column[at] = value
+        return column
+
+    return changed
+
+
+ODD_COLUMNS: list[tuple[str, Callable[[np.ndarray], np.ndarray | None]]] = [
+    *(("sample_id/offsets", put(*odd)) for odd in ((0, 1), (1, 8), (1, -5))),
+    *(("image/geometry", put((0, at), side)) for at, side in ((0, 0), (4, -1), (8, -1), (9, 2), (1, MAX_SIDE + 1))),
+    *(("image/offsets", put(-1, 2**30)), ("caption/text/offsets", put(-1, 0)), ("refusal/values", put(0, ord("7")))),
+    *(("image/unverified", put(0, 2)), ("caption/unverified", put(0, 9))),
+    *(("image/role", put(0, 99)), ("image/crop", put(0, -1))),
+    # Bytes that are no text, or begin within a character.
+    *(("sample_id/values", put(0, 0xFF)), ("sample_id/values", put(slice(2, 4), [0xC3, 0xA4]))),
+    ("caption/text/values", put(2, 0xC3)),
+    *(("image/keys", lambda column: column[:, :16]), ("image/keys", lambda column: column.astype(np.int32))),
     *((name, lambda column: column[:-1]) for name in ("source", "path/offsets", "image/keys", "caption/unverified")),
+    ("image/role", lambda column: None),
 ]
-
-
-def _refused(name: str, column: np.ndarray | None) -> None:
-    """What comes from elsewhere with this column, or without it, is refused, though its digest fits."""
-    written = manifest("one", "two")
-    columns = {**written.rows.columns, name: column}
-    table = RowTable({each: np.ascontiguousarray(found) for each, found in columns.items() if found is not None})
-    with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):
-        _checked(replace(written, rows=table))
-
-
-@pytest.mark.parametrize(("name", "at", "value"), ODD_VALUES)
-def test_odd_values_from_elsewhere_are_refused(name: str, at: Any, value: Any) -> None:
-    column = manifest("one", "two").rows.columns[name].copy()
-    column[at] = value
-    _refused(name, column)
+"""Columns and what changes them to what no writer makes."""
 
 
 @pytest.mark.parametrize(("name", "change"), ODD_COLUMNS)
-def test_odd_columns_from_elsewhere_are_refused(name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    _refused(name, change(manifest("one", "two").rows.columns[name]))
-
-
-def test_a_missing_column_is_refused() -> None:
-    _refused("image/role", None)
+def test_odd_columns_from_elsewhere_are_refused(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> None:
+    written = manifest("one", "two")
+    columns = {**written.rows.columns, name: change(written.rows.columns[name])}
+    table = RowTable({each: np.ascontiguousarray(found) for each, found in columns.items() if found is not None})
+    with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):
+        _checked(replace(written, rows=table))
 
 
 def test_a_flipped_bit_gives_no_other_samples() -> None:
@@ -206,29 +196,3 @@ def test_a_flipped_bit_gives_no_other_samples() -> None:
             assert read_manifest(data, "photos", "it") == manifest("one")
         except DatasetError as error:
             assert str(error).startswith("it: ")
-
-
-def test_runs_that_began_are_listed_until_they_are_done(tmp_path: Path) -> None:
-    folder = ManifestFolder(tmp_path / "manifests")
-    assert folder.unfinished() == {}
-    folder.begin("photos")
-    folder.begin("other")
-    assert list(folder.unfinished()) == ["other", "photos"] and folder.names() == []
-    folder.write(manifest("one"))
-    assert list(folder.unfinished()) == ["other"]
-
-
-def test_a_full_disk_leaves_the_old_manifest(tmp_path: Path) -> None:
-    folder = ManifestFolder(tmp_path)
-    folder.write(manifest("one"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(StorageFullError, match="no space left"):
-            folder.write(manifest(*map(str, range(1000))))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert folder.read("photos") == manifest("one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "photos.safetensors"]
