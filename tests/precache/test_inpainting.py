@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,20 @@ from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
+from latentcache.loading.status import verify
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import LoadedModels
+from latentcache.precache import run as precache_run
 from latentcache.precache.run import run_precache
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.sample_images import PromptEmbeddings, denoise
 
 SIZE = (80, 144)
 SCHEDULER = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
-Run = Callable[..., tuple[int, Any]]
+
+
+def masks_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"mask": {"path": f"{folder}/masks", **settings}}
 
 
 def write_mask(path: Path, seed: int) -> None:
@@ -53,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 def config_file(folder: Path, *, family: str = "sdxl", **dataset: Any) -> Path:
     data = {"name": "photos", "source": {"path": f"{folder}/photos"}, "role": "validation", "flip": True}
     data |= {"buckets": {"area": 96 * 96, "step": 32}, "images": {"min_side": 8}}
-    data |= {"mask": {"path": f"{folder}/masks", "inpaint": "hard"}}
+    data |= masks_of(folder, inpaint="hard")
     settings = {"cache": {"path": f"{folder}/cache"}, "datasets": [data | dataset]}
     settings |= {"model": {"path": str(tiny_folder(family)), "family": family}}
     settings |= {"encode": {"device": "cpu", "num_workers": 1}, "validation": {"num_timesteps": 2}}
@@ -132,79 +136,21 @@ def test_a_family_without_denoisers_for_it_is_told_so(folder: Path) -> None:
     assert report.num_refused == 0
 
 
-# Keys
-
-
-def other_mask(folder: Path) -> None:
-    write_mask(folder / "masks/a.png", 9)
-
-
-def other_image(folder: Path) -> None:
-    write_photo(folder / "photos/a.png", 9, SIZE)
-
-
-def renamed(folder: Path) -> None:
-    for file in ("photos/a.png", "photos/a.txt", "masks/a.png"):
-        path = folder / file
-        path.rename(path.with_stem("renamed"))
-
-
-def masks_of(folder: Path, **settings: Any) -> dict[str, Any]:
-    return {"mask": {"path": f"{folder}/masks", **settings}}
-
-
-CHANGES: list[tuple[str, Any, dict[str, int]]] = [
-    # Each image, mask and masked image is there mirrored too.
-    ("mask", other_mask, {"mask: image changed": 2, "masked image: mask changed": 2}),
-    ("image", other_image, {"image changed": 2, "masked image: image changed": 2}),
-    ("rule", lambda f: masks_of(f, inpaint="soft"), {"masked image: inpaint changed (hard -> soft)": 4}),
-    (
-        "alpha colour",
-        lambda f: {"images": {"min_side": 8, "alpha_colour": "#000000"}},
-        {
-            # The file of a mask is composited too.
-            "alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
-            "mask: alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
-            "masked image: mask alpha policy changed (composite-#ffffff -> composite-#000000), "
-            "alpha policy changed (composite-#ffffff -> composite-#000000)": 4,
-        },
-    ),
-    ("names", renamed, {}),
-]
-
-
-@pytest.mark.parametrize(("change", "expected"), [each[1:] for each in CHANGES], ids=[name for name, *_ in CHANGES])
-def test_a_change_encodes_the_right_entries_again(
-    folder: Path, run_json: Run, change: Callable[[Path], Any], expected: dict[str, int]
-) -> None:
-    code, first = run_json("precache", config_file(folder))
-    assert code == 0 and first["num_misses"] == 3 * 4 + 3
-    dataset = change(folder) or {}
-    code, report = run_json("precache", config_file(folder, **dataset), "--dry-run")
-    assert code == 0 and report["misses_by_reason"] == expected
-    code, report = run_json("precache", config_file(folder, **dataset))
-    assert report["num_encoded"] == sum(expected.values())
-    code, report = run_json("precache", config_file(folder, **dataset))
-    assert code == 0 and report["num_misses"] == 0
-    code, found = run_json("verify", config_file(folder, **dataset))
-    assert code == 0 and not found["damaged"]
-
-
-def test_a_first_inpaint_setting_adds_the_masked_images_alone(folder: Path, run_json: Run) -> None:
-    run_json("precache", config_file(folder, **masks_of(folder)))
-    code, report = run_json("precache", config_file(folder), "--dry-run")
-    assert code == 0 and report["misses_by_reason"] == {"masked image: new": 4}
+def test_masked_images_are_added_alone_and_found_again(folder: Path) -> None:
+    cached(folder, **masks_of(folder))
+    path = config_file(folder)
+    for num_misses in (4, 0):
+        report = run_precache(load_config(path))
+        assert report.misses_by_reason == ({"masked image: new": 4} if num_misses else {})
+    assert not verify(folder / "cache").damaged
 
 
 def test_a_mask_that_changes_during_the_run_refuses_its_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(config_file(folder))
-    from latentcache.precache import run as precache_run
-
-    genuine = precache_run.make_plan
+    config, genuine = load_config(config_file(folder)), precache_run.make_plan
 
     def plan_then_edit(*arguments: Any, **options: Any) -> Any:
         plan = genuine(*arguments, **options)
-        other_mask(folder)
+        write_mask(folder / "masks/a.png", 9)
         return plan
 
     monkeypatch.setattr(precache_run, "make_plan", plan_then_edit)
@@ -257,8 +203,15 @@ def test_a_denoiser_that_inpaints_is_given_latents_mask_and_masked_latents(folde
         assert set(report.by_sample["photos"]) == {"a.png", "b.png"}
 
 
-def test_the_validation_loss_depends_on_the_masked_images(folder: Path) -> None:
+def test_the_validation_loss_depends_on_the_masked_images_and_names_their_lack(folder: Path) -> None:
     unet, losses = inpainting(), []
+    config = cached(folder, **masks_of(folder))
+    with LatentCache(config.cache) as cache:
+        with pytest.raises(ConfigError, match=r"its 9 channels .* photos has none\. Set `inpaint` of the dataset's"):
+            validation_loss(unet, cache, scheduler=SCHEDULER, settings=config.validation)
+        embeds = cache.prompt("", device="cpu")
+    with pytest.raises(ConfigError, match="generates with a mask and a masked image, and prompts have none"):
+        denoise(unet, SCHEDULER, [PromptEmbeddings("a cat", "", embeds, embeds)], config.validation)
     for inpaint in ("hard", "soft"):
         config = cached(folder, **masks_of(folder, inpaint=inpaint))
         with LatentCache(config.cache) as cache:
@@ -267,14 +220,3 @@ def test_the_validation_loss_depends_on_the_masked_images(folder: Path) -> None:
     assert hard.loss != soft.loss
     datasets = [each.measurement_settings.datasets for each in losses]
     assert datasets[0] != datasets[1], "two losses of other masked images are not comparable"
-
-
-def test_what_a_denoiser_that_inpaints_lacks_is_named(folder: Path) -> None:
-    config = cached(folder, **masks_of(folder))
-    unet = inpainting()
-    with LatentCache(config.cache) as cache:
-        with pytest.raises(ConfigError, match=r"its 9 channels .* photos has none\. Set `inpaint` of the dataset's"):
-            validation_loss(unet, cache, scheduler=SCHEDULER, settings=config.validation)
-        embeds = cache.prompt("", device="cpu")
-    with pytest.raises(ConfigError, match="generates with a mask and a masked image, and prompts have none"):
-        denoise(unet, SCHEDULER, [PromptEmbeddings("a cat", "", embeds, embeds)], config.validation)
