@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from diffusers import DDPMScheduler
+from helpers.photo_files import write_photos
+from helpers.tiny_configs import tiny_config
 from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, LoadedModels, ValidationRunner
 from latentcache.config import Config
-from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
-from latentcache.errors import ConfigError, DatasetError, StoreError
+from latentcache.errors import ConfigError, StoreError
 from latentcache.integrations.diffusers import PrecomputedDataset
 from latentcache.interop.formats.kohya import export as export_kohya
 from latentcache.interop.formats.webdataset import export as export_webdataset
@@ -29,16 +31,26 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.validation.loss import validation_loss
 
-FIELDS = ("add_time_ids", "caption", "crop_top_left", "latents", "original_size", "resized_size", "sample_id")
+ALONE = {"encode.text": "none", "encode.image_output": "mean"}
+WHOLE = {"encode.image_output": "mean", "datasets.0.name": "whole"}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+    """Makes configs of one cache, in which `photos` has latents alone, and `whole` the same with texts."""
+    folder = tmp_path_factory.mktemp("alone")
+    (write_photos(folder / "photos") / "b.txt").write_text("a photo of <SKS> in the snow")
+    make = partial(tiny_config, folder)
+    report = run_precache(make(**ALONE))
+    assert report.num_encoded == 5 and report.notes == ["validation.prompts are not cached: encode.text is none"]
+    report = run_precache(make(**WHOLE))
+    assert (report.num_encoded, report.num_hits) == (5 + 1 + 2, 5), "the captions, the empty one, and two prompts"
+    return make
 
 
 @pytest.fixture
-def alone(make_config: Callable[..., Config]) -> Config:
-    """A config whose texts are not encoded, and its cache filled."""
-    config = make_config(**{"encode.text": "none", "encode.image_output": "mean"})
-    report = run_precache(config)
-    assert report.num_encoded == 5 and report.notes == ["validation.prompts are not cached: encode.text is none"]
-    return config
+def alone(make: Callable[..., Config]) -> Config:
+    return make(**ALONE)
 
 
 def test_no_text_encoder_is_looked_at(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,67 +70,41 @@ def test_no_text_encoder_is_looked_at(make_config: Callable[..., Config], monkey
         assert cache.batch(["a.png"], device="cpu", caption=1)["caption"] == ["a house in the rain"]
 
 
+def test_texts_may_come_later_and_go_again(alone: Config, make: Callable[..., Config]) -> None:
+    for config, num_hits in ((alone, 5), (make(**WHOLE), 13)):
+        report = run_precache(config)
+        assert (report.num_misses, report.num_hits) == (0, num_hits)
+
+
 @pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
 def test_dropout_leaves_the_latents_alone(alone: Config, dropout_to: Literal["empty", "zeros"]) -> None:
-    kept = LatentDataset(alone.cache.path)
-    dropped = LatentDataset(alone.cache.path, caption_dropout=1.0, dropout_to=dropout_to)
+    kept = LatentDataset(alone.cache.path, "photos")
+    dropped = LatentDataset(alone.cache.path, "photos", caption_dropout=1.0, dropout_to=dropout_to)
     loaders = [LatentLoader(BucketBatchSampler(each, batch_size=2), device="cpu") for each in (kept, dropped)]
     for batch, without in zip(*loaders, strict=True):
         assert without["caption"] == [""] * len(batch["caption"]) and without.keys() == batch.keys()
         assert without["sample_id"] == batch["sample_id"] and torch.equal(without["latents"], batch["latents"])
 
 
-def test_a_batch_has_captions_and_no_texts(alone: Config, make_config: Callable[..., Config]) -> None:
-    run_precache(make_config(**{"cache.path": alone.cache.path.parent / "whole", "encode.image_output": "mean"}))
-    dataset = LatentDataset(alone.cache.path, caption="random")
-    whole = LatentDataset(alone.cache.path.parent / "whole", "photos", caption="random")
-    loaders = [
-        LatentLoader(BucketBatchSampler(each, batch_size=2, seed=3), device="cpu", scaled=True)
-        for each in (dataset, whole)
-    ]
+def test_a_batch_has_captions_and_no_texts(alone: Config) -> None:
+    dataset, whole = (LatentDataset(alone.cache.path, name, caption="random") for name in ("photos", "whole"))
+    samplers = [BucketBatchSampler(each, batch_size=2, seed=3) for each in (dataset, whole)]
     num = 0
-    for batch, other in zip(*loaders, strict=True):
-        texts = {"prompt_embeds", "pooled_prompt_embeds"}
-        assert batch.keys() == other.keys() - texts and set(FIELDS) <= batch.keys()
-        assert all(batch[name] == other[name] for name in batch if isinstance(batch[name], list))
-        tensors = [name for name in batch if isinstance(batch[name], torch.Tensor)]
-        assert all(torch.equal(batch[name], other[name]) for name in tensors) and "add_time_ids" in tensors
+    for batch, other in zip(*(LatentLoader(each, device="cpu", scaled=True) for each in samplers), strict=True):
+        assert batch.keys() == other.keys() - {"prompt_embeds", "pooled_prompt_embeds"}
+        assert {"caption", "sample_id", "latents", "add_time_ids", "original_size", "crop_top_left"} <= batch.keys()
+        for name in batch.keys() - {"dataset"}:
+            here, there = batch[name], other[name]
+            assert torch.equal(here, there) if isinstance(here, torch.Tensor) else here == there, name
         num += len(batch["caption"])
     assert num == 5
     items = DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, batch_size=2), collate_fn=dataset.collate)
     assert all("prompt_embeds" not in dataset.place(batch, device="cpu") for batch in items)
 
 
-def test_a_text_encoder_is_trained_on_the_captions_of_a_batch(alone: Config) -> None:
-    """The loader goes on as ever while the encoder that reads its captions changes."""
-    parts = tiny_parts()
-    encoder, tokenizer = parts["text_encoder"].requires_grad_(True), parts["tokenizer"]
-    denoiser = torch.nn.Linear(encoder.config.hidden_size, 4)
-    optimizer = torch.optim.Adam([*encoder.parameters(), *denoiser.parameters()], lr=1e-2)
-    before = {name: value.detach().clone() for name, value in encoder.named_parameters()}
-    losses, captions = [], set[str]()
-    dataset = LatentDataset(alone.cache.path, caption="random")
-    with LatentLoader(BucketBatchSampler(dataset, batch_size=2, seed=3), device=encoder, scaled=True) as loader:
-        batches = loader.forever()
-        for _ in range(24):
-            batch = next(batches)
-            ids = tokenizer(batch["caption"], padding="max_length", truncation=True, return_tensors="pt").input_ids
-            texts = encoder(ids).last_hidden_state.mean(dim=1)
-            loss = (denoiser(texts) - batch["latents"].mean(dim=(2, 3))).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            captions |= {*batch["caption"]}
-    assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
-    assert {"a red house", "a house in the rain", "a tree"} < captions
-    changed = [name for name, value in encoder.named_parameters() if not torch.equal(value, before[name])]
-    assert len(changed) > len(before) // 2
-
-
 def test_whatever_reads_texts_says_what_to_do(alone: Config) -> None:
     remedy = r"encode\.text: none\)\. Encode them live, .*or set encode\.text to all"
-    with LatentCache(alone.cache.path) as cache:
+    with LatentCache(alone.cache.path, manifest="photos") as cache:
         for negative in (False, True):
             with pytest.raises(StoreError, match=f"photos: its texts were not encoded .{remedy}"):
                 cache.prompt("", device="cpu", negative=negative)
@@ -126,12 +112,18 @@ def test_whatever_reads_texts_says_what_to_do(alone: Config) -> None:
             validation_loss(tiny_denoiser(), cache, scheduler=DDPMScheduler(), datasets=["photos"])
         assert cache.text_shapes() is None
     with pytest.raises(StoreError, match=remedy):
-        PrecomputedDataset(LatentDataset(alone.cache.path))
+        PrecomputedDataset(LatentDataset(alone.cache.path, "photos"))
     with (
         open_workspace(alone.cache) as workspace,
         pytest.raises(ConfigError, match=r"encode\.text is none, so no text"),
     ):
         cache_prompts(alone, workspace, LoadedModels(**tiny_parts()), [("a", False)], device="cpu")
+    with pytest.raises(StoreError, match="some of photos, whole have cached texts, others latents alone"):
+        LatentDataset(alone.cache.path, ["photos", "whole"])
+    with LatentCache(alone.cache.path) as cache:
+        with pytest.raises(StoreError, match="say whose"):
+            cache.prompt("", device="cpu")
+        assert cache.restricted("whole").prompt("", device="cpu")["prompt_embeds"].shape[0] == 1
 
 
 @pytest.mark.parametrize("role", ["train", "validation"])
@@ -147,28 +139,9 @@ def test_validation_needs_live_encoders(make_config: Callable[..., Config], role
             ValidationRunner(parts, cache, config)
 
 
-def test_manifests_with_and_without_texts_are_not_joined(alone: Config, make_config: Callable[..., Config]) -> None:
-    run_precache(make_config(**{"datasets.0.name": "whole", "encode.image_output": "mean"}))
-    with pytest.raises(StoreError, match="some of photos, whole have cached texts, others latents alone"):
-        LatentDataset(alone.cache.path, ["photos", "whole"])
-    with LatentCache(alone.cache.path) as cache:
-        with pytest.raises(StoreError, match="say whose"):
-            cache.prompt("", device="cpu")
-        assert cache.restricted("whole").prompt("", device="cpu")["prompt_embeds"].shape[0] == 1
-        with pytest.raises(StoreError, match="not encoded"):
-            cache.restricted("photos").prompt("", device="cpu")
-
-
-def test_texts_may_come_later_and_go_again(alone: Config, make_config: Callable[..., Config]) -> None:
-    whole = make_config(**{"encode.image_output": "mean"})
-    report = run_precache(whole)
-    assert report.misses_by_reason == {"new": 7} and report.num_hits == 5, "4 captions and the empty one; 2 prompts"
-    back = run_precache(alone)
-    assert (back.num_misses, back.num_hits) == (0, 5)
-    assert run_precache(whole, dry_run=True).num_misses == 0
-
-
-def test_upkeep_knows_of_no_texts(alone: Config, run: Any, run_json: Any, tmp_path: Path) -> None:
+def test_upkeep_knows_of_no_texts(make_config: Callable[..., Config], run: Any, run_json: Any, tmp_path: Path) -> None:
+    alone = make_config(**ALONE)
+    run_precache(alone)
     found = status(alone.cache.path)
     assert (found.num_lost, found.num_unused, found.store["num_entries"]) == (0, 0, {"image": 5})
     assert run("verify", alone.cache.path)[0] == 0
@@ -182,34 +155,20 @@ def test_upkeep_knows_of_no_texts(alone: Config, run: Any, run_json: Any, tmp_pa
         assert run("push", source, target)[0] == 0
     with LatentCache(tmp_path / "near") as cache:
         assert cache.batch(["a.png"], device="cpu")["caption"] == ["a red house"]
-    report = export_kohya(LatentCache(alone.cache.path), "photos", tmp_path / "kohya")
-    assert (report.num_images, report.num_texts) == (5, 0)
-    report = export_webdataset(LatentCache(alone.cache.path), "photos", tmp_path / "shards")
-    assert (report.num_images, report.num_texts) == (5, 0)
+        for export, folder in ((export_kohya, "kohya"), (export_webdataset, "shards")):
+            report = export(cache, "photos", tmp_path / folder)
+            assert (report.num_images, report.num_texts) == (5, 0)
     with tarfile.open(next((tmp_path / "shards").glob("*.tar"))) as tar:
         facts = [json.load(tar.extractfile(each)) for each in tar if each.name.endswith(".json")]  # type: ignore[arg-type]
     assert {each["sample_id"]: each["captions"] for each in facts}["a.png"] == ["a red house", "a house in the rain"]
     assert all(each["keys"]["captions"] == [] for each in facts)
 
 
-def test_a_file_that_contradicts_itself_is_refused(alone: Config) -> None:
-    data = (alone.cache.path / "manifests" / "photos.safetensors").read_bytes()
-    manifest = read_manifest(data, "photos", "here", whole_check=True)
-    wrong = Manifest("photos", "train", 1, {**manifest.common, "text_encoding": {"clip_skip": 0}}, manifest.rows)
-    with pytest.raises(DatasetError, match="a caption has no key"):
-        read_manifest(manifest_bytes(wrong), "photos", "here", whole_check=True)
-
-
-def test_cached_texts_of_a_trained_token_are_refused(
-    alone: Config, make_config: Callable[..., Config], photos: Path
-) -> None:
-    (photos / "b.txt").write_text("a photo of <SKS> in the snow")
-    whole = make_config(**{"datasets.0.name": "whole"})
-    run_precache(whole)
+def test_cached_texts_of_a_trained_token_are_refused(alone: Config) -> None:
+    path = alone.cache.path
     with pytest.raises(StoreError, match=r"whole: .* 1 sample .*<sks>.*: b\.png\. .*encode\.text none"):
-        LatentDataset(whole.cache.path, "whole", trained_tokens=["<sks>"])
+        LatentDataset(path, "whole", trained_tokens=["<sks>"])
     with pytest.raises(StoreError, match=r"the captions of 2 samples .*: b\.png, c\.png"):
-        LatentDataset(whole.cache.path, "whole", trained_tokens=["<sks>", "blue car"])
-    assert len(LatentDataset(whole.cache.path, "whole", trained_tokens=["<other>"])) == 5
-    run_precache(alone)
-    assert len(LatentDataset(whole.cache.path, "photos", trained_tokens=["<sks>"])) == 5, "their texts are live"
+        LatentDataset(path, "whole", trained_tokens=["<sks>", "blue car"])
+    assert len(LatentDataset(path, "whole", trained_tokens=["<other>"])) == 5
+    assert len(LatentDataset(path, "photos", trained_tokens=["<sks>"])) == 5, "their texts are live"
