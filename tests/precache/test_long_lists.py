@@ -1,23 +1,19 @@
-"""What a run keeps in memory and on disk of a long dataset."""
+"""What a run keeps in memory of a long dataset."""
 
 from __future__ import annotations
 
-import os
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from helpers.photo_files import write_photo
 
 from latentcache import Config, run_precache
-from latentcache.dataset import samples
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import digest
-from latentcache.precache.workspace import open_workspace
 
-NUM_ROWS = 20_000
+NUM_ROWS = 8_000
 
 
 def peak_of_a_plan(config: Config) -> int:
@@ -46,19 +42,3 @@ def test_one_new_photo_takes_no_memory_for_each_known_sample(make_config: Callab
     write_photo(photos / "new.png", 77, (80, 144))
     new = peak_of_a_plan(config)
     assert new - known < 200 * NUM_ROWS, "the ids of the samples, and nothing else of them"
-
-
-def test_the_memo_forgets_what_a_file_was(
-    make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each new time stamp of a file added a row for good, which every run loads."""
-    monkeypatch.setattr(samples, "SETTLED_NS", 0)
-    config = make_config()
-    run_precache(config)
-    numbers = []
-    for time in (1_000, 2_000, 3_000):
-        os.utime(photos / "a.png", (time, time))
-        assert run_precache(config).num_misses == 0
-        with open_workspace(config.cache) as workspace:
-            numbers.append(len(workspace.memo))
-    assert len(set(numbers)) == 1

@@ -16,33 +16,16 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 
 BACKENDS = torch.backends
-IS_NEW = hasattr(BACKENDS, "fp32_precision")
-"""Whether this torch has a precision for each operator: since 2.9."""
-PRECISIONS = (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv) if IS_NEW else ()
-
-
-def attributes_set(*settings: tuple[Any, str, Any]) -> Callable[[], None]:
-    def use() -> None:
-        for owner, name, value in settings:
-            setattr(owner, name, value)
-
-    return use
-
-
-CALLERS: dict[str, Callable[[], None]] = {
-    "leaves them": lambda: None,
-    "sets medium": lambda: torch.set_float32_matmul_precision("medium"),
-    "races kernels": attributes_set((BACKENDS.cudnn, "benchmark", True)),
+PRECISIONS = (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv)
+CALLERS: dict[str, list[tuple[Any, str, Any]]] = {
+    "leaves them": [],
+    "races kernels": [(BACKENDS.cudnn, "benchmark", True)],
+    "sums in float16": [(BACKENDS.cuda.matmul, "allow_fp16_accumulation", True)],
+    "sets tf32 for all": [(BACKENDS, "fp32_precision", "tf32")],
+    "mixes both": [(BACKENDS.cuda.matmul, "allow_tf32", True), (BACKENDS.cuda.matmul, "fp32_precision", "ieee")],
+    "sets medium": [],
 }
-if hasattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation"):
-    CALLERS["sums in float16"] = attributes_set((BACKENDS.cuda.matmul, "allow_fp16_accumulation", True))
-if IS_NEW:
-    CALLERS |= {
-        "sets tf32 for all": attributes_set((BACKENDS, "fp32_precision", "tf32")),
-        "mixes both": attributes_set(
-            (BACKENDS.cuda.matmul, "allow_tf32", True), (BACKENDS.cuda.matmul, "fp32_precision", "ieee")
-        ),
-    }
+"""What a caller has set before."""
 
 
 def seen_by_caller() -> list[Any]:
@@ -52,7 +35,7 @@ def seen_by_caller() -> list[Any]:
         lambda: BACKENDS.cuda.matmul.allow_tf32,
         lambda: BACKENDS.cudnn.allow_tf32,
         lambda: BACKENDS.cudnn.benchmark,
-        lambda: getattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation", None),
+        lambda: BACKENDS.cuda.matmul.allow_fp16_accumulation,
         lambda: [each.fp32_precision for each in PRECISIONS],
     ]
     found: list[Any] = []
@@ -64,33 +47,25 @@ def seen_by_caller() -> list[Any]:
     return found
 
 
-def in_force() -> dict[str, bool]:
-    """What decides about numbers."""
-    matmul, cudnn = BACKENDS.cuda.matmul, BACKENDS.cudnn
-    if IS_NEW:
-        low = [each.fp32_precision not in ("ieee", "none") for each in PRECISIONS]
-    else:
-        low = [matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision() != "highest", False]
-    names = ("cuda matmul", "cuda convolution", "cpu matmul", "cpu convolution")
-    sums = getattr(matmul, "allow_fp16_accumulation", False)
-    return {**dict(zip(names, low, strict=True)), "benchmark": cudnn.benchmark, "sums in float16": sums}
+def in_force() -> list[bool]:
+    """What decides about numbers: lower precisions, races of kernels, and sums in float16."""
+    low = [each.fp32_precision not in ("ieee", "none") for each in PRECISIONS]
+    return [*low, BACKENDS.cudnn.benchmark, BACKENDS.cuda.matmul.allow_fp16_accumulation]
 
 
-PINNED = {**dict.fromkeys(in_force(), False), "cuda convolution": True}
-"""torch's own defaults."""
+PINNED = [False, True, False, False, False, False]
+"""torch's own defaults: convolutions on CUDA are in TF32."""
 
 
 @pytest.fixture(autouse=True)
 def defaults() -> Iterator[None]:
     yield
-    if IS_NEW:
-        for owner in (BACKENDS, BACKENDS.cudnn, *PRECISIONS):
-            owner.fp32_precision = "none"
+    for owner in (BACKENDS, BACKENDS.cudnn, *PRECISIONS):
+        owner.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
     BACKENDS.cudnn.allow_tf32 = True
     BACKENDS.cudnn.benchmark = False
-    if hasattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation"):
-        BACKENDS.cuda.matmul.allow_fp16_accumulation = False
+    BACKENDS.cuda.matmul.allow_fp16_accumulation = False
     assert in_force() == PINNED
 
 
@@ -106,8 +81,11 @@ def watched(look: Callable[[str], None]) -> LoadedModels:
 def test_encoders_run_with_the_same_flags_whatever_the_caller_has_set(
     make_config: Callable[..., Config], caller: str
 ) -> None:
-    seen: dict[str, list[dict[str, bool]]] = {"image": [], "text": []}
-    CALLERS[caller]()
+    seen: dict[str, list[list[bool]]] = {"image": [], "text": []}
+    for owner, name, value in CALLERS[caller]:
+        setattr(owner, name, value)
+    if caller == "sets medium":
+        torch.set_float32_matmul_precision("medium")
     before = seen_by_caller()
     run_precache(make_config(), models=watched(lambda name: seen[name].append(in_force())), workspace=Workspace())
     assert all(len(each) > 1 and each == [PINNED] * len(each) for each in seen.values())

@@ -22,22 +22,15 @@ def batches_of(members: list[tuple[str, int, bool]], shard: Shard, size: int) ->
 @given(st.lists(st.tuples(GROUPS, st.booleans())), st.integers(1, 5), st.integers(1, 4))
 def test_every_miss_has_exactly_one_owner(items: list[tuple[str, bool]], size: int, world_size: int) -> None:
     members = [(group, number, is_hit) for number, (group, is_hit) in enumerate(items)]
-    groups = {number: group for group, number, _ in members}
-    done = []
-    for rank in range(world_size):
-        for batch in batches_of(members, Shard(rank, world_size), size):
-            assert 0 < len(batch) <= size
-            assert len({groups[number] for number in batch}) == 1
-            done += batch
-    assert sorted(done) == [number for _, number, is_hit in members if not is_hit]
-
-
-@given(st.lists(GROUPS), st.integers(1, 5), st.integers(1, 4))
-def test_ranks_have_the_batches_of_a_single_process(groups: list[str], size: int, world_size: int) -> None:
-    members = [(group, number, False) for number, group in enumerate(groups)]
-    single = batches_of(members, Shard(), size)
-    shared = [batch for rank in range(world_size) for batch in batches_of(members, Shard(rank, world_size), size)]
-    assert sorted(shared) == sorted(single)
+    shards = [Shard(rank, world_size) for rank in range(world_size)]
+    shared = [batch for shard in shards for batch in batches_of(members, shard, size)]
+    assert all(0 < len(batch) <= size and len({items[number][0] for number in batch}) == 1 for batch in shared)
+    assert sorted(number for batch in shared for number in batch) == [
+        number for _, number, is_hit in members if not is_hit
+    ]
+    fresh = [(group, number, False) for group, number, _ in members]
+    shared = [batch for shard in shards for batch in batches_of(fresh, shard, size)]
+    assert sorted(shared) == sorted(batches_of(fresh, Shard(), size)), "the batches of a single process"
 
 
 def test_a_rank_that_starts_late_does_not_take_the_work_of_others() -> None:
@@ -47,11 +40,8 @@ def test_a_rank_that_starts_late_does_not_take_the_work_of_others() -> None:
     stored = {number for batch in first for number in batch}
     late = batches_of([(g, n, n in stored) for g, n, _ in members], Shard(1, 2), 2)
     assert late == batches_of(members, Shard(1, 2), 2)
-
-
-def test_left_over_misses_are_joined() -> None:
-    members = [("square", number, number % 4 != 0) for number in range(16)]
-    assert batches_of(members, Shard(), 4) == [[0, 4, 8, 12]]
+    left_over = [("square", number, number % 4 != 0) for number in range(16)]
+    assert batches_of(left_over, Shard(), 4) == [[0, 4, 8, 12]], "they are joined"
 
 
 def test_the_environment_names_the_shard() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers.photo_files import write_photo
 
-from latentcache.config import SourceConfig
+from latentcache.config import Config, SourceConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset import samples
 from latentcache.dataset.samples import SampleSource
@@ -24,33 +26,23 @@ from latentcache.precache import memo as memo_module
 from latentcache.precache import plan as planner
 from latentcache.precache.memo import FLUSH_ROWS, Memo
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace
-from latentcache.types import Refusal
+from latentcache.precache.workspace import Workspace, open_workspace
 
 
-def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
-    memo = Memo(tmp_path / "memo")
-    memo["name"] = "value"
-    memo["odd \udcff name"] = "kept too"
-    assert memo["name"] == "value" and len(memo) == 2 and "other" not in memo
-    memo.close()
-    again = Memo(tmp_path / "memo")
-    assert again["name"] == "value" and again["odd \udcff name"] == "kept too"
-    del again["name"]
-    assert "name" not in again
-    again.close()
-    assert "name" not in Memo(tmp_path / "memo")
-
-
-def test_what_one_process_flushed_another_finds(tmp_path: Path) -> None:
+def test_what_was_remembered_is_there_next_time_and_in_other_processes(tmp_path: Path) -> None:
     first, second = Memo(tmp_path / "memo"), Memo(tmp_path / "memo")
-    first["shared"] = "news"
-    assert "shared" not in second
+    first["name"] = "value"
+    first["odd \udcff name"] = "kept too"
+    assert first["name"] == "value" and len(first) == 2 and "other" not in first and "name" not in second
     first.flush()
-    assert second["shared"] == "news" and second.get_many(["shared", "missing"]) == {"shared": "news"}
+    assert second["name"] == "value" and second.get_many(["name", "missing"]) == {"name": "value"}
     for number in range(FLUSH_ROWS):
         first[str(number)] = "x"
-    assert len(second) == FLUSH_ROWS + 1, "written without a flush"
+    assert len(second) == FLUSH_ROWS + 2, "written without a flush"
+    del second["name"]
+    second.close()
+    again = Memo(tmp_path / "memo")
+    assert "name" not in again and again["odd \udcff name"] == "kept too"
 
 
 def test_reading_only_writes_nothing(tmp_path: Path) -> None:
@@ -105,22 +97,25 @@ def test_a_flipped_bit_gives_no_other_text(tmp_path: Path) -> None:
     assert num_absent > 0
 
 
+def sources_of(memo: Memo, **source: Any) -> list[str | None]:
+    """The digests of the images that a run with this memo finds in this source."""
+    dataset = {"name": "photos", "source": source, "images": {"min_side": 8}, "buckets": {"area": 96 * 96, "step": 32}}
+    config = parse_config({"datasets": [dataset], "model": {"path": "tiny"}, "encode": {"device": "cpu"}})
+    workspace = Workspace(memo=memo)
+    run_precache(config, workspace=workspace)
+    manifest = workspace.manifests.read("photos")
+    return [] if manifest is None else [row.source for row in manifest.rows.values()]
+
+
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memo knows a row's image by the path of the row, which is the same for each column."""
     monkeypatch.setattr(samples, "SETTLED_NS", -1)
-    before, after = (write_photo(tmp_path / f"{seed}.png", seed).read_bytes() for seed in (1, 2))
-    pq.write_table(pa.table({"before": [before], "after": [after]}), tmp_path / "a.parquet")
+    images = {name: write_photo(tmp_path / name, seed).read_bytes() for seed, name in enumerate(("1.png", "2.png"))}
+    pq.write_table(pa.table({name: [data] for name, data in images.items()}), tmp_path / "a.parquet")
     memo = Memo()
-    for column, data in (("before", before), ("after", after), ("before", before)):
-        source = {"kind": "parquet", "path": tmp_path / "a.parquet", "image_column": column}
-        buckets = {"area": 96 * 96, "step": 32}
-        dataset = {"name": "table", "source": source, "buckets": buckets, "images": {"min_side": 8}}
-        settings = {"datasets": [dataset], "model": {"path": "tiny"}, "encode": {"device": "cpu"}}
-        workspace = Workspace(memo=memo)
-        run_precache(parse_config(settings), workspace=workspace)
-        manifest = workspace.manifests.read("table")
-        assert manifest is not None
-        assert [row.source for row in manifest.rows.values()] == [digest(data)], column
+    for column in ("1.png", "2.png", "1.png"):
+        found = sources_of(memo, kind="parquet", path=tmp_path / "a.parquet", image_column=column)
+        assert found == [digest(images[column])], column
 
 
 @pytest.mark.parametrize("kind", ["folder", "webdataset", "parquet"])
@@ -129,28 +124,15 @@ def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
 ) -> None:
     """As a dataset behind a link that names its version: going back to the old one changes none of its files."""
     monkeypatch.setattr(samples, "SETTLED_NS", -1)
-    digests = []
     for version in ("1", "2"):
         photo = write_photo(tmp_path / version / "a.png", int(version))
-        digests.append(digest(photo.read_bytes()))
-        with tarfile.open(photo.parent / "a.tar", "w") as tar:
+        with tarfile.open(photo.with_suffix(".tar"), "w") as tar:
             tar.add(photo, "a.png")
-        pq.write_table(pa.table({"image": [photo.read_bytes()]}), photo.parent / "a.parquet")
+        pq.write_table(pa.table({"image": [photo.read_bytes()]}), photo.with_suffix(".parquet"))
 
     def point_to(version: str) -> None:
         (tmp_path / "current").unlink(missing_ok=True)
         (tmp_path / "current").symlink_to(tmp_path / version)
-
-    memo = Memo()
-
-    def planned() -> Refusal | str | None:
-        source = {"kind": kind, "path": tmp_path / "current"}
-        dataset = {"name": "photos", "source": source, "images": {"min_side": 8}}
-        settings = {"datasets": [dataset | {"buckets": {"area": 96 * 96, "step": 32}}], "model": {"path": "tiny"}}
-        workspace = Workspace(memo=memo)
-        run_precache(parse_config(settings | {"encode": {"device": "cpu"}}), workspace=workspace)
-        (row,) = workspace.manifests.read("photos").rows.values()  # type: ignore[union-attr]
-        return row.refusal or row.source
 
     def listed(source: SourceConfig, *arguments: Any, **options: Any) -> SampleSource:
         opened = open_source(source, *arguments, **options)
@@ -159,9 +141,26 @@ def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
         point_to("2")
         return opened
 
+    memo = Memo()
     point_to("1")
     with monkeypatch.context() as patch:
         patch.setattr(planner, "open_source", listed)
-        planned()
+        sources_of(memo, kind=kind, path=tmp_path / "current")
     point_to("1")
-    assert planned() == digests[0]
+    assert sources_of(memo, kind=kind, path=tmp_path / "current") == [digest((tmp_path / "1/a.png").read_bytes())]
+
+
+def test_the_memo_forgets_what_a_file_was(
+    make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new time stamp of a file added a row for good, which every run loads."""
+    monkeypatch.setattr(samples, "SETTLED_NS", 0)
+    config = make_config()
+    run_precache(config)
+    numbers = []
+    for time in (1_000, 2_000):
+        os.utime(photos / "a.png", (time, time))
+        assert run_precache(config).num_misses == 0
+        with open_workspace(config.cache) as workspace:
+            numbers.append(len(workspace.memo))
+    assert numbers[0] == numbers[1]
