@@ -20,7 +20,6 @@ from latentcache.loading.sampler import Visit, Visits
 from latentcache.loading.status import show, status
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
-from latentcache.precache.stages import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.service.page.text import url
 from latentcache.utils.wording import size
@@ -42,19 +41,11 @@ def make(make_config: Callable[..., Config], photos: Path) -> Callable[..., Conf
     return made
 
 
-def fetched(address: str) -> str:
-    with urlopen(address) as answer:
-        return str(answer.read().decode())
-
-
 def texts_of(config: Config, name: str) -> list[str]:
+    """The texts of a sample after a run."""
+    run_precache(config)
     with LatentCache(config.cache.path) as cache:
         return [ref.text for ref in cache.row(name)[1].captions]
-
-
-def texts_of_run(config: Config, name: str) -> list[str]:
-    run_precache(config)
-    return texts_of(config, name)
 
 
 def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callable[..., Config]) -> None:
@@ -79,9 +70,9 @@ def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callab
 def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], photos: Path) -> None:
     (photos / "a.txt").write_text("a dog\na dog\na cat")
     (photos / "d.txt").write_text("a cow\na cow")
-    assert texts_of_run(make({}), "a.png") == ["a dog", "a cat"]
+    assert texts_of(make({}), "a.png") == ["a dog", "a cat"]
     config = make({"weights": [0, 1, 3]})
-    assert texts_of_run(config, "a.png") == ["a dog", "a dog", "a cat"]
+    assert texts_of(config, "a.png") == ["a dog", "a dog", "a cat"]
     assert run_precache(config).num_misses == 0, "equal texts are one entry all the same"
     for name in ("b", "c", "sub/e"):
         (photos / f"{name}.png").unlink()
@@ -93,20 +84,12 @@ def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], pho
 
 
 def test_the_cost_is_said_before_anything_is_encoded(
-    make: Callable[..., Config], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, said = make(), list[str]()
-    run = TextStage.run
-
-    def run_and_look(stage: TextStage, batches: Any) -> None:
-        said.extend(caplog.messages)
-        run(stage, batches)
-
-    monkeypatch.setattr(TextStage, "run", run_and_look)
+    config = make()
     with caplog.at_level(logging.INFO, "latentcache"):
         dry = run_precache(config, dry_run=True)
-        assert not said
-        run_precache(config)
+    run_precache(config)
     rule = config.datasets[0].captions
     captions = [TAGS, "a street at night, rain", f"blue, {TAGS}", "a tree", ""]
     num_texts = len({text for caption in captions for text in variants_of(caption, rule)})
@@ -114,43 +97,31 @@ def test_the_cost_is_said_before_anything_is_encoded(
         entry = cache.get(cache.row("a.png")[1].captions[1].key)
     num_bytes = sum(tensor.nbytes for tensor in entry.tensors.values())
     note = f"photos: {NUM} variants of 5 captions: {num_texts} texts, {size(num_texts * num_bytes)}"
-    assert note in said and note in dry.notes and note in dry.to_text()
+    assert note in caplog.messages and note in dry.notes and note in dry.to_text()
     assert run_precache(make({})).notes == [], "the captions alone need no word"
 
 
-def test_an_edited_caption_costs_its_own_variants(make: Callable[..., Config], photos: Path) -> None:
+def test_other_variants_say_so_and_other_reasons_are_as_without(make: Callable[..., Config], photos: Path) -> None:
     config = make()
     run_precache(config)
-    (photos / "a.txt").write_text(f"green, {TAGS}\na street at night, rain")
-    report = run_precache(config)
-    num_texts = len(set(variants_of(f"green, {TAGS}", config.datasets[0].captions)))
-    assert report.misses_by_reason == {"caption changed": num_texts}
+    rule = config.datasets[0].captions
+    for change in ({"variants": 7}, {"seed": 1}, {"keep": 2}, {"drop": 0.3}):
+        report = run_precache(make({**rule.model_dump(), **change}), dry_run=True)
+        assert [*report.misses_by_reason] == ["new variant of the caption"]
+    report = run_precache(make(**{"encode.clip_skip": 1}), dry_run=True)
+    assert [*report.misses_by_reason] == ["clip skip changed (0 -> 1)"]
 
-
-@pytest.mark.parametrize(
-    "change", [{"variants": 7}, {"seed": 1}, {"keep": 2}, {"drop": 0.3}], ids=["more", "seed", "keep", "drop"]
-)
-def test_other_variants_say_so(make: Callable[..., Config], change: dict[str, Any]) -> None:
-    config = make()
-    run_precache(config)
-    other = make({**config.datasets[0].captions.model_dump(), **change})
-    report = run_precache(other)
-    assert [*report.misses_by_reason] == ["new variant of the caption"]
-    if "variants" in change:
-        assert texts_of(other, "b.png")[:NUM] == [*variants_of(f"blue, {TAGS}", config.datasets[0].captions)]
-        assert run_precache(config).num_misses == 0
-
-
-def test_other_reasons_are_as_without_variants(make: Callable[..., Config]) -> None:
-    config = make()
-    run_precache(config)
-    assert {*run_precache(make(**{"encode.clip_skip": 1})).misses_by_reason} == {"clip skip changed (0 -> 1)"}
-    run_precache(config)
+    assert texts_of(make({**rule.model_dump(), "variants": 7}), "b.png")[:NUM] == [*variants_of(f"blue, {TAGS}", rule)]
+    assert run_precache(config).num_misses == 0
     with LatentCache(config.cache.path) as cache:
         cache.store.remove([cache.row("b.png")[1].captions[3].key])
     assert run_precache(config).misses_by_reason == {"entry lost": 1}
     run_precache(make({}))
     assert run_precache(config, dry_run=True).num_misses == 0, "the caption alone is part of it"
+
+    (photos / "a.txt").write_text(f"green, {TAGS}\na street at night, rain")
+    num_texts = len(set(variants_of(f"green, {TAGS}", rule)))
+    assert run_precache(config).misses_by_reason == {"caption changed": num_texts}
 
 
 @pytest.mark.parametrize("tier", ["disk", "cpu"])
@@ -189,12 +160,16 @@ def test_the_page_shows_a_caption_once(make: Callable[..., Config]) -> None:
         cache.store.remove([lost])
     other = variants_of(TAGS, config.datasets[0].captions)[1]
     with page_of(config.cache.path, config=config) as base:
-        page = fetched(base + url("/sample", dataset="photos", id="a.png"))
+
+        def fetched(path: str, **query: Any) -> str:
+            with urlopen(base + url(path, dataset="photos", **query)) as answer:
+                return str(answer.read().decode())
+
+        page = fetched("/sample", id="a.png")
         assert page.count("<blockquote") == 2 and "4 variants: it and 3 texts" in page and other not in page
-        page = fetched(base + url("/sample", dataset="photos", id="b.png"))
+        page = fetched("/sample", id="b.png", reasons=1)
         assert page.count("<blockquote") == 1 and lost[:12] in page, "of variants what is lost is named"
-        page = fetched(base + url("/sample", dataset="photos", id="b.png", reasons=1))
         reasons = page.partition('<div id="reasons">')[2].partition("</section>")[0]
         assert reasons.count("<dt>") == 3 and reasons.count("entry lost") == 1
-        gallery = fetched(base + url("/gallery", dataset="photos"))
+        gallery = fetched("/gallery")
         assert TAGS in gallery and other not in gallery

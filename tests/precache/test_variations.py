@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
@@ -20,15 +18,13 @@ from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.masks import prepare_mask
 from latentcache.dataset.row_table import Ref, Row
-from latentcache.errors import ImageRefused, StoreError
+from latentcache.errors import StoreError
 from latentcache.loading.sampler import Visit, Visits
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
 from latentcache.models.vae import encode_images
-from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.explanation import explain
-from latentcache.precache.preparation import Preparations
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Size
@@ -107,13 +103,7 @@ def test_further_crops_are_entries_of_their_own_and_the_first_one_stays(folder: 
 
 
 @pytest.mark.parametrize(
-    "buckets",
-    [
-        {"area": 64 * 64, "step": 64},
-        {"rule": "kohya", "resolution": 64, "square": True},
-        SQUARE,
-    ],
-    ids=lambda buckets: buckets.get("rule", "latentcache"),
+    "buckets", [{"area": 64 * 64, "step": 64}, {"rule": "kohya", "resolution": 64, "square": True}, SQUARE]
 )
 def test_what_is_encoded_is_the_crop_and_its_mirror_image(folder: Path, buckets: dict[str, Any]) -> None:
     """Of every rule the time ids of a mirrored crop are those of what is seen."""
@@ -162,27 +152,28 @@ def test_a_crop_depends_on_the_seed_the_image_and_its_number_alone(folder: Path)
     assert run(more, dry_run=True).misses_by_reason == {"image changed": 3}
 
 
-def test_the_plan_says_what_crops_cost(folder: Path) -> None:
-    run(config_of(folder))
-    config = config_of(folder, variations=3)
-    report = run(config, dry_run=True)
-    assert report.notes == ["photos: 3 crops of each image add 4 entries to 3"]
-    assert report.num_misses == 4 and run(config).num_encoded == 4
-    assert not run(config_of(folder)).notes
+def test_a_crop_may_lie_at_either_edge_and_not_beyond(folder: Path) -> None:
+    for name in SIZES:
+        (folder / "photos" / name).unlink()
+    write_photo(folder / "photos/narrow.png", 1, (64, 66))
+    config = config_of(folder, variations=32)
+    run(config)
+    assert {ref.geometry.crop_top_left for ref in rows_of(config)["narrow.png"].images} == {(0, 0), (0, 1), (0, 2)}
 
 
-def test_explain_and_the_validation_loss_know_which_crop_is_meant(folder: Path) -> None:
+def test_the_plan_the_loss_and_explain_know_which_crop_is_meant(folder: Path) -> None:
     run(config_of(folder))
 
     def loss() -> Any:
         with LatentCache(config_of(folder).cache) as cache:
             torch.manual_seed(0)
-            parts = tiny_denoiser(), tiny_part("scheduler")
-            return validation_loss(parts[0].eval(), cache, scheduler=parts[1])
+            return validation_loss(tiny_denoiser().eval(), cache, scheduler=tiny_part("scheduler"))
 
     before = loss()
     config = config_of(folder, variations=3)
-    run(config)
+    report = run(config)
+    assert report.notes == ["photos: 3 crops of each image add 4 entries to 3"] and report.num_encoded == 4
+    assert not run(config_of(folder), dry_run=True).notes
     after = loss()
     assert before.loss == after.loss and before.measurement_settings == after.measurement_settings
     crops = [ref.geometry.crop_top_left for ref in rows_of(config)["wide.png"].images]
@@ -201,65 +192,6 @@ def test_crops_change_neither_the_items_nor_which_of_them_share_a_batch(folder: 
     assert (len(before), before.identity()) == (len(after), after.identity())
     groups = joined.groups().tolist()
     assert groups[:3] == groups[3:], "samples of both share a batch"
-
-
-RULES = [
-    {"area": 96 * 96, "step": 32},
-    {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32},
-    {"rule": "kohya", "resolution": 64, "square": True},
-    {"rule": "simpletuner", "resolution": 96, "step": 32},
-    {"rule": "onetrainer", "resolution": 96, "step": 32},
-    {"rule": "diffusers", "resolution": 64},
-    {"rule": "diffusers", "sizes": [[64, 96], [96, 64]]},
-]
-
-
-@pytest.fixture(scope="module")
-def preparations() -> Callable[[dict[str, Any], int], Preparations]:
-    settings: dict[str, Any] = {"datasets": [{"name": "a", "source": {"path": "a"}}], "model": {"path": "tiny"}}
-    encodings = choose_encodings(
-        parse_config(settings | {"encode": {"device": "cpu"}}), LoadedModels(**tiny_parts()), {}
-    )
-
-    def made(buckets: dict[str, Any], variations: int) -> Preparations:
-        data = {**settings["datasets"][0], "buckets": buckets, "flip": True, "variations": variations}
-        return Preparations(parse_config({"datasets": [data]}).datasets[0], encodings, "")
-
-    return made
-
-
-@given(
-    size=st.builds(Size, st.integers(20, 4000), st.integers(20, 4000)),
-    buckets=st.sampled_from(RULES),
-    variations=st.integers(2, 5),
-    seed=st.binary(min_size=32, max_size=32),
-)
-def test_every_crop_lies_in_its_resized_image(
-    preparations: Callable[[dict[str, Any], int], Preparations],
-    size: Size,
-    buckets: dict[str, Any],
-    variations: int,
-    seed: bytes,
-) -> None:
-    source = seed.hex()
-    try:
-        plain = preparations(buckets, 1).shapes([size], None, "a.png", source)
-    except ImageRefused:
-        return
-    shapes = preparations(buckets, variations).shapes([size], None, "a.png", source)
-    assert [each.image_key(source) for each in shapes[:2]] == [each.image_key(source) for each in plain]
-    assert len(shapes) == 2 * variations
-    for upright, mirrored in zip(shapes[::2], shapes[1::2], strict=True):
-        geometry, other = upright.geometry, mirrored.geometry
-        for at, resized, target in zip(
-            geometry.crop_top_left, geometry.resized_size, geometry.target_size, strict=True
-        ):
-            assert 0 <= at <= resized - target
-        assert (geometry.flip, other.flip) == (False, True)
-        if upright is not shapes[0]:  # of the first one each trainer has a rule of its own for the odd pixel
-            assert other.crop_top_left == geometry.crop_top_left
-    same = plain[0].geometry.resized_size == plain[0].geometry.target_size
-    assert not same or len({each.image_key(source) for each in shapes}) == 2
 
 
 # Reading
