@@ -55,15 +55,12 @@ def test_a_rule_and_its_settings_count_only_where_they_change_the_pixels(
     )
 
 
-def test_an_image_without_a_bucket_is_refused_by_name(
-    make_config: Callable[..., Config], photos: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_an_image_without_a_bucket_is_refused_by_name(make_config: Callable[..., Config], photos: Path) -> None:
     write_photo(photos / "long.png", 9, (20, 140))
     config = make_config(**{"datasets.0.buckets": {**KOHYA, "upscale": False}})
-    report = run_precache(config)
-    [refusal] = report.refused
-    assert (refusal.sample_id, refusal.reason) == ("long.png", "no-bucket")
-    assert "kohya" in refusal.detail and "makes no bucket of an image of 20x140" in refusal.detail
+    for _ in range(2):
+        [refusal] = run_precache(config).refused
+        assert (refusal.sample_id, refusal.reason) == ("long.png", "no-bucket")
+        assert "kohya" in refusal.detail and "makes no bucket of an image of 20x140" in refusal.detail
     with LatentCache(config.cache.path) as cache:
         assert sorted(cache.sample_ids()) == ["a.png", "b.png", "c.png", "d.png", "sub/e.png"]
-    assert [refusal.reason for refusal in run_precache(config).refused] == ["no-bucket"]

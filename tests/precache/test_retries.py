@@ -19,31 +19,6 @@ from latentcache.precache.run import run_precache
 BAD = "a blue car"
 
 
-def moves_in_float32(module: torch.nn.Module) -> list[Any]:
-    """Writes down where a module and its copies are moved while their weights are in float32."""
-    moved = list[Any]()
-
-    class Counted(type(module)):  # type: ignore[misc]
-        def to(self, *arguments: Any, **options: Any) -> Any:
-            if isinstance(arguments[0], torch.device) and next(self.parameters()).dtype == torch.float32:
-                moved.append(arguments[0])
-            return super().to(*arguments, **options)
-
-    module.__class__ = Counted
-    return moved
-
-
-def test_the_vae_is_moved_once_for_all_images_of_a_batch(make_config: Callable[..., Config]) -> None:
-    parts = tiny_parts()
-    with torch.no_grad():
-        parts["vae"].encoder.conv_in.weight.mul_(1e6)  # as SDXL's: its activations are larger than 65504
-    moved = moves_in_float32(parts["vae"])
-    settings = {"encode.vae_dtype": "float16", "encode.store_dtype": "float32", "encode.batch_size": 4}
-    report = run_precache(make_config(**settings), models=LoadedModels(**parts))
-    assert (report.num_retried_in_float32, report.num_refused) == (5, 0)
-    assert len(moved) == 2 * 2, "there and back, for a batch of three and one of two"
-
-
 def test_a_vae_that_does_not_fit_in_float32_costs_its_images_alone(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,24 +67,21 @@ def texts_of(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, torch.
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_text_that_is_not_finite_is_encoded_again_in_float32(
-    make_config: Callable[..., Config], tmp_path: Path, dtype: str
+    make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     settings = {"encode.text_store_dtype": "float32"}
-    half = make_config(**settings, **{"encode.text_dtype": dtype})
+    half = make_config(**settings, **{"encode.text_dtype": "float16"})
     single = make_config(**settings, **{"cache.path": tmp_path / "single"})
-    parts = overflowing((torch.float16, torch.bfloat16))
-    moved = moves_in_float32(parts["text_encoder_2"])
+    parts = overflowing((torch.float16,))
     report = run_precache(half, models=LoadedModels(**parts))
     assert (report.num_retried_in_float32, report.num_refused) == (1, 0)
-    assert "1 entry encoded again in float32" in report.to_text()
-    assert len(moved) == 2 and not parts["text_encoder_2"].training
+    assert "1 entry encoded again in float32" in report.to_text() and not parts["text_encoder_2"].training
     run_precache(single)
     found, expected = texts_of(half), texts_of(single)
     for caption, (provenance, tensors) in found.items():
         is_bad = caption == BAD
-        assert provenance["computed_dtype"] == ("float32" if is_bad else dtype)
+        assert provenance["computed_dtype"] == ("float32" if is_bad else "float16")
         assert ("encoded again in float32" in provenance.get("note", "")) == is_bad
         assert all(torch.equal(tensor, expected[caption][1][name]) for name, tensor in tensors.items()) == is_bad
     assert run_precache(half, models=LoadedModels(**parts)).num_misses == 0
