@@ -100,23 +100,15 @@ def chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
-def raw_png(
-    depth: int, colour_type: int, rows: np.ndarray | None = None, before: bytes = b"", after: bytes = b""
-) -> bytes:
-    """A PNG of what Pillow cannot write, from its rows in the file's byte order. `before`, `after`: chunks."""
-    header = struct.pack(">IIBBBBB", WIDTH, HEIGHT, depth, colour_type, 0, 0, 0)
+def raw_png(depth: int, colour_type: int, rows: np.ndarray | None = None, *, side: int = 0, **chunks: bytes) -> bytes:
+    """A PNG of what Pillow cannot write, from its rows in the file's byte order. `before`, `after`: chunks.
+
+    One of `side` x `side` has no rows.
+    """
+    header = struct.pack(">IIBBBBB", side or WIDTH, side or HEIGHT, depth, colour_type, 0, 0, 0)
     filtered = b"" if rows is None else b"".join(b"\x00" + row.tobytes() for row in rows)
-    body = before + chunk(b"IDAT", zlib.compress(filtered, 9)) + after
+    body = chunks.get("before", b"") + chunk(b"IDAT", zlib.compress(filtered, 9)) + chunks.get("after", b"")
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
-
-
-def png_bomb(side: int) -> bytes:
-    """side x side white pixels of one bit, deflated without ever being held in memory."""
-    deflate = zlib.compressobj(9)
-    row = b"\x00" + b"\xff" * ((side + 7) // 8)
-    body = b"".join([deflate.compress(row) for _ in range(side)] + [deflate.flush()])
-    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
 # --- ICC profiles, by hand -------------------------------------------------------------------------------------------
@@ -373,7 +365,7 @@ CORPUS: dict[str, Callable[[], Odd]] = {
         f"animated-{name}": (lambda name=name: Odd(frames(name.upper(), duration=40), f"an.{name}", "animated"))
         for name in ("png", "webp", "avif", "gif", "tiff")
     },
-    "bomb-20000": lambda: Odd(png_bomb(20_000), "bomb.png", "too-many-pixels"),
+    "bomb-20000": lambda: Odd(raw_png(1, 0, side=20_000), "bomb.png", "too-many-pixels"),
     "bomb-icc": _icc_bomb,
     "bomb-webp": _webp_bomb,
 }

@@ -356,44 +356,28 @@ ODD_HEADERS = {
 class TestWebDataset:
     def test_what_is_in_a_tar(self, tmp_path: Path) -> None:
         texts = {"./dir.v1/x.TXT": b"x", "y.json": b'{"caption": "y"}', "apart.txt": b"apart", "cat.txt": b"a cat"}
+        texts |= {"both.txt": b"t", "both.json": b'{"caption": "c", "tags": ["1"]}'}
         bad = {"latin.txt": b"\xff", "broken.json": b"{", "list.json": b"[]", "long.txt": TOO_LONG}
-        images = [f"{name.partition('.')[0]}.png" for name in bad] + ["./dir.v1/x.png", "y.png", "apart.png"]
+        bad_keys = [name.partition(".")[0] for name in bad]
         # Tars are sorted by name, so that the depth map comes before its image.
         depth = dict.fromkeys(("cat.depth.png", "dog.depth.png"), PHOTOS["b"][0])
-        more = dict.fromkeys(("cat.jpg", "again.png", "again.webp", "._hidden.png"), IMAGE)
-        path = write_tar(tmp_path / "s.tar", texts | bad | depth | dict.fromkeys(images, IMAGE) | more)
+        images = (*(f"{key}.png" for key in bad_keys), "./dir.v1/x.png", "y.png", "both.png", "apart.png", "cat.jpg")
+        more = dict.fromkeys((*images, "again.png", "again.webp", "._hidden.png"), IMAGE)
+        path = write_tar(tmp_path / "s.tar", texts | bad | depth | more)
         source = open_source("webdataset", path)
         captions, refused = listed(source)
-        texts_of = {"dir.v1/x": "x", "y": "y", "apart": "apart", "cat": "a cat", "again": ""}
+        texts_of = {"dir.v1/x": "x", "y": "y", "apart": "apart", "cat": "a cat", "both": "t", "again": ""}
         assert captions == {f"s.tar/{key}": (text,) for key, text in texts_of.items()}
         assert refused == {
-            **{f"s.tar/{name.partition('.')[0]}": "bad-caption" for name in bad},
+            **{f"s.tar/{key}": "bad-caption" for key in bad_keys},
             "s.tar/dog": "missing",
             "s.tar/again": "duplicate",
         }
         assert all(source.read(item) == IMAGE for item in source.samples() if isinstance(item, Sample))
+        captions, _ = listed(open_source("webdataset", path, caption_columns=("caption", "tags")))
+        assert captions["s.tar/both"] == ("c", "1"), "columns come first if they are configured"
 
-    @pytest.mark.parametrize(("columns", "captions"), [(None, ("t",)), (("caption", "tags"), ("c", "1"))])
-    def test_json_comes_first_if_columns_are_configured(
-        self, tmp_path: Path, columns: tuple[str, ...] | None, captions: Captions
-    ) -> None:
-        both = {"a.png": IMAGE, "a.txt": b"t", "a.json": b'{"caption": "c", "tags": ["1"]}'}
-        write_tar(tmp_path / "s.tar", both)
-        source = open_source("webdataset", tmp_path, caption_columns=columns)
-        assert listed(source)[0] == {"s.tar/a": captions}
-
-    def test_one_tar_a_folder_and_a_glob(self, tmp_path: Path) -> None:
-        make_webdataset(tmp_path)
-        write_tar(tmp_path / "deep/er/x.tar", {"x.png": IMAGE})
-        deep, own = ["deep/er/x.tar/x"], LAYOUTS["webdataset"][1].split()
-        paths = {".": own + deep, "shard-1.tar": own[3:], "shard-?.tar": own, "**/*.tar": deep + own}
-        for path, ids in paths.items():
-            assert [*listed(open_source("webdataset", tmp_path / path))[0]] == ids
-        for path, message in (("shard-{0..1}.tar", "glob"), ("other-*.tar", "holds no")):
-            with pytest.raises(DatasetError, match=message):
-                open_source("webdataset", tmp_path / path)
-
-    def test_kinds_of_members(self, tmp_path: Path) -> None:
+    def test_odd_members(self, tmp_path: Path) -> None:
         kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "fifo": tarfile.FIFOTYPE}
         kinds |= {"sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
         odd = ("/etc/passwd.png", "../../up.png", "new\nline.png", "\udcff\udc80.png", "x" * 250 + ".png")
@@ -405,6 +389,17 @@ class TestWebDataset:
         captions, refused = listed(open_source("webdataset", tmp_path / "s.tar"))
         assert len(captions) == len(odd)
         assert refused == {**{f"s.tar/{name}": "unreadable" for name in kinds}, "s.tar/captions": "bad-caption"}
+
+    def test_one_tar_a_folder_and_a_glob(self, tmp_path: Path) -> None:
+        make_webdataset(tmp_path)
+        write_tar(tmp_path / "deep/er/x.tar", {"x.png": IMAGE})
+        deep, own = ["deep/er/x.tar/x"], LAYOUTS["webdataset"][1].split()
+        paths = {".": own + deep, "shard-1.tar": own[3:], "shard-?.tar": own, "**/*.tar": deep + own}
+        for path, ids in paths.items():
+            assert [*listed(open_source("webdataset", tmp_path / path))[0]] == ids
+        for path, message in (("shard-{0..1}.tar", "glob"), ("other-*.tar", "holds no")):
+            with pytest.raises(DatasetError, match=message):
+                open_source("webdataset", tmp_path / path)
 
     def test_a_cut_tar_gives_what_is_whole_and_says_so(self, tmp_path: Path) -> None:
         contents = {f"{i}.{suffix}": data for i in range(4) for suffix, data in (("png", IMAGE), ("txt", b"caption"))}
@@ -440,13 +435,10 @@ class TestWebDataset:
         with pytest.raises(ImageRefused):
             assert len([*islice(members(str(path)), 100)]) < 100
 
-    def test_a_compressed_tar_is_refused_by_name(self, tmp_path: Path) -> None:
+    def test_a_compressed_tar_and_one_that_changes_are_refused(self, tmp_path: Path) -> None:
         path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
         (tmp_path / "z.tar.gz").write_bytes(gzip.compress(path.read_bytes()))
         assert listed(open_source("webdataset", tmp_path)) == ({"s.tar/a": ("",)}, {"z.tar.gz": "truncated"})
-
-    def test_a_tar_that_changes_is_refused(self, tmp_path: Path) -> None:
-        path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
         source = open_source("webdataset", path)
         [sample] = source.samples()
         write_tar(path, {"other.txt": b"x" * 5000, "a.png": IMAGE})
