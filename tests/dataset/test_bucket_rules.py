@@ -1,4 +1,4 @@
-"""Every trainer's buckets, against tables that were recorded from its own functions."""
+"""Every trainer's buckets and resize filters, against what was recorded from its own functions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from latentcache.config import BucketsConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.bucket_rules import BucketRule
+from latentcache.dataset.resampling import resize
 from latentcache.errors import ConfigError
 from latentcache.types import Geometry, Size
 
@@ -158,6 +160,22 @@ def test_each_rule_resizes_with_its_trainers_filter(config: BucketsConfig, size:
     rule = BucketRule(config)
     geometry = rule.geometry(size)
     assert geometry is not None and rule.resample(geometry) == filter_name
+
+
+def noise(size: Size) -> np.ndarray:
+    """The same pixels on every machine."""
+    data = hashlib.shake_256(f"{size.height}x{size.width}".encode()).digest(size.height * size.width * 3)
+    return np.frombuffer(data, np.uint8).reshape(*size, 3)
+
+
+@pytest.mark.parametrize("case", json.loads((DATA / "resized_pixels.json").read_text())["cases"])
+def test_pixels_are_those_of_the_trainer_bit_for_bit(case: dict[str, Any]) -> None:
+    size, resized = Size(*case["size"]), Size(*case["resized"])
+    shrinks = resized.height <= size.height and resized.width <= size.width
+    name = "opencv-linear" if case["rule"] == "simpletuner" else "opencv-area" if shrinks else "lanczos"
+    got = np.ascontiguousarray(resize(noise(size), resized, name))
+    assert got.shape == (*resized, 3) and got.dtype == np.uint8
+    assert hashlib.sha256(got.tobytes()).hexdigest() == case["sha256"]
 
 
 @pytest.mark.parametrize(

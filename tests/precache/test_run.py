@@ -195,6 +195,36 @@ def test_another_layout_of_the_same_dataset_is_all_hits(make_config: Make, photo
         assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["latents"]) == 1
 
 
+KOHYA = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}
+
+
+def test_a_rule_and_its_settings_count_only_where_they_change_the_pixels(make_config: Make, photos: Path) -> None:
+    write_photo(photos / "same.png", 9, (96, 96))  # a bucket of every rule: nothing is resized
+    assert run_precache(make_config()).num_encoded > 0
+    report = run_precache(make_config(**{"datasets.0.buckets": KOHYA}))
+    assert report.misses_by_reason == {"resample policy changed (lanczos -> opencv-area and lanczos)": 5}
+    # Other settings, the same buckets.
+    more = {**KOHYA, "max_side": 512}
+    assert run_precache(make_config(**{"datasets.0.buckets": more})).num_encoded == 0
+    assert run_precache(make_config()).num_encoded == 0
+    own = {"rule": "simpletuner", "resolution": 96, "step": 32}
+    report = run_precache(make_config(**{"datasets.0.buckets": own}))
+    assert sum(report.misses_by_reason.values()) == 5 and all(
+        reason.startswith("resample policy changed") for reason in report.misses_by_reason
+    )
+
+
+def test_an_image_without_a_bucket_is_refused_by_name(make_config: Make, photos: Path) -> None:
+    write_photo(photos / "long.png", 9, (20, 140))
+    config = make_config(**{"datasets.0.buckets": {**KOHYA, "upscale": False}})
+    for _ in range(2):
+        [refusal] = run_precache(config).refused
+        assert (refusal.sample_id, refusal.reason) == ("long.png", "no-bucket")
+        assert "kohya" in refusal.detail and "makes no bucket of an image of 20x140" in refusal.detail
+    with LatentCache(config.cache.path) as cache:
+        assert sorted(cache.sample_ids()) == ["a.png", "b.png", "c.png", "d.png", "sub/e.png"]
+
+
 class Doctored(AutoencoderKL):
     """A VAE that damages its outputs: `damage` gets the moments and the dtype."""
 
