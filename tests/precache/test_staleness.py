@@ -67,21 +67,21 @@ def models_of(family: str = "sdxl", change: Callable[[dict[str, Any]], object] |
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One input changed alone: of the photos, of the settings, of the models, or of the code.
+    """One input changed alone: of the settings, of the photos, of the models, or of the code.
 
     `fields` are the fields of the identities that carry it. Each of `reasons` is in a reason of a miss, and there is no
-    other. With `base` the cache is filled with these settings, and without companions.
+    other. `count` is how many misses there are, where it is known. With `base` the cache is filled with these settings,
+    and without companions.
     """
 
     fields: str
     reasons: str | tuple[str, ...]
-    edit: Edit | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    count: int | None = None
+    base: dict[str, Any] | None = None
+    edit: Edit | None = None
     models: Callable[[dict[str, Any]], object] | None = None
     patch: Callable[[pytest.MonkeyPatch], object] | None = None
-    count: int | None = None
-    """How many misses there are, if it is known."""
-    base: dict[str, Any] | None = None
     prepare: Edit | None = None
     family: str = "sdxl"
 
@@ -191,103 +191,72 @@ def kind(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(identity, "to_json", lambda self, _json=to_json: _json(self) | {"kind": "other"})
 
 
+def no_masks(photos: Path) -> None:
+    for path in photos.rglob("*_mask.png"):
+        path.unlink()
+
+
+def other_mask(photos: Path) -> None:
+    Image.new("L", (144, 80), 200).save(photos / "a_mask.png")
+
+
+def other_condition(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(family_named("wan-i2v")), "clip_condition", "two frames, padded")
+
+
 A_CLIP: dict[str, Any] = {"base": rule_of_frames(), "prepare": only_a_clip, "family": "wan"}
 IN_FLOAT32 = {"encode.store_dtype": "float32"}
 A_SAMPLE = {"encode.image_output": "sample"}
 BLACK = {"datasets.0.images": {"min_side": 8, "alpha_colour": "#000000"}}
-SQUARES = {"max_aspect": 1.0}
+ALPHA = {"datasets.0.mask": {"alpha": True, "inpaint": "hard"}}
+OWN_AREA = {"datasets.0.control": [{"suffix": "_before", "area": 64 * 64}]}
+LARGE, SMALL = (buckets(side * side, max_aspect=1.0) for side in (96, 64))
 CHANGES = [
     Change("image.source masking.source", "image changed", edit=one_pixel, count=2),
     Change("image.source", "image changed", edit=exif_turn, count=2),
     Change("image.source", "new", edit=new_photo, count=4),
-    Change("image.source", "control 1: image changed", lambda f: write_photo(f / "a_before.png", 8), count=1),
-    Change(
-        "mask.source masking.source",
-        ("mask: image changed", "masked image: mask changed"),
-        edit=lambda photos: Image.new("L", (144, 80), 200).save(photos / "a_mask.png"),
-        count=2,
-    ),
-    Change("text.source", "caption changed", lambda f: (f / "b.txt").write_text("a blue cat\n"), count=1),
-    Change("text.source", "new", settings={"validation.prompts": ["a validation prompt", "b"]}, count=1),
-    Change("preparation.exif masking.preparation", "exif policy changed", patch=policy("exif")),
-    Change("preparation.colour", "colour policy changed", patch=policy("colour")),
-    Change("preparation.decoder", "decoder policy changed", patch=policy("decoder")),
+    Change("image.source", "control 1: image changed", edit=lambda f: write_photo(f / "a_before.png", 8), count=1),
+    Change("mask.source", ("mask: image changed", "masked image: mask changed"), edit=other_mask, count=2),
+    Change("text.source", "caption changed", edit=lambda f: (f / "b.txt").write_text("a blue cat\n"), count=1),
+    Change("text.source", "new", {"validation.prompts": ["a validation prompt", "b"]}, count=1),
+    Change("preparation.exif masking.preparation", "exif policy changed", patch=policy("exif"), count=20),
+    Change("preparation.colour", "colour policy changed", patch=policy("colour"), count=20),
+    Change("preparation.decoder", "decoder policy changed", patch=policy("decoder"), count=20),
     Change("preparation.resample", "resample policy changed", patch=policy("resample")),
-    Change("preparation.alpha", "alpha policy changed", settings=BLACK, count=20),
-    Change(
-        "mask.preparation",
-        ("mask: image changed, colour policy changed", "masked image: mask changed"),
-        edit=lambda photos: [path.unlink() for path in photos.rglob("*_mask.png")],
-        settings={"datasets.0.mask": {"alpha": True, "inpaint": "hard"}},
-    ),
+    Change("preparation.alpha", "alpha policy changed", BLACK, count=20),
+    Change("mask.preparation", ("mask: image changed", "masked image: mask changed"), ALPHA, 10, edit=no_masks),
     Change("mask.downscale", "mask: downscale changed", patch=downscale, count=5),
-    Change(
-        "preparation.target_size preparation.resized_size",
-        "bucket changed (96x96 -> 64x64)",
-        settings=buckets(64 * 64, **SQUARES),
-        base=buckets(96 * 96, **SQUARES),
-    ),
-    Change("preparation.target_size", "bucket changed", settings=buckets(96 * 96, step=24), count=20),
-    Change(
-        "preparation.target_size",
-        "control 1: bucket changed",
-        settings={"datasets.0.control": [{"suffix": "_before", "area": 64 * 64}]},
-        count=5,
-    ),
+    Change("preparation.target_size", "bucket changed (96x96 -> 64x64)", SMALL, base=LARGE),
+    Change("preparation.target_size", "bucket changed", buckets(96 * 96, step=24), count=20),
+    Change("preparation.target_size", "control 1: bucket changed", OWN_AREA, count=5),
     Change("preparation.crop_top_left", "crop changed", patch=geometry(crop_top_left=(0, 1))),
     Change("preparation.resized_size", "resized size changed", patch=geometry(resized_size=(99, 178))),
     Change("preparation.original_size", "original size changed", patch=geometry(original_size=(81, 145)), base={}),
-    Change("preparation.flip", "flip added", settings={"datasets.0.flip": True}, count=20),
-    Change("preparation.num_frames", "number of frames changed (9 -> 5)", settings=rule_of_frames(count=7), **A_CLIP),
-    Change("preparation.fps", "fps changed (10.0 -> 11.0)", settings=rule_of_frames(fps=11), **A_CLIP),
-    Change("preparation.start", "start changed (first -> middle)", settings=rule_of_frames(start="middle"), **A_CLIP),
+    Change("preparation.flip", "flip added", {"datasets.0.flip": True}, count=20),
+    Change("preparation.num_frames", "number of frames changed (9 -> 5)", rule_of_frames(count=7), **A_CLIP),
+    Change("preparation.fps", "fps changed (10.0 -> 11.0)", rule_of_frames(fps=11), **A_CLIP),
+    Change("preparation.start", "start changed (first -> middle)", rule_of_frames(start="middle"), **A_CLIP),
     Change("image_encoding.vae part.weights", "vae changed (", models=one_bit("vae"), count=15),
-    Change("image_encoding.vae part.config", "vae changed (", models=configured("vae", norm_num_groups=4)),
-    Change("image_encoding.vae part.class_name", "vae changed (", models=another_class),
+    Change("image_encoding.vae part.config", "vae changed (", models=configured("vae", norm_num_groups=4), count=15),
+    Change("image_encoding.vae part.class_name", "vae changed (", models=another_class, count=15),
     Change("image_encoding.scaling_factor", "(0.13025 -> 0.18215)", models=configured("vae", scaling_factor=0.18215)),
     Change("image_encoding.shift_factor", "(None -> 0.5)", models=configured("vae", shift_factor=0.5)),
-    Change(
-        "image_encoding.compute_dtype",
-        "encoder dtype changed (float32 -> bfloat16)",
-        settings={"encode.vae_dtype": "bfloat16"},
-        base=IN_FLOAT32,
-    ),
-    Change(
-        "image_encoding.output", "output changed (moments -> mean)", settings={"encode.image_output": "mean"}, count=5
-    ),
-    Change("image_encoding.seed", "seed changed (0 -> 1)", settings={"encode.seed": 1}, base=A_SAMPLE, count=5),
-    Change(
-        "image_encoding.condition",
-        "condition changed (first frame, padded -> two frames, padded)",
-        patch=lambda patch: patch.setattr(type(family_named("wan-i2v")), "clip_condition", "two frames, padded"),
-        **A_CLIP | {"family": "wan-i2v"},
-    ),
-    Change("masking.rule", "masked image: inpaint changed (hard -> soft)", settings=masks(inpaint="soft"), count=5),
-    Change(
-        "image_encoding.store_dtype text_encoding.store_dtype",
-        "stored dtype changed (float32 -> float16)",
-        settings={"encode.store_dtype": "float16"},
-    ),
-    Change(
-        "text_encoding.compute_dtype",
-        "encoder dtype changed (float32 -> bfloat16)",
-        settings={"encode.text_dtype": "bfloat16"},
-        base=IN_FLOAT32,
-    ),
+    Change("image_encoding.compute_dtype", "encoder dtype", {"encode.vae_dtype": "bfloat16"}, base=IN_FLOAT32),
+    Change("image_encoding.output", "output changed (moments -> mean)", {"encode.image_output": "mean"}, count=5),
+    Change("image_encoding.seed", "seed changed (0 -> 1)", {"encode.seed": 1}, base=A_SAMPLE, count=5),
+    Change("image_encoding.condition", "condition", patch=other_condition, **A_CLIP | {"family": "wan-i2v"}),
+    Change("masking.rule", "masked image: inpaint changed (hard -> soft)", masks(inpaint="soft"), count=5),
+    Change("image_encoding.store_dtype text_encoding.store_dtype", "stored dtype", {"encode.store_dtype": "float16"}),
+    Change("text_encoding.compute_dtype", "encoder dtype", {"encode.text_dtype": "bfloat16"}, base=IN_FLOAT32),
     Change("text_encoding.text_encoder", "text encoder changed (", models=one_bit("text_encoder"), count=7),
     Change("text_encoding.text_encoder_2", "text encoder 2 changed (", models=one_bit("text_encoder_2"), count=7),
-    Change("part.config", "text encoder changed (", models=configured("text_encoder", hidden_act="gelu")),
-    Change("text_encoding.tokenizer", "tokenizer changed (", models=shorter("tokenizer")),
-    Change("text_encoding.tokenizer_2", "tokenizer 2 changed (", models=shorter("tokenizer_2")),
-    Change("text_encoding.clip_skip", "clip skip changed (0 -> 1)", settings={"encode.clip_skip": 1}, count=6),
-    Change("text_encoding.max_length", "max length changed (None -> 225)", settings={"encode.max_length": 225}),
-    Change(
-        "text_encoding.max_length",
-        "max length changed (225 -> None)",
-        settings={"encode.max_length": 77},
-        base={"encode.max_length": 225},
-    ),
-    Change("image.salt mask.salt text.salt", "salt changed ('' -> 'x')", settings={"cache.salt": "x"}, count=27),
+    Change("part.config", "text encoder changed (", models=configured("text_encoder", hidden_act="gelu"), count=7),
+    Change("text_encoding.tokenizer", "tokenizer changed (", models=shorter("tokenizer"), count=7),
+    Change("text_encoding.tokenizer_2", "tokenizer 2 changed (", models=shorter("tokenizer_2"), count=7),
+    Change("text_encoding.clip_skip", "clip skip changed (0 -> 1)", {"encode.clip_skip": 1}, count=6),
+    Change("text_encoding.max_length", "max length changed (None -> 225)", {"encode.max_length": 225}, count=7),
+    Change("text_encoding.max_length", "(225 -> None)", {"encode.max_length": 77}, base={"encode.max_length": 225}),
+    Change("image.salt mask.salt text.salt", "salt changed ('' -> 'x')", {"cache.salt": "x"}, count=27),
     Change("image.schema mask.schema text.schema", "schema changed (1 -> 2)", patch=schema, count=27),
     Change("image.kind mask.kind text.kind", "entry lost", patch=kind, count=27),
 ]
