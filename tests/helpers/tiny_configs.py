@@ -35,3 +35,8 @@ def tiny_config(folder: Path, **changes: Any) -> Config:
             target = target[int(section)] if section.isdigit() else target.setdefault(section, {})
         target[name] = value
     return parse_config(settings)
+
+
+def config_of_dataset(folder: Path, settings: dict[str, Any] | None = None, **dataset: Any) -> Config:
+    """The config of `tiny_config` with these settings of its dataset, and with others by dotted name."""
+    return tiny_config(folder, **{f"datasets.0.{name}": value for name, value in dataset.items()}, **settings or {})

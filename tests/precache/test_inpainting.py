@@ -8,23 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
 from diffusers.image_processor import VaeImageProcessor
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import config_of_dataset
 from helpers.tiny_models import tiny_denoiser, tiny_encoders, tiny_folder
 from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ImagesConfig, ModelConfig
-from latentcache.config_file import load_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.loading.status import verify
 from latentcache.models.denoiser import load_denoiser
-from latentcache.models.model_loader import LoadedModels
 from latentcache.precache import run as precache_run
 from latentcache.precache.run import run_precache
 from latentcache.validation.loss import validation_loss
@@ -54,23 +52,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_file(folder: Path, *, family: str = "sdxl", **dataset: Any) -> Path:
-    data = {"name": "photos", "source": {"path": f"{folder}/photos"}, "role": "validation", "flip": True}
-    data |= {"buckets": {"area": 96 * 96, "step": 32}, "images": {"min_side": 8}}
-    data |= masks_of(folder, inpaint="hard")
-    settings = {"cache": {"path": f"{folder}/cache"}, "datasets": [data | dataset]}
-    settings |= {"model": {"path": str(tiny_folder(family)), "family": family}}
-    settings |= {"encode": {"device": "cpu", "num_workers": 1}, "validation": {"num_timesteps": 2}}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+def config_of(folder: Path, family: str = "sdxl", **dataset: Any) -> Config:
+    data = {"role": "validation", "flip": True, **masks_of(folder, inpaint="hard"), **dataset}
+    model = {"path": str(tiny_folder(family)), "family": family}
+    return config_of_dataset(folder, {"model": model, "validation.num_timesteps": 2}, **data)
 
 
 def cached(folder: Path, family: str = "sdxl", **dataset: Any) -> Config:
-    config = load_config(config_file(folder, family=family, **dataset))
-    models = LoadedModels(family=family_named(family), **tiny_encoders(family))
-    report = run_precache(config, models=models)
-    assert report.num_refused == 0
+    config = config_of(folder, family, **dataset)
+    assert run_precache(config).num_refused == 0
     return config
 
 
@@ -130,23 +120,21 @@ def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, 
 
 
 def test_a_family_without_denoisers_for_it_is_told_so(folder: Path) -> None:
-    config = load_config(config_file(folder, family="flux"))
-    report = run_precache(config, models=LoadedModels(family=family_named("flux"), **tiny_encoders("flux")))
+    report = run_precache(config_of(folder, "flux"))
     assert report.notes == ["photos: masked images are cached for code of your own: no denoiser of flux takes them"]
     assert report.num_refused == 0
 
 
 def test_masked_images_are_added_alone_and_found_again(folder: Path) -> None:
     cached(folder, **masks_of(folder))
-    path = config_file(folder)
     for num_misses in (4, 0):
-        report = run_precache(load_config(path))
+        report = run_precache(config_of(folder))
         assert report.misses_by_reason == ({"masked image: new": 4} if num_misses else {})
     assert not verify(folder / "cache").damaged
 
 
 def test_a_mask_that_changes_during_the_run_refuses_its_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, genuine = load_config(config_file(folder)), precache_run.make_plan
+    genuine = precache_run.make_plan
 
     def plan_then_edit(*arguments: Any, **options: Any) -> Any:
         plan = genuine(*arguments, **options)
@@ -154,7 +142,7 @@ def test_a_mask_that_changes_during_the_run_refuses_its_sample(folder: Path, mon
         return plan
 
     monkeypatch.setattr(precache_run, "make_plan", plan_then_edit)
-    report = run_precache(config, models=LoadedModels(family=family_named("sdxl"), **tiny_encoders("sdxl")))
+    report = run_precache(config_of(folder))
     assert [(each.sample_id, each.reason) for each in report.refused] == [("a.png", "changed")]
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import config_of_dataset
 from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.dataset.masks import prepare_mask
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError
@@ -34,13 +34,13 @@ def pairs(tmp_path: Path) -> Path:
     """Two images with a control image and a mask each. The control image of b is the image of a."""
     write_pair(tmp_path, "a", 0)
     write_pair(tmp_path, "b", 1)
-    (tmp_path / "before/b.png").write_bytes((tmp_path / "after/a.png").read_bytes())
+    (tmp_path / "before/b.png").write_bytes((tmp_path / "photos/a.png").read_bytes())
     write_mask(tmp_path / "masks/b.png", 1, (80, 144, 3))
     return tmp_path
 
 
 def write_pair(folder: Path, name: str, number: int) -> None:
-    write_photo(folder / f"after/{name}.png", number, (80, 144)).with_suffix(".txt").write_text(f"photo {name}")
+    write_photo(folder / f"photos/{name}.png", number, (80, 144)).with_suffix(".txt").write_text(f"photo {name}")
     write_photo(folder / f"before/{name}.png", 7 + number, (40, 72))
     write_mask(folder / f"masks/{name}.png", number)
 
@@ -50,25 +50,10 @@ def write_mask(path: Path, seed: int, shape: tuple[int, ...] = (80, 144)) -> Non
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)).save(path)
 
 
-def config_of(folder: Path, *, encode: dict[str, Any] | None = None, salt: str = "", **dataset: Any) -> Config:
-    return parse_config(
-        {
-            "cache": {"path": folder / "cache", "salt": salt},
-            "datasets": [
-                {
-                    "name": "pairs",
-                    "source": {"path": folder / "after"},
-                    "buckets": {"area": 96 * 96, "step": 32},
-                    "images": {"min_side": 8},
-                    "control": {"path": folder / "before"},
-                    "mask": {"path": folder / "masks"},
-                    **dataset,
-                }
-            ],
-            "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "num_workers": 2, **(encode or {})},
-        }
-    )
+def config_of(folder: Path, output: str = "moments", **dataset: Any) -> Config:
+    companions = {"control": {"path": folder / "before"}, "mask": {"path": folder / "masks"}}
+    settings = {"encode.image_output": output, "validation": {}}
+    return config_of_dataset(folder, settings, **companions | dataset)
 
 
 def run(config: Config, **options: Any) -> Report:
@@ -77,7 +62,7 @@ def run(config: Config, **options: Any) -> Report:
 
 def row_of(config: Config, sample_id: str) -> Row:
     with LatentCache(config.cache) as cache:
-        return cache.manifest("pairs").rows[sample_id]
+        return cache.manifest("photos").rows[sample_id]
 
 
 def entry_of(config: Config, sample_id: str, name: str, *, flip: bool = False) -> dict[str, torch.Tensor]:
@@ -121,11 +106,11 @@ def test_a_control_image_is_the_mean_of_its_posterior_in_the_bucket_of_its_image
 
 
 def test_a_control_image_may_have_buckets_of_its_own(pairs: Path) -> None:
-    config = config_of(pairs, control={"path": pairs / "before", "area": 64 * 64}, encode={"image_output": "mean"})
+    config = config_of(pairs, control={"path": pairs / "before", "area": 64 * 64}, output="mean")
     run(config)
     assert row_of(config, "a.png").parts[0].geometry.target_size == Size(64, 64)
     assert entry_of(config, "a.png", "control 1")["latents"].shape[-2:] == (8, 8)
-    same = config_of(pairs, encode={"image_output": "mean"})
+    same = config_of(pairs, output="mean")
     run(same)
     keys = [ref.key for ref in (row_of(same, "b.png").parts[0], row_of(same, "a.png").images[0])]
     assert keys[0] == keys[1], "where images are means, an equal image is one entry"
@@ -149,9 +134,9 @@ def test_a_mask_is_the_mean_of_the_squares_of_pixels(pairs: Path, name: str) -> 
 
 def test_a_mask_may_be_the_alpha_channel(pairs: Path) -> None:
     alpha = np.random.default_rng(1).integers(0, 256, (80, 144), dtype=np.uint8)
-    image = Image.open(pairs / "after/a.png").convert("RGB")
+    image = Image.open(pairs / "photos/a.png").convert("RGB")
     image.putalpha(Image.fromarray(alpha))
-    image.save(pairs / "after/a.png")
+    image.save(pairs / "photos/a.png")
     config = config_of(pairs, mask="alpha", control=[])
     assert run(config).num_refused == 0
     geometry = row_of(config, "a.png").images[0].geometry
@@ -214,5 +199,5 @@ def test_a_damaged_control_image_costs_the_text_of_its_sample_alone(
     report = run(config)
     assert [(refusal.sample_id, refusal.reason) for refusal in report.refused] == [("a.png", "corrupt")]
     assert "control image" in report.refused[0].detail and row_of(config, "b.png").refusal is None
-    with pytest.raises(ConfigError, match="sdxl reads captions together with control images; give dataset pairs some"):
+    with pytest.raises(ConfigError, match="sdxl reads captions together with control images; give dataset photos some"):
         run(config_of(pairs, control=[]))

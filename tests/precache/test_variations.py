@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import config_of_dataset
 from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import Config, ImagesConfig
-from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.masks import prepare_mask
 from latentcache.dataset.row_table import Ref, Row
@@ -50,14 +49,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(folder: Path, *, buckets: Mapping[str, Any] = SQUARE, parts: bool = False, **dataset: Any) -> Config:
-    data: dict[str, Any] = {"name": "photos", "source": {"path": folder / "photos"}, "buckets": dict(buckets)}
-    data |= {"images": {"min_side": 8}, "role": "validation"}
+def config_of(folder: Path, *, parts: bool = False, **dataset: Any) -> Config:
+    data = {"buckets": SQUARE, "role": "validation"} | dataset
     if parts:
-        control = [{"path": folder / "before"}, {"path": folder / "style"}]
-        data |= {"control": control, "mask": {"path": folder / "masks"}}
-    settings = {"cache": {"path": folder / "cache"}, "datasets": [data | dataset], "model": {"path": "tiny"}}
-    return parse_config(settings | {"encode": {"device": "cpu", "num_workers": 1}})
+        data |= {"control": [{"path": folder / "before"}, {"path": folder / "style"}]}
+        data |= {"mask": {"path": folder / "masks"}}
+    return config_of_dataset(folder, **data)
 
 
 def run(config: Config, **options: Any) -> Report:

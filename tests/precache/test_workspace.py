@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import config_of_dataset
 
 from latentcache.config import Config, SourceConfig
-from latentcache.config_file import parse_config
 from latentcache.dataset import samples
 from latentcache.dataset.samples import SampleSource
 from latentcache.dataset.sources import open_source
@@ -99,10 +99,8 @@ def test_a_flipped_bit_gives_no_other_text(tmp_path: Path) -> None:
 
 def sources_of(memo: Memo, **source: Any) -> list[str | None]:
     """The digests of the images that a run with this memo finds in this source."""
-    dataset = {"name": "photos", "source": source, "images": {"min_side": 8}, "buckets": {"area": 96 * 96, "step": 32}}
-    config = parse_config({"datasets": [dataset], "model": {"path": "tiny"}, "encode": {"device": "cpu"}})
     workspace = Workspace(memo=memo)
-    run_precache(config, workspace=workspace)
+    run_precache(config_of_dataset(Path(), source=source), workspace=workspace)
     manifest = workspace.manifests.read("photos")
     return [] if manifest is None else [row.source for row in manifest.rows.values()]
 
