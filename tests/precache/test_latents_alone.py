@@ -31,12 +31,14 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.validation.loss import validation_loss
 
+Make = Callable[..., Config]
+
 ALONE = {"encode.text": "none", "encode.image_output": "mean"}
 WHOLE = {"encode.image_output": "mean", "datasets.0.name": "whole"}
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Makes configs of one cache, in which `photos` has latents alone, and `whole` the same with texts."""
     folder = tmp_path_factory.mktemp("alone")
     (write_photos(folder / "photos") / "b.txt").write_text("a photo of <SKS> in the snow")
@@ -49,11 +51,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def alone(make: Callable[..., Config]) -> Config:
+def alone(make: Make) -> Config:
     return make(**ALONE)
 
 
-def test_no_text_encoder_is_looked_at(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_encoder_is_looked_at(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: Any) -> Any:
         raise AssertionError("texts are not encoded")
 
@@ -70,7 +72,7 @@ def test_no_text_encoder_is_looked_at(make_config: Callable[..., Config], monkey
         assert cache.batch(["a.png"], device="cpu", caption=1)["caption"] == ["a house in the rain"]
 
 
-def test_texts_may_come_later_and_go_again(alone: Config, make: Callable[..., Config]) -> None:
+def test_texts_may_come_later_and_go_again(alone: Config, make: Make) -> None:
     for config, num_hits in ((alone, 5), (make(**WHOLE), 13)):
         report = run_precache(config)
         assert (report.num_misses, report.num_hits) == (0, num_hits)
@@ -127,7 +129,7 @@ def test_whatever_reads_texts_says_what_to_do(alone: Config) -> None:
 
 
 @pytest.mark.parametrize("role", ["train", "validation"])
-def test_validation_needs_live_encoders(make_config: Callable[..., Config], role: str) -> None:
+def test_validation_needs_live_encoders(make_config: Make, role: str) -> None:
     config = make_config(**{"encode.text": "none", "datasets.0.role": role})
     run_precache(config)
     parts = {**tiny_parts(), "unet": tiny_denoiser(), "scheduler": DDPMScheduler()}
@@ -139,7 +141,7 @@ def test_validation_needs_live_encoders(make_config: Callable[..., Config], role
             ValidationRunner(parts, cache, config)
 
 
-def test_upkeep_knows_of_no_texts(make_config: Callable[..., Config], run: Any, run_json: Any, tmp_path: Path) -> None:
+def test_upkeep_knows_of_no_texts(make_config: Make, run: Any, run_json: Any, tmp_path: Path) -> None:
     alone = make_config(**ALONE)
     run_precache(alone)
     found = status(alone.cache.path)

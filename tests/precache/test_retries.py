@@ -16,11 +16,13 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 
+Make = Callable[..., Config]
+
 BAD = "a blue car"
 
 
 def test_a_vae_that_does_not_fit_in_float32_costs_its_images_alone(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended the run, when it was placed for the retry."""
     parts = tiny_parts()
@@ -67,9 +69,7 @@ def texts_of(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, torch.
     return found
 
 
-def test_a_text_that_is_not_finite_is_encoded_again_in_float32(
-    make_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_a_text_that_is_not_finite_is_encoded_again_in_float32(make_config: Make, tmp_path: Path) -> None:
     settings = {"encode.text_store_dtype": "float32"}
     half = make_config(**settings, **{"encode.text_dtype": "float16"})
     single = make_config(**settings, **{"cache.path": tmp_path / "single"})
@@ -87,7 +87,7 @@ def test_a_text_that_is_not_finite_is_encoded_again_in_float32(
     assert run_precache(half, models=LoadedModels(**parts)).num_misses == 0
 
 
-def test_a_text_that_is_not_finite_in_float32_either_is_refused(make_config: Callable[..., Config]) -> None:
+def test_a_text_that_is_not_finite_in_float32_either_is_refused(make_config: Make) -> None:
     config = make_config(**{"encode.text_dtype": "float16"})
     report = run_precache(config, models=LoadedModels(**overflowing((torch.float16, torch.float32))))
     assert report.num_retried_in_float32 == 0

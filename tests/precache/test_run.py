@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tarfile
 import threading
 from collections.abc import Callable
@@ -510,18 +508,3 @@ def test_a_dataset_that_takes_anothers_name_is_warned_of(
     write_photo(tmp_path / "others" / "x.png", 1)
     run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "others"}}))
     assert "manifest photos listed 5 other images" in caplog.text
-
-
-def test_a_run_with_nothing_to_do_imports_no_model_library(make_config: Make, photos: Path, tmp_path: Path) -> None:
-    """They take seconds. What the run needs of the model is in the memo."""
-    config = make_config(**{"model.path": "tiny-photos"})
-    run_precache(config)
-    (tmp_path / "config.json").write_text(config.model_dump_json())
-    code = (
-        "import sys; from latentcache.cli.app import main; assert main(sys.argv[1:]) == 0; "
-        "assert not {'diffusers', 'transformers', 'accelerate'} & sys.modules.keys()"
-    )
-    command = [sys.executable, "-c", code, "precache", str(tmp_path / "config.json"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_misses"] == 0

@@ -27,6 +27,8 @@ from latentcache.store.writer import Writer
 from latentcache.types import Entry
 from latentcache.utils.progress import Progress
 
+Make = Callable[..., Config]
+
 
 @pytest.fixture
 def more_photos(photos: Path) -> int:
@@ -53,7 +55,7 @@ def entries(config: Config) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_launching_ahead_changes_no_entry(
-    make_config: Callable[..., Config],
+    make_config: Make,
     more_photos: int,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -72,7 +74,7 @@ def test_launching_ahead_changes_no_entry(
 
 
 def test_memory_stays_flat(
-    make_config: Callable[..., Config],
+    make_config: Make,
     more_photos: int,
     overlapping: Streams,
     monkeypatch: pytest.MonkeyPatch,
@@ -107,9 +109,7 @@ def test_memory_stays_flat(
     assert live == 0
 
 
-def test_a_stop_while_batches_are_under_way(
-    make_config: Callable[..., Config], more_photos: int, overlapping: Streams
-) -> None:
+def test_a_stop_while_batches_are_under_way(make_config: Make, more_photos: int, overlapping: Streams) -> None:
     stop = threading.Event()
 
     class Stops(Progress):

@@ -24,12 +24,14 @@ from latentcache.precache.workspace import Workspace
 from latentcache.service.page.text import url
 from latentcache.utils.wording import size
 
+Make = Callable[..., Config]
+
 TAGS = "red, house, garden, dog, tree, sky"
 NUM = 4
 
 
 @pytest.fixture
-def make(make_config: Callable[..., Config], photos: Path) -> Callable[..., Config]:
+def make(make_config: Make, photos: Path) -> Make:
     """A config with variants of the captions of `photos`, of which two samples share one."""
     for name, text in {"a": f"{TAGS}\na street at night, rain", "b": f"blue, {TAGS}", "c": f"blue, {TAGS}"}.items():
         (photos / f"{name}.txt").write_text(text)
@@ -48,7 +50,7 @@ def texts_of(config: Config, name: str) -> list[str]:
         return [ref.text for ref in cache.row(name)[1].captions]
 
 
-def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callable[..., Config]) -> None:
+def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Make) -> None:
     config = make()
     first = run_precache(config)
     rule = config.datasets[0].captions
@@ -67,7 +69,7 @@ def test_each_caption_has_its_variants_and_equal_ones_are_one_entry(make: Callab
     assert (again.num_misses, again.num_hits) == (0, first.num_encoded)
 
 
-def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], photos: Path) -> None:
+def test_equal_captions_keep_the_weight_of_each(make: Make, photos: Path) -> None:
     (photos / "a.txt").write_text("a dog\na dog\na cat")
     (photos / "d.txt").write_text("a cow\na cow")
     assert texts_of(make({}), "a.png") == ["a dog", "a cat"]
@@ -83,9 +85,7 @@ def test_equal_captions_keep_the_weight_of_each(make: Callable[..., Config], pho
     assert drawn == {"a cow": 1024, "a dog": 256, "a cat": 768}
 
 
-def test_the_cost_is_said_before_anything_is_encoded(
-    make: Callable[..., Config], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_cost_is_said_before_anything_is_encoded(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     config = make()
     with caplog.at_level(logging.INFO, "latentcache"):
         dry = run_precache(config, dry_run=True)
@@ -101,7 +101,7 @@ def test_the_cost_is_said_before_anything_is_encoded(
     assert run_precache(make({})).notes == [], "the captions alone need no word"
 
 
-def test_other_variants_say_so_and_other_reasons_are_as_without(make: Callable[..., Config], photos: Path) -> None:
+def test_other_variants_say_so_and_other_reasons_are_as_without(make: Make, photos: Path) -> None:
     config = make()
     run_precache(config)
     rule = config.datasets[0].captions
@@ -125,7 +125,7 @@ def test_other_variants_say_so_and_other_reasons_are_as_without(make: Callable[.
 
 
 @pytest.mark.parametrize("tier", ["disk", "cpu"])
-def test_a_cut_caption_counts_once(make: Callable[..., Config], photos: Path, tier: str) -> None:
+def test_a_cut_caption_counts_once(make: Make, photos: Path, tier: str) -> None:
     (photos / "a.txt").write_text(", ".join(f"word {number}" for number in range(90)))
     config = make()
     if tier == "cpu":
@@ -136,7 +136,7 @@ def test_a_cut_caption_counts_once(make: Callable[..., Config], photos: Path, ti
     assert (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
 
 
-def test_the_caption_is_shown_once(make: Callable[..., Config]) -> None:
+def test_the_caption_is_shown_once(make: Make) -> None:
     config = make()
     before = explain(config, "b.png")
     run_precache(config)
@@ -152,7 +152,7 @@ def test_the_caption_is_shown_once(make: Callable[..., Config]) -> None:
     assert shown["variants"] == NUM and len(shown["entries"]) == 3
 
 
-def test_the_page_shows_a_caption_once(make: Callable[..., Config]) -> None:
+def test_the_page_shows_a_caption_once(make: Make) -> None:
     config = make()
     run_precache(config)
     with LatentCache(config.cache.path) as cache:
