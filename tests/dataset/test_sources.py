@@ -269,12 +269,13 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatc
 
 
 class TestImageFolder:
-    def test_each_folder_may_have_its_own_metadata(self, tmp_path: Path) -> None:
-        write(tmp_path, "a.png train/b.png train/deep/c.png")
+    def test_each_folder_may_have_its_own_metadata(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        write(tmp_path, "a.png left-out.png train/b.png train/deep/c.png")
         metadata(tmp_path, {"file_name": "a.png", "text": "a"})
         metadata(tmp_path / "train", {"file_name": "deep/../deep/c.png", "text": "c"}, {"file_name": "./b.png"})
         captions, _ = listed(open_source("imagefolder", tmp_path))
         assert [*captions.items()] == [("a.png", ("a",)), ("train/deep/c.png", ("c",)), ("train/b.png", ("",))]
+        assert "1 images are in no metadata.jsonl, and are left out" in caplog.text
 
     @pytest.mark.parametrize(
         ("row", "columns", "captions"),
@@ -382,8 +383,10 @@ class TestWebDataset:
         kinds |= {"sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
         odd = ("/etc/passwd.png", "../../up.png", "new\nline.png", "\udcff\udc80.png", "x" * 250 + ".png")
         with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-            for name in (*odd, "captions.png", "captions.txt", "captions.txt"):
+            for name in (*odd, "captions.png"):
                 add(tar, name, IMAGE)
+            for text in (b"one", b"two"):
+                add(tar, "captions.txt", text)
             for name, kind in kinds.items():
                 add(tar, f"{name}.png", type=kind, linkname="/etc/hostname")
         captions, refused = listed(open_source("webdataset", tmp_path / "s.tar"))
