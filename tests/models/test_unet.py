@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DDPMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
-from helpers.tiny_models import tiny_denoiser as denoiser_of_family
 from helpers.tiny_models import tiny_pipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,7 @@ from latentcache.models.lora import lora_settings
 from latentcache.models.tiny import tiny_denoiser
 
 STEM = "diffusion_pytorch_model"
+NOWHERE = ModelConfig(path="no/where")
 
 
 @pytest.fixture(scope="module")
@@ -44,41 +44,29 @@ def own_folder(unet, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copied(own_folder, tmp_path) -> Path:
-    return Path(shutil.copytree(own_folder, tmp_path / "copied"))
+def whole(folder, own_folder, tmp_path) -> Path:
+    """A whole model with this UNet, for a test to change."""
+    path = shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("unet"))
+    shutil.copytree(own_folder, path / "unet")
+    return path
+
+
+@pytest.fixture
+def hub(whole, own_folder, add_to_hub) -> None:
+    """A hub cache with this model as someone/sdxl, and this UNet alone as someone/unet."""
+    add_to_hub("sdxl", whole)
+    add_to_hub("unet", own_folder)
 
 
 # Forms.
 
 
-def test_without_a_path_it_is_the_models_own(folder, hub):
-    for path in (str(folder), "someone/sdxl"):
-        check_same(load_unet(dtype=F32, model=ModelConfig(path=path)), frozen_unet(0))
-
-
-@pytest.mark.parametrize("form", ["diffusers folder", "own folder", "sharded", "hub folder", "hub unet"])
-def test_folders(form, unet, own_folder, hub, tmp_path):
-    path = own_folder
-    if form == "diffusers folder":
-        unet.save_pretrained(tmp_path / "model" / "unet")
-        path = tmp_path / "model"
-    elif form == "sharded":
-        unet.save_pretrained(path := tmp_path / "sharded", max_shard_size="2MB")
-        assert len(list(path.glob("*.safetensors"))) > 2
-    elif form.startswith("hub"):
-        path = "someone/other" if form == "hub folder" else "someone/unet"
-    # These need nothing of the model, which cannot be had.
-    check_same(load_unet(path, dtype=F16, model=ModelConfig(path="no/where")), frozen_unet(5, F16))
-
-
-@pytest.fixture
-def hub(folder, own_folder, tmp_path, add_to_hub) -> None:
-    """A hub cache with someone/sdxl (tiny), someone/other (another UNet in it) and someone/unet (that UNet alone)."""
-    other = Path(shutil.copytree(folder, tmp_path / "other"))
-    shutil.rmtree(other / "unet")
-    shutil.copytree(own_folder, other / "unet")
-    for name, content in (("sdxl", folder), ("other", other), ("unet", own_folder)):
-        add_to_hub(name, content)
+def test_folders_and_hub_ids(unet, whole, own_folder, hub):
+    for path in (whole, own_folder, "someone/sdxl", "someone/unet"):
+        # These need nothing of the model, which cannot be had.
+        check_same(load_unet(path, dtype=F16, model=NOWHERE), frozen_unet(5, F16))
+    for path in (str(whole), "someone/sdxl"):
+        check_same(load_unet(dtype=F32, model=ModelConfig(path=path)), unet)
 
 
 def test_a_variant_is_read_where_it_is(unet, own_folder, folder, tmp_path):
@@ -95,15 +83,15 @@ def test_a_variant_is_read_where_it_is(unet, own_folder, folder, tmp_path):
         load_unet(tmp_path / "model", dtype=F16, model=TINY)
 
 
-@pytest.mark.parametrize("model", ["tiny", "folder", "config", "hub", "the file itself"])
+@pytest.mark.parametrize("model", ["tiny", "someone/sdxl", "the file itself"])
 def test_one_file_in_the_original_layout(model, unet, parts, folder, hub, tmp_path):
     file = save_parts(parts, tmp_path / "model.safetensors")
     save_file({**load_file(file), **unet_tensors(unet), "denoiser.sigmas": torch.ones(1000)}, file)
-    path = {"tiny": "tiny", "folder": str(folder), "hub": "someone/sdxl"}.get(model, str(file))
-    config = str(folder) if model in ("config", "the file itself") else None
-    found = load_unet(
-        None if model == "the file itself" else file, dtype=F32, model=ModelConfig(path=path, config=config)
-    )
+    if model == "the file itself":
+        found = load_unet(dtype=F32, model=ModelConfig(path=str(file), config=str(folder)))
+    else:
+        found = load_unet(file, dtype=F32, model=ModelConfig(path=model))
+    os.truncate(file, 0)  # it may be replaced while its UNet is in use
     check_same(found, unet)
 
 
@@ -122,45 +110,31 @@ def test_a_checkpoints_configs_are_those_that_diffusers_infers(unet, folder, tmp
 
 
 def test_one_file_with_diffusers_names(unet, own_folder, tmp_path):
-    state = {name: value.clone() for name, value in unet.state_dict().items()}
-    save_file(state, bare := tmp_path / "bare.safetensors")
+    save_file(unet.state_dict(), bare := tmp_path / "bare.safetensors")
     check_same(load_unet(bare, dtype=F32, model=TINY), unet)
     # With a config.json next to it the model is not needed.
-    check_same(load_unet(own_folder / f"{STEM}.safetensors", dtype=F32, model=ModelConfig(path="no/where")), unet)
-
-
-def test_a_file_may_be_replaced_while_its_unet_is_in_use(unet, tmp_path):
-    file = save_unet(unet, tmp_path / "model.safetensors")
-    found = load_unet(file, dtype=F32, model=TINY)
-    os.truncate(file, 0)
-    check_same(found, unet)
-
-
-def test_a_checkpoint_of_a_training_run_with_other_parts(unet, tmp_path, caplog):
-    save_checkpoint(tmp_path / "step", model={"unet": unet, "text_encoder": torch.nn.Linear(2, 2)}, extra={"note": 1})
-    check_same(load_unet(tmp_path / "step", dtype=F16, model=TINY), frozen_unet(5, F16))
-    assert "only its unet is loaded, not its text_encoder" in caplog.text
+    check_same(load_unet(own_folder / f"{STEM}.safetensors", dtype=F32, model=NOWHERE), unet)
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
-@pytest.mark.parametrize("form", ["add_adapter", "by name", "get_peft_model", "two adapters", "dora"])
-def test_a_checkpoint_with_a_lora(form, tmp_path):
-    adapted = adapted_unet(use_dora=form == "dora")
+@pytest.mark.parametrize("form", ["by name", "get_peft_model", "two adapters"])
+def test_a_checkpoint_with_a_lora(form, tmp_path, caplog):
+    saved = adapted = adapted_unet(use_dora=form == "by name")
     if form == "two adapters":
         adapted.add_adapter(LoraConfig(r=2, target_modules=["to_k", "to_q"], use_rslora=True), "second")
         adapted.set_adapter(["default", "second"])
         randomise(adapted)
-    saved = adapted
-    if form == "get_peft_model":
+    elif form == "get_peft_model":
         adapted = tiny_denoiser(seed=5).eval()
         saved = get_peft_model(adapted, LoraConfig(r=4, lora_alpha=10, target_modules=["to_q", "conv1"])).eval()
         randomise(adapted)
-    extra = {"lora": lora_settings(saved)}
-    save_checkpoint(tmp_path / "step", model={"unet": saved} if form == "by name" else saved, extra=extra)
+    model = {"unet": saved, "text_encoder": torch.nn.Linear(2, 2)} if form == "by name" else saved
+    save_checkpoint(tmp_path / "step", model=model, extra={"lora": lora_settings(saved)})
     assert not torch.equal(output(adapted), output(frozen_unet(5)))
     found = load_unet(tmp_path / "step", dtype=F32, model=TINY)
     assert sorted(found.active_adapters()) == (["default", "second"] if form == "two adapters" else ["default"])
     check_same(found, adapted)
+    assert ("only its unet is loaded, not its text_encoder" in caplog.text) == (form == "by name")
 
 
 def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
@@ -168,8 +142,7 @@ def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"LoRA weights, but not their settings.*lora_settings\(unet\)"):
         load_unet(tmp_path / "step", dtype=F32, model=TINY)
     # The settings of another LoRA than the one that is there.
-    settings = lora_settings(adapted_unet(r=2))
-    save_checkpoint(tmp_path / "step", model=adapted_unet(), extra={"lora": settings})
+    save_checkpoint(tmp_path / "step", model=adapted_unet(), extra={"lora": lora_settings(adapted_unet(r=2))})
     with pytest.raises(ModelError, match="of another shape"):
         load_unet(tmp_path / "step", dtype=F32, model=TINY)
     with pytest.raises(ModelError, match="has no adapter"):
@@ -179,49 +152,23 @@ def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
 # Refusals.
 
 
-def damage(tensors: dict, damage: str, name: str) -> None:
-    if damage == "missing":
-        del tensors[name]
-    elif damage == "mismatched":
-        tensors[name] = torch.zeros(3)
-    else:
-        tensors[name.replace("bias", "extra")] = torch.zeros(3)
-
-
 @pytest.mark.parametrize("kind", ["missing", "mismatched", "left over"])
 @pytest.mark.parametrize("form", ["folder", "original", "names"])
-def test_weights_that_do_not_fit_are_refused_and_not_made_up(form, kind, unet, copied, tmp_path):
-    name = "mid_block.resnets.0.conv1.bias"
-    path = tmp_path / "model.safetensors"
+def test_weights_that_do_not_fit_are_refused_and_not_made_up(form, kind, unet, whole, tmp_path):
+    tensors, name, path = dict(unet.state_dict()), "mid_block.resnets.0.conv1.bias", tmp_path / "model.safetensors"
     if form == "original":
-        tensors = unet_tensors(unet)
-        damage(tensors, kind, "model.diffusion_model.middle_block.0.in_layers.2.bias")
+        tensors, name = unet_tensors(unet), "model.diffusion_model.middle_block.0.in_layers.2.bias"
+    if kind == "left over":
+        tensors[name.replace("bias", "extra")] = torch.zeros(3)
+    elif kind == "mismatched":
+        tensors[name] = torch.zeros(3)
     else:
-        tensors = dict(unet.state_dict())
-        damage(tensors, kind, name)
-    if form == "folder":
-        path, file = copied, copied / f"{STEM}.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
-    else:
-        save_file(tensors, path)
-    with pytest.raises(ModelError) as caught:
-        load_unet(path, dtype=F32, model=TINY)
-    assert str(path) in str(caught.value)
-    assert "mid_block.resnets.0.conv1" in str(caught.value)
-
-
-@pytest.mark.parametrize("form", ["folder", "original", "checkpoint"])
-def test_a_unet_of_stable_diffusion_1_is_refused(form, tmp_path):
-    unet, path = denoiser_of_family("sd15"), tmp_path / "sd15.safetensors"
-    if form == "folder":
-        unet.save_pretrained(path := tmp_path / "sd15" / "unet")
-    elif form == "original":
-        save_unet(unet, path)
-    else:
-        save_checkpoint(path := tmp_path / "step", model=unet)
-    with pytest.raises(ModelError, match=r"Stable Diffusion 1|could not be loaded|\d+ missing") as caught:
-        load_unet(path, dtype=F32, model=TINY)
-    assert str(path) in str(caught.value)
+        del tensors[name]
+    file = whole / "unet" / f"{STEM}.safetensors" if form == "folder" else path
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"mid_block\.resnets\.0\.conv1") as caught:
+        load_unet(whole / "unet" if form == "folder" else file, dtype=F32, model=TINY)
+    assert str(file.parent if form == "folder" else file) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -229,69 +176,58 @@ def test_a_unet_of_stable_diffusion_1_is_refused(form, tmp_path):
     [
         ({"in_channels": 8}, "inpainting"),
         ({"_class_name": "UNet3DConditionModel"}, "is a UNet3DConditionModel"),
+        ({"addition_embed_type": None}, "Stable Diffusion 1"),
     ],
 )
-def test_another_kind_of_unet_is_refused_by_name(change, message, copied):
-    config = json.loads((copied / "config.json").read_text()) | change
-    (copied / "config.json").write_text(json.dumps(config))
+def test_another_kind_of_unet_is_refused_by_name(change, message, whole):
+    config = json.loads((whole / "unet" / "config.json").read_text()) | change
+    (whole / "unet" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
-        load_unet(copied, dtype=F32, model=TINY)
+        load_unet(whole, dtype=F32, model=TINY)
 
 
-def test_files_without_a_unet_are_refused(checkpoint, parts, tmp_path):
-    with pytest.raises(ModelError, match="could not be loaded"):
-        load_unet(checkpoint, dtype=F32, model=TINY)
-    save_checkpoint(tmp_path / "step", model={"vae": parts["vae"]})
-    with pytest.raises(ModelError, match="holds vae, but no UNet"):
-        load_unet(tmp_path / "step", dtype=F32, model=TINY)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match=r"no file named config\.json"):
-        load_unet(tmp_path / "empty", dtype=F32, model=TINY)
-
-
-def test_damaged_files_are_refused(unet, tmp_path):
-    file = save_unet(unet, tmp_path / "model.safetensors")
-    os.truncate(file, 1000)
-    with pytest.raises(ModelError, match="could not be loaded"):
-        load_unet(file, dtype=F32, model=TINY)
+def test_files_that_are_damaged_or_without_a_unet_are_refused(unet, checkpoint, parts, whole, tmp_path):
     save_checkpoint(step := tmp_path / "step", model=unet)
     os.truncate(step, 1000)
-    with pytest.raises(ModelError, match=r"unet: .* is damaged"):
-        load_unet(step, dtype=F32, model=TINY)
-
-
-def test_a_model_without_a_unet_config_is_refused(unet, folder, tmp_path):
+    save_checkpoint(other := tmp_path / "other", model={"vae": parts["vae"]})
+    os.truncate(save_unet(unet, torn := tmp_path / "torn.safetensors"), 1000)
+    for path, message in (
+        (checkpoint, "could not be loaded"),
+        (other, "holds vae, but no UNet"),
+        (step, r"unet: .* is damaged"),
+        (torn, "could not be loaded"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_unet(path, dtype=F32, model=TINY)
+    # A file takes its architecture from the model, which has no UNet.
     file = save_unet(unet, tmp_path / "model.safetensors")
-    model = Path(shutil.copytree(folder, tmp_path / "model"))
-    shutil.rmtree(model / "unet")
-    with pytest.raises(ModelError, match=r"model/unet could not be loaded .*config\.json"):
-        load_unet(file, dtype=F32, model=ModelConfig(path=str(model)))
+    shutil.rmtree(whole / "unet")
+    with pytest.raises(ModelError, match=r"whole/unet could not be loaded .*config\.json"):
+        load_unet(file, dtype=F32, model=ModelConfig(path=str(whole)))
 
 
 # Schedulers.
 
 
 def test_the_scheduler_is_the_models(folder, own_folder, checkpoint, hub, tmp_path):
-    expected = dict(tiny_pipeline().scheduler.config)
-    save_checkpoint(tmp_path / "step", model=torch.nn.Linear(1, 1))
-    models = [TINY, ModelConfig(path=str(folder)), ModelConfig(path="someone/sdxl")]
-    models += [ModelConfig(path=str(checkpoint), config=name) for name in (str(folder), "someone/sdxl")]
-    for model in models:
-        for path in (None, own_folder, "someone/sdxl") if model is models[0] else (tmp_path / "step", checkpoint):
-            found = load_scheduler(path, model=model)
-            assert type(found) is EulerDiscreteScheduler
-            assert {name: found.config[name] for name in expected if not name.startswith("_")} == {
-                name: value for name, value in expected.items() if not name.startswith("_")
-            }
-
-
-def test_a_folder_with_its_own_scheduler(folder, tmp_path):
-    model = Path(shutil.copytree(folder, tmp_path / "model"))
-    DDPMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True).save_pretrained(model / "scheduler")
-    found = load_scheduler(model, model=TINY)
+    expected = {name: value for name, value in tiny_pipeline().scheduler.config.items() if not name.startswith("_")}
+    save_checkpoint(step := tmp_path / "step", model=torch.nn.Linear(1, 1))
+    of_folder, of_hub = ModelConfig(path=str(folder)), ModelConfig(path="someone/sdxl")
+    of_file = ModelConfig(path=str(checkpoint), config="someone/sdxl")
+    for path, model in (
+        *((path, TINY) for path in (None, own_folder, "someone/sdxl", "someone/unet")),
+        *((path, model) for path in (None, step, checkpoint) for model in (of_folder, of_hub, of_file)),
+    ):
+        found = load_scheduler(path, model=model)
+        assert type(found) is EulerDiscreteScheduler
+        assert {name: found.config[name] for name in expected} == expected
+    # A folder may have its own.
+    DDPMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True).save_pretrained(tmp_path / "scheduler")
+    found = load_scheduler(tmp_path, model=TINY)
     assert type(found) is DDPMScheduler
     assert (found.config.prediction_type, found.config.rescale_betas_zero_snr) == ("v_prediction", True)
-    assert load_scheduler(model, model=TINY) is not found
+    with pytest.raises(ModelError, match=r"has a scheduler/scheduler_config\.json"):
+        load_scheduler(model=ModelConfig(path=str(own_folder)))
 
 
 @pytest.mark.parametrize("zero_snr", [False, True])
@@ -317,19 +253,10 @@ def test_a_checkpoint_that_is_marked_as_v_prediction(zero_snr, unet, folder, tmp
     check_same(load_unet(file, dtype=F32, model=TINY), unet)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("AutoencoderKL", "no scheduler"), ("Nonsense", "no attribute Nonsense")]
-)
-def test_a_class_that_is_no_scheduler_is_refused(name, message, folder, tmp_path):
-    model = Path(shutil.copytree(folder, tmp_path / "model"))
-    file = model / "scheduler" / "scheduler_config.json"
-    config = json.loads(file.read_text()) | {"_class_name": name}
-    file.write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message) as caught:
-        load_scheduler(model=ModelConfig(path=str(model)))
+@pytest.mark.parametrize("name", ["AutoencoderKL", "Nonsense"])
+def test_a_class_that_is_no_scheduler_is_refused(name, whole):
+    file = whole / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": name}))
+    with pytest.raises(ModelError, match=f"no scheduler|no attribute {name}") as caught:
+        load_scheduler(model=ModelConfig(path=str(whole)))
     assert caught.value.part == "scheduler"
-
-
-def test_a_model_without_a_scheduler_is_refused(own_folder, tmp_path):
-    with pytest.raises(ModelError, match=r"has a scheduler/scheduler_config\.json"):
-        load_scheduler(model=ModelConfig(path=str(own_folder)))
