@@ -22,30 +22,29 @@ from latentcache.models import lora
 from latentcache.models.lora import LORA_FILE, load_lora, save_lora
 
 TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
+ALPHAS = {"to_q": 12, "conv1": 2, "to_out.0": 7}
+"""Of some layers. The others' is 10."""
 
 
 def save_diffusers(unet: UNet2DConditionModel, folder: Path, metadata: bool = True, **others) -> Path:
-    """As diffusers' training scripts do."""
+    """As diffusers' training scripts do. Returns the file."""
     layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
     settings = _collate_lora_metadata({"unet": unet}) if metadata else {}
     StableDiffusionXLPipeline.save_lora_weights(folder, unet_lora_layers=layers, **settings, **others)
-    return folder
+    return folder / LORA_FILE
 
 
-def kohya_tensors(unet: UNet2DConditionModel, original: bool, alpha: float) -> dict[str, torch.Tensor]:
+def kohya_tensors(unet: UNet2DConditionModel, original: bool) -> dict[str, torch.Tensor]:
     """As kohya's sd-scripts do: a layer's name with underscores, in Stability's or diffusers' naming."""
     tensors = {}
     for key, value in get_peft_model_state_dict(unet).items():
         layer, kind = key.rsplit(".lora_", 1)
+        alpha = next((alpha for name, alpha in ALPHAS.items() if layer.endswith(f".{name}")), 10)
         layer = original_unet_name(unet, layer) if original else layer
         name = "lora_unet_" + layer.replace(".", "_")
         tensors[name + (".lora_down.weight" if kind == "A.weight" else ".lora_up.weight")] = value.contiguous()
         tensors[name + ".alpha"] = torch.tensor(float(alpha))
     return tensors
-
-
-def adapter(unet: UNet2DConditionModel, name: str = "default") -> dict[str, torch.Tensor]:
-    return get_peft_model_state_dict(unet, adapter_name=name)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +53,14 @@ def adapted() -> UNet2DConditionModel:
     return adapted_unet(target_modules=TARGETS).requires_grad_(False)
 
 
+@pytest.fixture(scope="module")
+def file(adapted, tmp_path_factory) -> Path:
+    """That LoRA as diffusers saves it. Shared: tests do not change it."""
+    return save_diffusers(adapted, tmp_path_factory.mktemp("lora"))
+
+
 def check_loaded(unet: UNet2DConditionModel, expected: UNet2DConditionModel, name: str) -> None:
-    found, weights = adapter(unet, name), adapter(expected)
+    found, weights = (get_peft_model_state_dict(unet, adapter_name=name), get_peft_model_state_dict(expected))
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[key], weights[key]) for key in found)
     assert not any(parameter.requires_grad for parameter in unet.parameters())
@@ -63,67 +68,46 @@ def check_loaded(unet: UNet2DConditionModel, expected: UNet2DConditionModel, nam
     assert torch.equal(output(unet), output(expected))
 
 
-@pytest.mark.parametrize("form", ["folder", "file", "adapter", "kohya", "kohya, diffusers' names"])
-def test_every_form_gives_the_same_unet(form, adapted, tmp_path):
-    path = tmp_path / "lora"
+@pytest.mark.parametrize(
+    ("form", "settings"),
+    [
+        ("diffusers", {"use_dora": True}),
+        ("diffusers", {"rank_pattern": {"to_q": 2}}),
+        ("diffusers", {"use_rslora": True}),
+        ("adapter", {}),
+        ("without alphas: each is the rank", {"lora_alpha": 4}),
+        ("kohya", {"target_modules": TARGETS, "alpha_pattern": ALPHAS}),
+        ("kohya, diffusers' names", {"target_modules": TARGETS, "alpha_pattern": ALPHAS}),
+    ],
+)
+def test_every_form_gives_the_same_unet(form, settings, tmp_path):
+    adapted = adapted_unet(**settings).requires_grad_(False)
+    path = tmp_path / LORA_FILE
     if form.startswith("kohya"):
-        save_file(kohya_tensors(adapted, form == "kohya", 10), path := tmp_path / "kohya.safetensors")
+        save_file(kohya_tensors(adapted, form == "kohya"), path)
     elif form == "adapter":
-        adapted.save_lora_adapter(path)
+        adapted.save_lora_adapter(tmp_path)
     else:
-        save_diffusers(adapted, path)
-        if form == "file":
-            path = path / LORA_FILE
+        save_diffusers(adapted, tmp_path, metadata=form == "diffusers")
     unet = frozen_unet(5)
     assert not torch.equal(output(unet), output(adapted))
-    name = load_lora(unet, path)
+    name = load_lora(unet, tmp_path if form == "diffusers" else path)
+    os.truncate(path, 0)  # it may be replaced while its LoRA is in use
     check_loaded(unet, adapted, name)
 
 
-@pytest.mark.parametrize("settings", [{"use_dora": True}, {"rank_pattern": {"to_q": 2}}, {"use_rslora": True}])
-def test_settings_come_with_the_file(settings, tmp_path):
-    adapted = adapted_unet(**settings).requires_grad_(False)
-    unet = frozen_unet(5)
-    name = load_lora(unet, save_diffusers(adapted, tmp_path / "lora"))
-    check_loaded(unet, adapted, name)
-
-
-def test_without_alphas_each_is_the_rank(tmp_path):
-    adapted = adapted_unet(lora_alpha=4).requires_grad_(False)
-    unet = frozen_unet(5)
-    check_loaded(unet, adapted, load_lora(unet, save_diffusers(adapted, tmp_path / "lora", metadata=False)))
-
-
-@pytest.mark.parametrize("original", [True, False])
-def test_kohyas_alphas_are_those_of_their_layers(original, tmp_path):
-    alphas = {"to_q": 12, "conv1": 2, "to_out.0": 7}
-    adapted = adapted_unet(target_modules=TARGETS, alpha_pattern=alphas).requires_grad_(False)
-    tensors = kohya_tensors(adapted, original, 10)
-    for name, alpha in (("to_q", 12), ("to_out_0", 7), ("in_layers_2", 2), ("conv1", 2)):
-        tensors |= {key: torch.tensor(float(alpha)) for key in tensors if key.endswith(f"_{name}.alpha")}
-    save_file(tensors, path := tmp_path / "kohya.safetensors")
-    unet = frozen_unet(5)
-    check_loaded(unet, adapted, load_lora(unet, path))
-
-
-def test_the_scale(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    half, none = frozen_unet(5), frozen_unet(5)
-    load_lora(half, path, scale=0.5)
-    load_lora(none, path, scale=0.0)
+def test_the_scale_and_the_dtype(file):
+    half, none, float16 = frozen_unet(5), frozen_unet(5), frozen_unet(5, F16)
+    load_lora(half, file, scale=0.5)
+    load_lora(none, file, scale=0.0)
+    load_lora(float16, file)
     expected = adapted_unet(target_modules=TARGETS)
     expected.set_adapters(["default"], [0.5])
     assert torch.equal(output(half), output(expected.requires_grad_(False)))
     assert torch.equal(output(none), output(frozen_unet(5)))
-
-
-def test_the_adapter_has_the_unets_dtype(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = frozen_unet(5, F16)
-    load_lora(unet, path)
-    assert {parameter.dtype for parameter in unet.parameters()} == {F16}
-    half = torch.nn.Module.to(adapted_unet(target_modules=TARGETS), F16).requires_grad_(False)
-    assert torch.equal(output(unet), output(half))
+    assert {parameter.dtype for parameter in float16.parameters()} == {F16}
+    expected = torch.nn.Module.to(adapted_unet(target_modules=TARGETS), F16).requires_grad_(False)
+    assert torch.equal(output(float16), output(expected))
 
 
 def test_a_saved_lora_is_whole_and_can_be_loaded(adapted, tmp_path):
@@ -135,24 +119,21 @@ def test_a_saved_lora_is_whole_and_can_be_loaded(adapted, tmp_path):
         save_lora(adapted, tmp_path / "missing")
 
 
-def test_next_to_the_adapter_of_a_checkpoint(adapted, tmp_path):
+def test_next_to_the_adapter_of_a_checkpoint(adapted, file, tmp_path):
     save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = load_unet(tmp_path / "step", dtype=F32, model=TINY)
-    load_lora(unet, path)
-    twice = frozen_unet(5)
-    load_lora(twice, path, scale=2.0)
+    unet, twice = load_unet(tmp_path / "step", dtype=F32, model=TINY), frozen_unet(5)
+    load_lora(unet, file)
+    load_lora(twice, file, scale=2.0)
     torch.testing.assert_close(output(unet), output(twice))
 
 
-def test_nothing_else_changes(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
+def test_nothing_else_changes(file):
     unet = frozen_unet(5)
     unet.train()
     unet.conv_in.requires_grad_(True)
     before = {id(parameter): parameter.clone() for parameter in unet.parameters()}
     state = torch.get_rng_state()
-    load_lora(unet, path)
+    load_lora(unet, file)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in unet.modules())
     after = {id(parameter): parameter for parameter in unet.parameters()}
@@ -160,18 +141,11 @@ def test_nothing_else_changes(adapted, tmp_path):
     assert [name for name, p in unet.named_parameters() if p.requires_grad] == ["conv_in.weight", "conv_in.bias"]
 
 
-def test_a_file_may_be_replaced_while_its_lora_is_in_use(adapted, tmp_path):
-    path = save_diffusers(adapted, tmp_path / "lora")
-    unet = frozen_unet(5)
-    name = load_lora(unet, path)
-    os.truncate(path / LORA_FILE, 0)
-    check_loaded(unet, adapted, name)
-
-
 # Refusals.
 
 
-def refused(unet: UNet2DConditionModel, path: Path | str, message: str) -> None:
+def refused(path: Path | str, message: str) -> None:
+    unet = frozen_unet(5)
     names = list(unet.state_dict())
     with pytest.raises(ModelError, match=message) as caught:
         load_lora(unet, path)
@@ -180,16 +154,13 @@ def refused(unet: UNet2DConditionModel, path: Path | str, message: str) -> None:
     assert not getattr(unet, "peft_config", None)
 
 
-@pytest.mark.parametrize("form", ["diffusers", "kohya"])
-def test_a_lora_for_text_encoders_cannot_act_on_cached_embeddings(form, adapted, tmp_path):
+def test_a_lora_for_text_encoders_cannot_act_on_cached_embeddings(adapted, tmp_path):
     weights = {"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 32)}
-    if form == "diffusers":
-        path = save_diffusers(adapted, tmp_path / "lora", metadata=False, text_encoder_2_lora_layers=weights)
-    else:
-        tensors = kohya_tensors(adapted, True, 4)
-        tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = torch.ones(4, 32)
-        save_file(tensors, path := tmp_path / "kohya.safetensors")
-    refused(frozen_unet(5), path, r"changes the text encoders too \(1 tensors.*cached embeddings")
+    path = save_diffusers(adapted, tmp_path, metadata=False, text_encoder_2_lora_layers=weights)
+    refused(path, r"changes the text encoders too \(1 tensors.*cached embeddings")
+    weights = {"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(4, 32)}
+    save_file(kohya_tensors(adapted, True) | weights, path)
+    refused(path, r"changes the text encoders too \(1 tensors.*cached embeddings")
 
 
 @pytest.mark.parametrize(
@@ -202,52 +173,41 @@ def test_a_lora_for_text_encoders_cannot_act_on_cached_embeddings(form, adapted,
         (lambda name: name.replace("lora_A", "lora_embedding_A"), "does not fit"),
     ],
 )
-def test_a_lora_of_another_model_is_an_error_and_not_a_silent_nothing(change, message, adapted, tmp_path):
-    file = save_diffusers(adapted, tmp_path / "lora", metadata=False) / LORA_FILE
-    tensors = {change(name): value for name, value in load_file(file).items()}
-    save_file(tensors, file)
-    refused(frozen_unet(5), file, message)
+def test_a_lora_of_another_model_is_an_error_and_not_a_silent_nothing(change, message, file, tmp_path):
+    save_file({change(name): value for name, value in load_file(file).items()}, path := tmp_path / "lora.safetensors")
+    refused(path, message)
 
 
 @pytest.mark.parametrize("which", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("damage", ["shape", "missing"])
 def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
-    tensors = {f"unet.{name}": value.clone() for name, value in adapter(adapted).items()}
+    tensors = {f"unet.{name}": value.clone() for name, value in get_peft_model_state_dict(adapted).items()}
     name = next(name for name in tensors if f"to_q.{which}" in name)
-    if damage == "shape":
-        tensors[name] = torch.ones(4, 7) if which == "lora_A" else torch.ones(7, 4)
-    else:
-        del tensors[name]
-    save_file(tensors, path := tmp_path / "lora.safetensors")
-    refused(frozen_unet(5), path, r"does not fit this UNet.*to_q")
+    damaged = {"shape": {name: torch.ones(4, 7) if which == "lora_A" else torch.ones(7, 4)}, "missing": {}}[damage]
+    save_file({key: tensors[key] for key in tensors if key != name} | damaged, path := tmp_path / "lora.safetensors")
+    refused(path, r"does not fit this UNet.*to_q")
 
 
 @pytest.mark.parametrize("kind", ["hada_w1_a", "dora_scale"])
 def test_kohyas_other_kinds_are_refused_and_not_read_as_a_lora(kind, adapted, tmp_path):
-    tensors = kohya_tensors(adapted, True, 10)
+    tensors = kohya_tensors(adapted, True)
     name = next(name for name in tensors if name.endswith("to_q.alpha"))
     save_file({**tensors, name.replace("alpha", kind): torch.ones(1, 64)}, path := tmp_path / "x.safetensors")
-    refused(frozen_unet(5), path, kind)
+    refused(path, kind)
 
 
 def test_what_is_no_lora_file_is_refused(adapted, tmp_path):
-    unet = frozen_unet(5)
-    refused(unet, tmp_path / "nowhere", "there is no file or folder")
-    refused(unet, "some/where", r"there is no file or folder some/where")
+    refused("some/where", r"there is no file or folder some/where")
     (tmp_path / "lora.bin").write_bytes(b"")
-    refused(unet, tmp_path / "lora.bin", "is a pickle")
-    save_diffusers(adapted, folder := tmp_path / "two")
-    (folder / LORA_FILE).rename(folder / "a.safetensors")
-    refused(unet, folder, r"has no pytorch_lora_weights\.safetensors\. Name the file itself")
-    os.truncate(folder / "a.safetensors", 100)
-    refused(unet, folder / "a.safetensors", "could not be loaded")
+    refused(tmp_path / "lora.bin", "is a pickle")
+    refused(tmp_path, r"has no pytorch_lora_weights\.safetensors\. Name the file itself")
+    (tmp_path / "torn.safetensors").write_bytes(b"\0" * 100)
+    refused(tmp_path / "torn.safetensors", "could not be loaded")
     save_checkpoint(tmp_path / "step", model=adapted)
-    refused(unet, tmp_path / "step", "Name it as the denoiser")
-    unet.save_pretrained(tmp_path / "unet")
-    refused(unet, tmp_path / "unet" / "diffusion_pytorch_model.safetensors", "not LoRA weights of a UNet")
-
-
-def test_a_lora_is_no_unet(adapted, tmp_path):
-    save_file(kohya_tensors(adapted, True, 4), kohya := tmp_path / "kohya.safetensors")
+    refused(tmp_path / "step", "Name it as the denoiser")
+    frozen_unet(5).save_pretrained(tmp_path / "unet")
+    refused(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", "not LoRA weights of a UNet")
+    # And a LoRA is no UNet.
+    save_file(kohya_tensors(adapted, True), kohya := tmp_path / "kohya.safetensors")
     with pytest.raises(ModelError, match=r"kohya\.safetensors is a LoRA\. Name it as the LoRA"):
         load_unet(kohya, dtype=F32, model=TINY)
