@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -108,11 +107,11 @@ def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[in
     return run_json
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(scope="session")
+def script() -> Any:
     """scripts/train_lora.py, as a module."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
-    import train_lora
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+        import train_lora
 
-    yield train_lora
-    sys.modules.pop("train_lora")
+    return train_lora

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -33,18 +32,8 @@ from latentcache.precache.run import run_precache
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "scripts" / "train_lora.py"
 NUM_STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def script() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        import train_lora
-
-        yield train_lora
-        sys.modules.pop("train_lora")
+FLAGS = {"steps": NUM_STEPS, "rank": 2, "learning_rate": 1e-2, "batch_size": 2, "seed": 3, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +87,13 @@ def cold(cached: Config, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def options(script: ModuleType, tmp_path: Path) -> Any:
-    return script.Options(
-        steps=NUM_STEPS, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "run", device="cpu", seed=3
-    )
+    return script.Options(**FLAGS, out=tmp_path / "run")
 
 
 class Outcome:
-    """A run: its result, the LoRA's weights, and everything of the checkpoint."""
+    """A run: its result, and all that it trained and drew."""
 
-    def __init__(self, script: ModuleType, config: Config, options: Any, **others: Any):
+    def __init__(self, script: ModuleType, config: Config, options: Any):
         built: list[Any] = []
 
         class Kept(script.Training):  # type: ignore[misc, name-defined]
@@ -116,32 +103,25 @@ class Outcome:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(script, "Training", Kept)
-            self.result = script.train(config, options, **others)
-        self.training = built[0]
-        unet, optimizer, scaler = self.training.denoiser, self.training.optimizer, self.training.scaler
-        state = [unet.state_dict(), optimizer.state_dict(), scaler.state_dict()]
+            self.result = script.train(config, options)
+        [self.training] = built
+        parts = (self.training.denoiser, self.training.optimizer, self.training.scaler)
         drawn = [torch.get_rng_state(), self.training.generator.get_state()]
-        self.leaves = {str(path): leaf for path, leaf in tree_leaves_with_path([state, drawn])}
+        self.leaves = dict(tree_leaves_with_path([[part.state_dict() for part in parts], drawn]))
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
     """To the last bit: weights, optimizer, scaler, random streams."""
     assert found.leaves.keys() == expected.leaves.keys()
-
-    def equal(path: str) -> bool:
-        ours, theirs = found.leaves[path], expected.leaves[path]
-        return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else bool(ours == theirs)
-
-    differing = [path for path in found.leaves if not equal(path)]
-    assert differing == []
+    for path, ours in found.leaves.items():
+        theirs = expected.leaves[path]
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, path
 
 
 @pytest.fixture(scope="module")
 def whole(script: ModuleType, cached: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A run without validation and without a break."""
-    out = tmp_path_factory.mktemp("whole")
-    flags = {"steps": NUM_STEPS, "rank": 2, "learning_rate": 1e-2, "batch_size": 2, "seed": 3}
-    return Outcome(script, training_only(cached), script.Options(**flags, out=out, device="cpu"))
+    return Outcome(script, training_only(cached), script.Options(**FLAGS, out=tmp_path_factory.mktemp("whole")))
 
 
 def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
@@ -161,14 +141,18 @@ def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
 def test_a_resumed_run_is_as_one_without_a_break(
     script: ModuleType, cached: Config, options: Any, tmp_path: Path, mixed_precision: str, whole: Outcome
 ) -> None:
-    config, options = training_only(cached), replace(options, mixed_precision=mixed_precision)
-    if mixed_precision != "no":
+    config, options, stop = training_only(cached), replace(options, mixed_precision=mixed_precision), threading.Event()
+    if mixed_precision == "no":
+        stop.set()
+        first = script.train(config, options, stop=stop)
+        assert (first["step"], first["interrupted"], first["lora"]) == (1, True, None)
+    else:
         whole = Outcome(script, config, replace(options, out=tmp_path / "whole"))
-    first = script.train(config, replace(options, steps=3))
+        first = script.train(config, replace(options, steps=3))
     # Another use of the process in between leaves other random streams.
     torch.manual_seed(99)
     resumed = Outcome(script, config, replace(options, resume=True))
-    assert resumed.result["resumed_from"] == 3
+    assert resumed.result["resumed_from"] == first["step"]
     assert first["losses"] + resumed.result["losses"] == whole.result["losses"]
     assert_equal(resumed, whole)
 
@@ -186,9 +170,13 @@ def test_validation_in_the_middle_changes_no_bit(
     assert found[0]["loss"] != found[1]["loss"]
     for each in found:
         assert Path(each["grid"]).is_file() and Path(each["plot"]).is_file()
+    # Now all is cached, and no encoder is loaded.
+    training = script.Training(cold, replace(options, out=options.out / "again"))
+    assert training.parts.keys() - {"optimizer", "scaler", "scheduler"} == {"unet", "vae"}
+    assert training.phases.current == "train"
 
 
-def test_the_lora_can_be_loaded_and_changes_the_unet(script: ModuleType, whole: Outcome) -> None:
+def test_the_lora_can_be_loaded_and_changes_the_unet(whole: Outcome) -> None:
     def predict(unet: Any) -> torch.Tensor:
         torch.manual_seed(0)  # of the random caption
         batch = next(iter(torch.utils.data.DataLoader(whole.training.dataset, batch_size=1)))
@@ -206,23 +194,6 @@ def test_the_lora_can_be_loaded_and_changes_the_unet(script: ModuleType, whole: 
     assert not torch.equal(without, trained)
 
 
-def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(
-    script: ModuleType, cached: Config, options: Any, whole: Outcome
-) -> None:
-    stop = threading.Event()
-    stop.set()
-    first = script.train(training_only(cached), options, stop=stop)
-    assert (first["step"], first["interrupted"], first["lora"]) == (1, True, None)
-    assert_equal(Outcome(script, training_only(cached), replace(options, resume=True)), whole)
-
-
-def test_no_encoder_is_loaded_where_everything_is_cached(script: ModuleType, cold: Config, options: Any) -> None:
-    run_precache(cold)
-    training = script.Training(cold, options)
-    assert {name for name in training.parts if name not in ("optimizer", "scaler", "scheduler")} == {"unet", "vae"}
-    assert training.phases.current == "train"
-
-
 def test_a_failed_last_validation_does_not_cost_the_lora(
     script: ModuleType, cold: Config, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,113 +206,86 @@ def test_a_failed_last_validation_does_not_cost_the_lora(
     assert (options.out / "pytorch_lora_weights.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("prediction_type", "target"),
-    [("epsilon", lambda scheduler, latents, noise, steps: noise), ("v_prediction", None)],
-)
-def test_the_target_follows_the_schedulers_config(
-    script: ModuleType, cached: Config, options: Any, prediction_type: str, target: Callable[..., Any] | None
-) -> None:
-    training = script.Training(training_only(cached), options)
-    scheduler = DDPMScheduler.from_config(training.scheduler.config, prediction_type=prediction_type)
-    training.schedule = NoiseSchedule.of(scheduler)
-    target = target or DDPMScheduler.get_velocity
+def test_the_loss(script: ModuleType, cached: Config, options: Any) -> None:
+    training, seen = script.Training(training_only(cached), options), {}
     with training.loader as loader:
-        batch = next(iter(loader))
-    seen = {}
-    hook = training.denoiser.register_forward_hook(lambda module, given, output: seen.update(output=output[0]))
-    state = training.generator.get_state()
-    loss = training.loss(batch)
-    hook.remove()
-    generator = torch.Generator()
-    generator.set_state(state)
-    latents = batch["latents"]
-    noise = torch.randn(latents.shape, generator=generator)
-    steps = torch.randint(1000, (len(latents),), generator=generator)
-    expected = (seen["output"] - target(scheduler, latents, noise, steps)).square().mean()
-    torch.testing.assert_close(loss, expected)
+        batch = next(batch for batch in loader if len(batch["sample_id"]) == 2)
+    state, latents, generator = training.generator.get_state(), batch["latents"], torch.Generator()
 
+    def loss(*weights: float) -> float:
+        training.generator.set_state(state)
+        return float(training.loss(batch | {"loss_weight": torch.tensor(weights)}).item())
 
-class Recipe(NamedTuple):
-    """Changes of the second dataset, of `encode` and of `train`, and what must be true of all batches."""
-
-    dataset: dict[str, Any]
-    encode: dict[str, Any]
-    train: dict[str, Any]
-    holds: Callable[[list[dict[str, Any]]], bool]
+    # Rows count as their datasets say.
+    whole, first, second = loss(1.0, 1.0), loss(1.0, 0.0), loss(0.0, 1.0)
+    assert first > 0 and second > 0 and first + second == pytest.approx(whole)
+    assert loss(0.5, 0.5) == pytest.approx(whole / 2)
+    # The target is what the scheduler's config says.
+    training.denoiser.register_forward_hook(lambda module, given, output: seen.update(output=output[0]))
+    for prediction_type in ("epsilon", "v_prediction"):
+        scheduler = DDPMScheduler.from_config(training.scheduler.config, prediction_type=prediction_type)
+        training.schedule = NoiseSchedule.of(scheduler)
+        found = loss(1.0, 1.0)
+        generator.set_state(state)
+        noise = torch.randn(latents.shape, generator=generator)
+        steps = torch.randint(1000, (len(latents),), generator=generator)
+        target = noise if prediction_type == "epsilon" else scheduler.get_velocity(latents, noise, steps)
+        assert found == pytest.approx((seen["output"] - target).square().mean().item())
 
 
 def captions_of(batches: list[dict[str, Any]]) -> set[str]:
     return {caption for batch in batches for caption in batch["caption"]}
 
 
-RECIPES = {
-    "the second caption": Recipe(
+def zeros_for_empty_captions(batches: list[dict[str, Any]]) -> bool:
+    rows = [row for batch in batches for row in zip(batch["caption"], batch["prompt_embeds"], strict=True)]
+    return all((caption == "") == (not texts.any()) for caption, texts in rows) and "" in captions_of(batches)
+
+
+def long_and_not_zeros(batches: list[dict[str, Any]]) -> bool:
+    rows = [texts for batch in batches for texts in batch["prompt_embeds"]]
+    return all(texts.any() and len(texts) == 152 for texts in rows) and "" in captions_of(batches)
+
+
+def other_crops_of_one_image(batches: list[dict[str, Any]]) -> bool:
+    pairs = {pair for batch in batches for pair in zip(batch["sample_id"], batch["crop_top_left"], strict=True)}
+    return len(pairs) > len({name for name, _ in pairs})
+
+
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Callable[..., bool]]] = {
+    "the second caption": (
         {},
         {},
         {"caption": 1},
         lambda batches: all(each.startswith("another caption") for each in captions_of(batches)),
     ),
-    "dropout to zeros": Recipe(
-        {},
-        {},
-        {"caption_dropout": 0.5, "dropout_to": "zeros"},
-        lambda batches: all(
-            (caption == "") == (not texts.any())
-            for batch in batches
-            for caption, texts in zip(batch["caption"], batch["prompt_embeds"], strict=True)
-        ),
-    ),
-    "long prompts, dropped to the empty text": Recipe(
-        {},
-        {"max_length": 150},
-        {"caption_dropout": 0.5},
-        lambda batches: (
-            {batch["prompt_embeds"].shape[1] for batch in batches} == {152}
-            and {texts.any().item() for batch in batches for texts in batch["prompt_embeds"]} == {True}
-            and "" in captions_of(batches)
-        ),
-    ),
-    "several crops": Recipe(
+    "dropout to zeros": ({}, {}, {"caption_dropout": 0.5, "dropout_to": "zeros"}, zeros_for_empty_captions),
+    "long prompts": ({}, {"max_length": 150}, {"caption_dropout": 0.5}, long_and_not_zeros),
+    "several crops": (
         {"variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8},
         {},
         {"crops": "random"},
-        lambda batches: (
-            len({crop for batch in batches for crop in zip(batch["sample_id"], batch["crop_top_left"], strict=True)})
-            > len({name for batch in batches for name in batch["sample_id"]})
-        ),
+        other_crops_of_one_image,
     ),
-    "random flips": Recipe(
+    "random flips": (
         {"flip": True},
         {},
         {"flips": "random"},
         lambda batches: {batch["num_items"] for batch in batches} == {5},  # and not 10, of both sides
     ),
-    "variants of captions": Recipe(
-        {"captions": {"variants": 8, "shuffle": True, "drop": 0.5}},
-        {},
-        {},
-        lambda batches: any(
-            not re.fullmatch(r"photo \d, a tag, a last one|another caption of \d", text)
-            for text in captions_of(batches)
-        ),
-    ),
-    "several resolutions": Recipe(
-        {"resolutions": [64, 96], "buckets": {"step": 32}},
-        {},
-        {},
-        lambda batches: {name for batch in batches for name in batch["dataset"]} == {"first", "second-64", "second-96"},
-    ),
 }
+"""Changes of the second dataset, of `encode` and of `train`, and what must be true of all batches."""
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: str) -> None:
-    recipe, config = RECIPES[name], training_only(cold)
-    settings = config.model_dump(mode="json", exclude_unset=True)
-    settings["datasets"][1] |= recipe.dataset
-    settings["encode"] |= recipe.encode
-    config = parse_config(settings | {"train": recipe.train})
+def test_a_recipe_trains(
+    script: ModuleType, cold: Config, options: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset, encode, train, holds = RECIPES[name]
+    settings = training_only(cold).model_dump(mode="json", exclude_unset=True)
+    settings["datasets"][1] |= dataset
+    settings["encode"] |= encode
+    config = parse_config(settings | {"train": train})
     run_precache(config)
     batches: list[dict[str, Any]] = []
     loss = script.Training.loss
@@ -350,11 +294,10 @@ def test_a_recipe_trains(script: ModuleType, cold: Config, options: Any, name: s
         batches.append(batch | {"num_items": len(training.dataset)})
         return loss(training, batch)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script.Training, "loss", watched)
-        result = script.train(config, options)
+    monkeypatch.setattr(script.Training, "loss", watched)
+    result = script.train(config, options)
     assert result["step"] == NUM_STEPS and all(map(math.isfinite, result["losses"]))
-    assert recipe.holds(batches)
+    assert holds(batches)
 
 
 def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: Any) -> None:
@@ -363,59 +306,38 @@ def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: A
     with LatentCache(config.cache) as cache:
         keys = [*cache.manifest("second").rows.entry_keys()]
         assert cache.store.remove(keys) >= 4
-    assert script.train(config, replace(options, encode=True))["step"] == NUM_STEPS
+    assert script.train(config, replace(options, steps=1, encode=True))["step"] == 1
     with LatentCache(config.cache) as cache:
         assert cache.store.find(keys) == set(keys)
-
-
-def test_rows_count_in_the_loss_as_their_datasets_say(script: ModuleType, cached: Config, options: Any) -> None:
-    training = script.Training(training_only(cached), options)
-    with training.loader as loader:
-        batch = next(batch for batch in loader if len(batch["sample_id"]) == 2)
-    state = training.generator.get_state()
-
-    def loss(*weights: float) -> float:
-        training.generator.set_state(state)
-        return float(training.loss(batch | {"loss_weight": torch.tensor(weights)}).item())
-
-    whole, first, second = loss(1.0, 1.0), loss(1.0, 0.0), loss(0.0, 1.0)
-    assert first > 0 and second > 0 and first + second == pytest.approx(whole)
-    assert loss(0.5, 0.5) == pytest.approx(whole / 2)
 
 
 def test_settings_that_do_not_fit_are_refused(
     script: ModuleType, cached: Config, options: Any, tmp_path: Path, make_config: Callable[..., Config]
 ) -> None:
+    def refused(config: Config, error: type[Exception], message: str, **changes: Any) -> None:
+        with pytest.raises(error, match=message):
+            script.train(config, replace(options, **changes))
+
     config = training_only(cached)
-    with pytest.raises(StoreError, match=r"there is no cache here\. `latentcache precache` makes one"):
-        script.train(make_config(), options)
-    with pytest.raises(StoreError, match=r"photos is not cached: run `latentcache precache CONFIG`"):
-        script.train(make_config(**{"cache.path": cached.cache.path}), options)
-    with pytest.raises(ConfigError, match="role: train"):
-        script.train(make_config(**{"datasets.0.role": "validation"}), options)
-    run_precache(make_config())
-    with pytest.raises(ConfigError, match="nothing to validate"):
-        script.train(training_only(make_config()), replace(options, validate_every=1))
-    alone = make_config(**{"cache.path": tmp_path / "alone", "encode.text": "none"})
+    refused(make_config(), StoreError, r"there is no cache here\. `latentcache precache` makes one")
+    other = make_config(**{"cache.path": cached.cache.path})
+    refused(other, StoreError, r"photos is not cached: run `latentcache precache CONFIG`")
+    refused(make_config(**{"datasets.0.role": "validation"}), ConfigError, "role: train")
+    alone = make_config(**{"cache.path": tmp_path / "alone", "encode.text": "none", "validation.prompts": []})
     run_precache(alone)
-    with pytest.raises(ConfigError, match=r"encode\.text is none, so that no caption was encoded"):
-        script.train(training_only(alone), options)
-    with pytest.raises(ConfigError, match="at least 1"):
-        script.train(config, replace(options, steps=0))
-    with pytest.raises(SampleError, match=r"has no flipped entry.*`flip: true`"):
-        script.train(config.model_copy(update={"train": TrainConfig(flips="random")}), options)  # one set has no flips
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="in one process"):
+    refused(alone, ConfigError, r"encode\.text is none, so that no caption was encoded")
+    refused(config, ConfigError, "nothing to validate", validate_every=1)
+    refused(config, ConfigError, "at least 1", steps=0)
+    flips = config.model_copy(update={"train": TrainConfig(flips="random")})  # one set has no flips
+    refused(flips, SampleError, r"has no flipped entry.*`flip: true`")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        script.train(config, options)
-    with pytest.raises(CheckpointError, match="there is no such file"):
-        script.train(config, replace(options, resume=True))
+        refused(config, ConfigError, "in one process")
+    refused(config, CheckpointError, "there is no such file", resume=True)
     script.train(config, replace(options, steps=1))
-    with pytest.raises(CheckpointError, match="--resume"):
-        script.train(config, options)
-    with pytest.raises(CheckpointError, match=r"learning_rate: 0\.01 when it began, 0\.1 now"):
-        script.train(config, replace(options, resume=True, learning_rate=0.1))
-    with pytest.raises(CheckpointError, match="lora_A"):
-        script.train(config, replace(options, resume=True, rank=3))
+    refused(config, CheckpointError, "--resume")
+    refused(config, CheckpointError, r"learning_rate: 0\.01 when it began, 0\.1 now", resume=True, learning_rate=0.1)
+    refused(config, CheckpointError, "lora_A", resume=True, rank=3)
 
 
 def test_the_command_line_stops_on_a_signal_and_goes_on(
@@ -425,9 +347,8 @@ def test_the_command_line_stops_on_a_signal_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(training_only(cached).model_dump_json())
-    command = [str(SCRIPT), str(file), "--out", str(tmp_path / "run"), "--device", "cpu", "--rank", "2", "--json"]
+    (file := tmp_path / "config.json").write_text(training_only(cached).model_dump_json())
+    command = [str(script.__file__), str(file), "--out", str(tmp_path / "run"), "--device", "cpu", "--rank=2", "--json"]
     process = subprocess.Popen(
         [sys.executable, *command, "--steps", str(10**6)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
