@@ -11,31 +11,32 @@ import yaml
 from pydantic import ValidationError
 
 from latentcache.config import CacheConfig, location_of
-from latentcache.config_file import known_settings, load_config, parse_config
+from latentcache.config_file import load_config, parse_config
 from latentcache.errors import ConfigError, StoreError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
-MINIMAL = {"datasets": [{"name": "photos", "source": {"path": "photos"}}]}
 
 
-def source(kind: str, **settings: Any) -> dict[str, Any]:
-    return {"datasets": [{"name": "photos", "source": {"kind": kind, "path": "photos", **settings}}]}
+def dataset(**settings: Any) -> dict[str, Any]:
+    return {"datasets": [{"name": "photos", "source": {"path": "photos"}, **settings}]}
 
 
-def each_resolution(resolutions: list[int], *, name: str = "photos", **buckets: Any) -> dict[str, Any]:
-    return {"datasets": [{**MINIMAL["datasets"][0], "name": name, "resolutions": resolutions, "buckets": buckets}]}
+MINIMAL = dataset()
 
 
-def captions(kind: str = "folder", columns: list[str] | None = None, lines: str = "each", **settings: Any) -> dict:
-    where = {"kind": kind, "path": "photos", "caption_columns": columns, "caption_lines": lines}
-    return {"datasets": [{"name": "photos", "source": where, "captions": settings}]}
+def captions(source: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return dataset(source={"path": "photos", **source}, captions=settings)
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL | {"cache": {"path": "from-file"}, "encode": {"batch_size": 2}}))
-    return path
+def load(tmp_path: Path) -> Any:
+    """Load these settings from a file, with flags."""
+
+    def load(settings: dict[str, Any], flags: dict[str, Any]) -> Any:
+        (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+        return load_config(path, overrides=flags)
+
+    return load
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -43,232 +44,150 @@ def test_shipped_configs_load(path: Path) -> None:
     assert load_config(path).datasets
 
 
-def test_the_configs_of_sdxl_edit_pairs_and_clips_show_every_setting() -> None:
-    """They are the reference that users copy: a setting that they do not show is not known to them."""
-    settings, pairs, clips = (
-        yaml.safe_load((CONFIGS[0].parent / f"{name}.yaml").read_text()) for name in ("sdxl", "edit_pairs", "wan_clips")
-    )
-
-    def shown(value: object, prefix: str) -> set[str]:
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return {prefix} | shown(value[0], f"{prefix}.N")
-        if not isinstance(value, dict):
-            return {prefix}
-        found = {prefix} if prefix else set()
-        for name, child in value.items():
-            found |= shown(child, f"{prefix}.{name}" if prefix else name)
-        return found
-
-    assert set(known_settings()) <= shown(settings, "") | shown(pairs, "") | shown(clips, "")
-
-
 def test_yaml_toml_and_json_say_the_same(tmp_path: Path) -> None:
     toml = '[[datasets]]\nname = "photos"\n[datasets.source]\npath = "photos"\n'
-    files = {"a.yaml": yaml.safe_dump(MINIMAL), "a.toml": toml, "a.json": json.dumps(MINIMAL)}
-    loaded = []
-    for name, text in files.items():
+    for name, text in {"a.yaml": yaml.safe_dump(MINIMAL), "a.toml": toml, "a.json": json.dumps(MINIMAL)}.items():
         (tmp_path / name).write_text(text)
-        loaded.append(load_config(tmp_path / name))
-    assert loaded[0] == loaded[1] == loaded[2] == parse_config(MINIMAL)
+        assert load_config(tmp_path / name) == parse_config(MINIMAL)
 
 
-def test_precedence_is_flag_file_default(config_file: Path) -> None:
+def test_precedence_is_flag_file_default(load: Any) -> None:
+    written = MINIMAL | {"cache": {"path": "from-file"}, "encode": {"batch_size": 2, "vae_dtype": "fp16"}}
     assert parse_config(MINIMAL).cache.path == Path("cache/sdxl")
-    assert load_config(config_file).cache.path == Path("from-file")
-    flags = {"cache": {"path": "from-flag"}}
-    assert load_config(config_file, overrides=flags).cache.path == Path("from-flag")
-
-
-def test_text_from_flags_becomes_numbers_and_none(config_file: Path) -> None:
+    assert load(written, {}).cache.path == Path("from-file")
+    assert load(written, {}).encode.vae_dtype == "float16"
     flags = {
-        "encode": {"clip_skip": "1", "batch_size": "4"},
+        "cache": {"path": "from-flag"},
+        "encode": {"clip_skip": "1", "batch_size": "4", "text": "none"},
         "model": {"vae": "null"},
         "datasets": {"photos": {"flip": "true"}, "0": {"repeats": "3"}},
     }
-    config = load_config(config_file, overrides=flags)
+    config = load(written, flags)
+    assert config.cache.path == Path("from-flag")
     assert (config.encode.batch_size, config.model.vae, config.encode.clip_skip) == (4, None, 1)
+    assert config.encode.text == "none"
     assert config.datasets[0].flip is True and config.datasets[0].repeats == 3
+    with pytest.raises(ConfigError, match=r"datasets: there is no 'cats' in the file; it has 0, photos"):
+        load(written, {"datasets": {"cats": {"flip": "true"}}})
 
 
 @pytest.mark.parametrize(
     ("written", "flags", "expected"),
     [
         (
-            [{"suffix": "_1"}, {"suffix": "_2"}],
-            {"1": {"area": "8192"}, "0": {"suffix": "_a"}},
+            {"control": [{"suffix": "_1"}, {"suffix": "_2"}]},
+            {"control": {"1": {"area": "8192"}, "0": {"suffix": "_a"}}},
             [("_a", None), ("_2", 8192)],
         ),
-        ({"suffix": "_1"}, {"0": {"suffix": "_a"}}, [("_a", None)]),  # one without a list
-    ],
-)
-def test_a_flag_changes_one_of_several_control_images(
-    tmp_path: Path, written: Any, flags: dict[str, Any], expected: list[Any]
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], "control": written}]}))
-    config = load_config(path, overrides={"datasets": {"photos": {"control": flags}}})
-    assert [(each.suffix, each.area) for each in config.datasets[0].control] == expected
-
-
-@pytest.mark.parametrize(
-    ("dataset", "flags", "message"),
-    [
+        ({"control": {"suffix": "_1"}}, {"control": {"0": {"suffix": "_a"}}}, [("_a", None)]),  # one without a list
         ({"control": [{"suffix": "_1"}] * 2}, {}, "two of control and mask are the same file"),
-        (
-            {"control": [{"suffix": "_1"}]},
-            {"control": {"1": {"suffix": "_2"}}},
-            "control: there is no '1' in the file; it has 0",
-        ),
+        ({"control": [{"suffix": "_1"}]}, {"control": {"1": {"suffix": "_2"}}}, "there is no '1' in the file; it has"),
         ({}, {"control": {"0": {"suffix": "_1"}}}, "control: there is no '0' in the file; it has none"),
         ({"mask": "alpha"}, {"mask": {"suffix": "_m"}}, "alpha is the image's own channel"),
     ],
 )
-def test_flags_that_no_control_image_or_mask_has_are_named(
-    tmp_path: Path, dataset: dict[str, Any], flags: dict[str, Any], message: str
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
-    with pytest.raises(ConfigError, match=message):
-        load_config(path, overrides={"datasets": {"photos": flags}})
+def test_flags_of_control_images_and_masks(load: Any, written: Any, flags: dict[str, Any], expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            load(dataset(**written), {"datasets": {"photos": flags}})
+    else:
+        [found] = load(dataset(**written), {"datasets": {"photos": flags}}).datasets
+        assert [(each.suffix, each.area) for each in found.control] == expected
 
 
-@pytest.mark.parametrize("flags", [{}, {"resolution": "512"}, {"resolution": "512", "area": "65536"}], ids=str)
-def test_resolution_is_the_side_of_an_area(tmp_path: Path, flags: dict[str, str]) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], "buckets": {"resolution": 768}}]}))
-    if "area" in flags:  # which of them counts?
-        with pytest.raises(ConfigError, match="resolution is no setting of rule latentcache"):
-            load_config(path, overrides={"datasets": {"0": {"buckets": flags}}})
-        return
-    [found] = load_config(path, overrides={"datasets": {"0": {"buckets": flags}}}).datasets
-    assert found.buckets.area == int(flags.get("resolution", 768)) ** 2
+def test_resolution_is_the_side_of_an_area(load: Any) -> None:
+    written = dataset(buckets={"resolution": 768})
+    for flags, side in (({}, 768), ({"resolution": "512"}, 512)):
+        assert load(written, {"datasets": {"0": {"buckets": flags}}}).datasets[0].buckets.area == side**2
+    with pytest.raises(ConfigError, match="resolution is no setting of rule latentcache"):  # which of them counts?
+        load(written, {"datasets": {"0": {"buckets": {"area": "65536"}}}})
 
 
-def test_resolutions_are_one_dataset_each(tmp_path: Path) -> None:
-    settings = each_resolution([512, 768])
-    settings["datasets"][0] |= {"mask": "alpha", "control": {"suffix": "_1"}, "repeats": 3}
-    settings["datasets"].append({"name": "faces", "source": {"path": "faces"}})
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    small, large, faces = load_config(path, overrides={"datasets": {"photos": {"flip": "true"}}}).datasets
+def test_resolutions_are_one_dataset_each(load: Any) -> None:
+    settings = {"mask": "alpha", "control": {"suffix": "_1"}, "repeats": 3}
+    written = dataset(**settings, resolutions=[512, 768])
+    written["datasets"].append({"name": "faces", "source": {"path": "faces"}})
+    small, large, faces = load(written, {"datasets": {"photos": {"flip": "true"}}}).datasets
     assert [each.name for each in (small, large, faces)] == ["photos-512", "photos-768", "faces"]
     assert (small.buckets.area, large.buckets.area) == (512**2, 768**2)
-    by_hand = {**MINIMAL["datasets"][0], "mask": "alpha", "control": {"suffix": "_1"}, "repeats": 3, "flip": True}
-    by_hand |= {"name": "photos-512", "buckets": {"resolution": 512}}
-    assert small == parse_config({"datasets": [by_hand]}).datasets[0], "the short form and the long one are one"
-    square = each_resolution([512, 1024], rule="onetrainer", square=True)
-    assert [each.buckets.resolution for each in parse_config(square).datasets] == [512, 1024]
-    assert all(each.buckets.square for each in parse_config(square).datasets)
+    by_hand = dataset(**settings, flip=True, name="photos-512", buckets={"resolution": 512})
+    assert small == parse_config(by_hand).datasets[0], "the short form and the long one are one"
+    square = parse_config(dataset(resolutions=[512, 1024], buckets={"rule": "onetrainer", "square": True})).datasets
+    assert [(each.buckets.resolution, each.buckets.square) for each in square] == [(512, True), (1024, True)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
-        ({"encode": {"vae_dtype": "fp8"}}, r"encode\.vae_dtype: .*'float16'.*met: 'fp8'"),
-        (
-            {"datasets": [{"name": "Con", "source": {"path": "x"}}]},
-            r"datasets\.0\.name: .*'Con' names a device under Windows",
-        ),
-        ({"datasets": [{"name": "my style!", "source": {"path": "x"}}]}, r"datasets\.0\.name: .* as 'my-style'"),
         ({"encode": {"cache_latents": True}}, r"encode\.cache_latents: unknown setting; latents are always cached"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
-        (
-            {"datasets": [{"name": "a", "source": "ph"}]},
-            r"source: give settings .* source: \{path: ph\} \(met: 'ph'\)$",
-        ),
-        ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
-        ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"images": {"min_side": 64}}, r"images: unknown setting; did you mean 'datasets\.0\.images'\?"),
+        ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
+        (dataset(source="ph"), r"source: give settings .* source: \{path: ph\} \(met: 'ph'\)$"),
+        ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$"),
-        ({"encode": {"num_workers": "many"}}, r"^encode\.num_workers: give 'auto' or .* \(met: 'many'\)$"),
-        (
-            {"datasets": [MINIMAL["datasets"][0] | {"buckets": {"area": "1024x1024"}}]},
-            r"datasets\.0\.buckets\.area: give a number of pixels, such as 1048576",
-        ),
-        (
-            {"datasets": [MINIMAL["datasets"][0] | {"buckets": {"area": 1024}}]},
-            r"datasets\.0\.buckets: area is 1024; one bucket of 64x64 needs 4096",
-        ),
-        ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
+        ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": [{"name": "a"}]}, r"datasets\.0\.source: is required"),
         ({"datasets": MINIMAL["datasets"] * 2}, "occur twice"),
-        (each_resolution([512, 512]), "different names, but photos-512 occur twice"),
+        (dataset(name="Con"), r"datasets\.0\.name: .*'Con' names a device under Windows"),
+        (dataset(name="my style!"), r"datasets\.0\.name: .* as 'my-style'"),
+        (dataset(name="Validation-Prompts"), "may not begin with"),
+        (dataset(buckets={"area": "1024x1024"}), r"buckets\.area: give a number of pixels, such as 1048576"),
+        (dataset(buckets={"area": 1024}), r"buckets: area is 1024; one bucket of 64x64 needs 4096"),
         (
-            {"datasets": [*each_resolution([512])["datasets"], {"name": "photos-512", "source": {"path": "x"}}]},
+            {"datasets": [*dataset(resolutions=[512])["datasets"], *dataset(name="photos-512")["datasets"]]},
             "different names, but photos-512 occur twice",
         ),
-        (each_resolution([512], resolution=1024), r"datasets\.0: resolutions .* leave out area, resolution and sizes"),
-        (each_resolution([512, 1536], rule="kohya"), r"datasets\.0\.buckets: .* <= resolution 1536 <= max_side 1024"),
-        (each_resolution([512], name="n" * 62), r"datasets\.0\.name: a name has at most 64"),
-        ({"datasets": [{"name": "Validation-Prompts", "source": {"path": "x"}}]}, "may not begin with"),
+        (dataset(resolutions=[512], buckets={"resolution": 1024}), r"resolutions .* leave out area, resolution and si"),
         (
-            source("webdataset", image_column="photo"),
+            dataset(resolutions=[512, 1536], buckets={"rule": "kohya"}),
+            r"datasets\.0\.buckets: .* <= resolution 1536 <= max_side 1024",
+        ),
+        (
+            captions({"kind": "webdataset", "image_column": "photo"}),
             "image_column is no setting of kind webdataset; it has caption",
         ),
-        (captions(shuffle=True), r"datasets\.0\.captions: variants is 1; give 2 or more together with shuffle or drop"),
-        (captions(keep=1), "variants is 1, the caption itself, which keep does not change"),
-        (captions(variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
-        (captions(weights=[0, 0]), "weights are all 0"),
-        (captions("webdataset", ["a", "b"], weights=[1]), "captions.weights has 1, but a sample has 2 captions"),
+        (captions({}, shuffle=True), r"captions: variants is 1; give 2 or more together with shuffle or drop"),
+        (captions({}, keep=1), "variants is 1, the caption itself, which keep does not change"),
+        (captions({}, variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
+        (captions({}, weights=[0, 0]), "weights are all 0"),
         (
-            captions(lines="joined", weights=[1, 1]),
-            "captions.weights has 2, but a sample has 1 caption: give one for each",
+            captions({"kind": "webdataset", "caption_columns": ["a", "b"]}, weights=[1]),
+            "captions.weights has 1, but a sample has 2 captions",
         ),
-        ({"encode": {"text": "latents"}}, r"encode\.text: .*'all' or 'none'"),
-        (source("parquet", caption_lines="joined"), "kind parquet; it has caption_columns, image_column"),
-        ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
-        (
-            {"datasets": [{"name": "a", "source": {"path": "x"}, "buckets": {"aria": 1}}]},
-            r"'datasets\.0\.buckets\.area'",
-        ),
+        (captions({"caption_lines": "joined"}, weights=[1, 1]), "weights has 2, but a sample has 1 caption: give one"),
     ],
 )
-def test_faults_are_named(change: dict, message: str) -> None:
+def test_faults_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(MINIMAL | change)
 
 
-def test_short_names_of_dtypes_are_understood() -> None:
-    encode = parse_config(MINIMAL | {"encode": {"vae_dtype": "fp16", "text_store_dtype": "bf16"}}).encode
-    assert (encode.vae_dtype, encode.text_store_dtype) == ("float16", "bfloat16")
-
-
-def test_an_unknown_dataset_is_named(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"datasets: there is no 'cats' in the file; it has 0, photos"):
-        load_config(config_file, overrides={"datasets": {"cats": {"flip": "true"}}})
-
-
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "content", "message"),
     [
-        ("run.yaml", "a: [", "is not valid YAML"),
-        ("run.toml", "a = ", "is not valid TOML"),
-        ("run.json", "{", "is not valid JSON"),
-        ("run.json", "[" * 200_000, "is not valid JSON"),
-        ("run.yaml", "- 1", "holds list"),
-        ("run.yaml", "", "is empty"),
-        ("run.yaml", "cache:\n\tpath: c", "YAML wants spaces"),
-        ("run.yaml", 'cache: {path: "C:\\Users\\me"}', "write 'C:.Users.me' in single quotes"),
-        ("run.ini", "", "unknown suffix '.ini'"),
+        ("run.yaml", b"a: [", "is not valid YAML"),
+        ("run.toml", b"a = ", "is not valid TOML"),
+        ("run.json", b"{", "is not valid JSON"),
+        ("run.json", b"[" * 200_000, "is not valid JSON"),
+        ("run.yaml", b"\xff\xfe", "is not valid YAML"),
+        ("run.yaml", b"- 1", "holds list"),
+        ("run.yaml", b"", "is empty"),
+        ("run.yaml", b"cache:\n\tpath: c", "YAML wants spaces"),
+        ("run.yaml", b'cache: {path: "C:\\Users\\me"}', "write 'C:.Users.me' in single quotes"),
+        ("run.ini", b"", "unknown suffix '.ini'"),
+        ("run.yaml", None, "cannot be read"),
     ],
 )
-def test_broken_files(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
+def test_broken_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / name)
-
-
-@pytest.mark.parametrize("what", ["folder", "no text", "deep"])
-def test_what_is_no_config_is_refused(tmp_path: Path, what: str) -> None:
-    path = tmp_path / "run.yaml"
-    if what == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes(b"\xff\xfe" if what == "no text" else b"[" * 10_000)
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
-        load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +196,6 @@ def test_what_is_no_config_is_refused(tmp_path: Path, what: str) -> None:
         ("cache/sdxl", Path("cache/sdxl")),
         ("file:///data/my%20cache", Path("/data/my cache")),
         ("s3://bucket/sdxl/", "s3://bucket/sdxl"),
-        ("gs://bucket", "gs://bucket"),
-        ("az://container/a/b", "az://container/a/b"),
         ("abfss://container@account.dfs.core.windows.net/a", "abfss://container@account.dfs.core.windows.net/a"),
         ("https://host/cache/", "https://host/cache"),
     ],
@@ -288,58 +205,37 @@ def test_a_cache_is_a_path_a_bucket_or_a_service(given: str, expected: Path | st
     assert CacheConfig(path=given).path == expected
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["ftp://host/x", "s3://", "s3://bucket/a?b=1", "s3://bucket/../x", "file://host/x", "C://x"],
-)
-def test_a_location_of_another_kind_is_refused_and_what_is_allowed_is_named(given: str) -> None:
-    with pytest.raises(StoreError, match=r"s3://BUCKET/PREFIX|file:///PATH"):
-        location_of(given)
-    with pytest.raises(ValidationError):
-        CacheConfig(path=given)
+WITH_SECRETS = [
+    "s3://key:SECRET@bucket/cache",
+    "S3://key:SECRET@bucket/cache",
+    "s3://key:SEC/RET@bucket/cache",
+    "az://container/cache?sv=1&sig=SECRET",
+    "az://container/cache#SECRET",
+    "ftp://key:SECRET@host/cache",
+    "file://key:SECRET@host/cache",
+]
+OTHER_KINDS = ["ftp://host/x", "s3://", "s3://bucket/a?b=1", "s3://bucket/../x", "file://host/x", "C://x"]
+# A push into a folder of this name would look like one into the bucket.
+LACKING = ["", "s3:/bucket/x", "s3:bucket/x", "s3//bucket/x", "S3:/bucket", "http//host", "https:/host", "localhost:80"]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "s3://key:SECRET@bucket/cache",
-        "S3://key:SECRET@bucket/cache",
-        "s3://key:SEC/RET@bucket/cache",
-        "az://container/cache?sv=1&sig=SECRET",
-        "az://container/cache#SECRET",
-        "ftp://key:SECRET@host/cache",
-        "file://key:SECRET@host/cache",
-    ],
-)
-def test_a_secret_in_a_location_is_not_repeated(given: str) -> None:
-    with pytest.raises(StoreError, match=r"credentials of an object store come from the environment|///PATH") as caught:
+@pytest.mark.parametrize("given", [*WITH_SECRETS, *OTHER_KINDS, *LACKING])
+def test_another_location_is_refused_and_a_secret_in_it_is_not_repeated(given: str) -> None:
+    allowed = r"credentials of an object store come from the environment|s3://BUCKET/PREFIX|file:///PATH"
+    with pytest.raises(StoreError, match=allowed) as caught:
         location_of(given)
-    with pytest.raises(ValidationError) as invalid:
+    with pytest.raises(ValidationError, match=allowed) as invalid:
         CacheConfig(path=given)
     with pytest.raises(ConfigError, match="cache: give settings by their names") as misplaced:
         parse_config(MINIMAL | {"cache": given})
     for text in (str(caught.value), str(invalid.value), str(misplaced.value)):
         assert "SEC" not in text and "RET" not in text
-
-
-@pytest.mark.parametrize(
-    "given",
-    ["", "s3:/bucket/x", "s3:bucket/x", "s3//bucket/x", "S3:/bucket", "http//host", "https:/host", "localhost:8765"],
-)
-def test_a_url_that_lacks_a_part_is_no_directory(given: str) -> None:
-    """A push into a folder of this name would look like one into the bucket."""
-    with pytest.raises(StoreError, match="s3://BUCKET/PREFIX"):
-        location_of(given)
-    with pytest.raises(ValidationError, match="s3://BUCKET/PREFIX"):
-        CacheConfig(path=given)
-    if given:
+    if given in LACKING[1:]:
         assert location_of(f"./{given}") == Path(given)
 
 
 def test_a_path_that_was_a_url_is_refused() -> None:
-    for url in ("s3://bucket/x", "https://host", "file:///data"):
-        with pytest.raises(StoreError, match="give a URL as text"):
+    for url in ("s3://bucket/x", "https://host", "file:///data", "s3://key:SECRET@bucket/cache"):
+        with pytest.raises(StoreError, match="give a URL as text") as caught:
             location_of(Path(url))
-    with pytest.raises(StoreError, match="give a URL as text") as caught:
-        location_of(Path("s3://key:SECRET@bucket/cache"))
-    assert "SECRET" not in str(caught.value)
+        assert "SECRET" not in str(caught.value)
