@@ -18,14 +18,13 @@ import latentcache
 
 PACKAGE = Path(latentcache.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
     {"devices"},
-    {
-        *("config", "config_file", "location", "identity", "provenance", "families"),
-    },
+    {"config", "config_file", "location", "identity", "provenance", "families"},
     {"dataset", "store"},
     {"checkpoints", "remote"},
     {"models"},
@@ -76,14 +75,21 @@ OWNERS = {
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 
 
+def tree_of(module: Path) -> ast.Module:
+    return ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
+
+
 def imports_of(module: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of everything that a module imports."""
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}:{node.lineno}: relative import"
             yield node.lineno, str(node.module)
+
+
+IMPORTS = [(module, line, name) for module in MODULES for line, name in imports_of(module)]
 
 
 def layer_of(name: str) -> int:
@@ -92,11 +98,9 @@ def layer_of(name: str) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_go_down_only(module: Path) -> None:
-    own = module.parts[0].removesuffix(".py")
-    for line, name in imports_of(module):
-        parts = name.split(".")
+def test_imports_go_down_only() -> None:
+    for module, line, name in IMPORTS:
+        own, parts = module.parts[0].removesuffix(".py"), name.split(".")
         if parts[0] != "latentcache":
             continue
         other = parts[1] if len(parts) > 1 else "__init__"
@@ -107,115 +111,61 @@ def test_imports_go_down_only(module: Path) -> None:
         assert layer_of(other) < layer_of(own), f"{module}:{line} imports {name}, which is not below {own}"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_heavy_packages_have_one_owner(module: Path) -> None:
-    for line, name in imports_of(module):
+def test_heavy_packages_have_one_owner() -> None:
+    for module, line, name in IMPORTS:
         root = name.split(".")[0]
         assert root not in FORBIDDEN, f"{module}:{line} imports {name}"
         if root in OWNERS:
             assert str(module).startswith(OWNERS[root]), f"{module}:{line}: {root} belongs to {OWNERS[root]}"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> None:
-    for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
-            dotted = ast.unparse(node)
-            assert not dotted.startswith("torch.cuda"), f"{module}:{node.lineno}: {dotted}"
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in {"eval", "exec"}, f"{module}:{node.lineno}: {called}"
-            if called == "torch.load":
-                # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
-                restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                readers = {"checkpoints/checkpoint.py", "interop/files.py"}
-                assert str(module) in readers, f"{module}:{node.lineno}: {called}"
-                assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
+def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda() -> None:
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Attribute):
+                dotted = ast.unparse(node)
+                assert not dotted.startswith("torch.cuda"), f"{module}:{node.lineno}: {dotted}"
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {"eval", "exec"}, f"{module}:{node.lineno}: {called}"
+                if called == "torch.load":
+                    # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
+                    restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                    readers = {"checkpoints/checkpoint.py", "interop/files.py"}
+                    assert str(module) in readers, f"{module}:{node.lineno}: {called}"
+                    assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     declared = {re.split(r"[^A-Za-z0-9_-]", line)[0].lower().replace("-", "_") for line in lines}
-    roots = {name.split(".")[0] for module in MODULES for _, name in imports_of(module)} - {"latentcache"}
+    roots = {name.split(".")[0] for _, _, name in IMPORTS} - {"latentcache"}
     names = {"PIL": "pillow", "yaml": "pyyaml"}
     undeclared = {names.get(root, root) for root in roots - sys.stdlib_module_names} - declared
     assert undeclared <= {"pillow_jxl", "wandb"}, undeclared
 
 
 def test_it_asks_for_no_newer_python_than_it_says() -> None:
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    oldest = project["requires-python"].removeprefix(">=")
+    oldest = PROJECT["requires-python"].removeprefix(">=")
     options = ("--quiet", "--no-tips", "--violations", f"--target={oldest}-")
     command = [str(Path(sys.executable).with_name("vermin")), *options, str(PACKAGE)]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_layer_and_owner_exists() -> None:
-    there = {module.parts[0].removesuffix(".py") for module in MODULES}
-    assert set().union(*LAYERS) == there
-    for package, owners in OWNERS.items():
-        for owner in owners:
-            paths = [module for module in MODULES if str(module).startswith(owner)]
-            assert any(name.split(".")[0] == package for path in paths for _, name in imports_of(path)), (
-                f"{owner} is an owner of {package}, but does not import it"
-            )
-
-
-def test_public_names_are_alphabetical_and_resolve() -> None:
-    names = latentcache.__all__
-    assert names == sorted(names)
-    for name in names:
-        assert getattr(latentcache, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = latentcache.nonsense  # type: ignore[attr-defined]  # the error is the point
-
-
-def test_type_checkers_see_the_object_that_is_loaded() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+def test_public_names_are_alphabetical_and_those_that_type_checkers_see() -> None:
+    tree = tree_of(Path("__init__.py"))
     checked = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {"__version__"}
     for node in checked.body:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
-            if alias.name == "errors":
-                assert latentcache.errors is importlib.import_module("latentcache.errors")
-            else:
-                assert getattr(latentcache, alias.name) is getattr(
-                    importlib.import_module(str(node.module)), alias.name
-                )
+            home = importlib.import_module(str(node.module))  # that of `errors` is the package itself
+            assert getattr(latentcache, alias.name) is getattr(home, alias.name)
             seen.add(alias.name)
-    assert seen == set(latentcache.__all__)
-
-
-def test_users_get_types(tmp_path: Path) -> None:
-    """mypy reads the cache that the check in `scripts/test.py` has just filled."""
-    user = tmp_path / "user.py"
-    user.write_text(
-        "import latentcache\n"
-        "from latentcache import Config, LatentCache, Size, errors, load_config, run_precache\n"
-        "config: Config = load_config('a.yaml')\n"
-        "reveal_type(run_precache(config))\n"
-        "reveal_type(LatentCache('cache').batch(['a'], device='cpu'))\n"
-        "reveal_type(Size(1024, 768).height)\n"
-        "reveal_type(errors.ConfigError)\n"
-        "latentcache.nonsense\n"
-        "run_precache('a.yaml')\n"
-    )
-    command = [sys.executable, "-m", "mypy", str(user)]
-    output = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False).stdout
-    # Not by the whole path: mypy's cache repeats what it said of an equal file elsewhere.
-    found = [line.partition("user.py:")[2] for line in output.splitlines() if "user.py:" in line]
-    assert [line.split(": ", 1)[1] for line in found] == [
-        'note: Revealed type is "latentcache.precache.report.Report"',
-        'note: Revealed type is "dict[str, Any]"',
-        'note: Revealed type is "int"',
-        'note: Revealed type is "def (message: str, *, source: str | None =, key: str | None =) -> '
-        'latentcache.errors.ConfigError"',
-        'error: Module has no attribute "nonsense"  [attr-defined]',
-        'error: Argument 1 to "run_precache" has incompatible type "str"; expected "Config"  [arg-type]',
-    ], output
+    assert latentcache.__all__ == sorted(seen)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = latentcache.nonsense  # type: ignore[attr-defined]  # the error is the point
 
 
 def shown_code() -> Iterator[tuple[str, str]]:
@@ -241,13 +191,10 @@ def test_what_users_read_imports_public_names_only() -> None:
 
 def test_a_name_whose_module_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (tmp_path / "xxhash.py").write_text("import sqlite3\nsqlite3.NO_SUCH_NAME\n", encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    for code in ("from latentcache import DiskStore", "import latentcache; latentcache.DiskStore"):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-        )
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("ImportError: latentcache.DiskStore") and "NO_SUCH_NAME" in last, done.stderr
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    command = [sys.executable, "-c", "from latentcache import DiskStore"]
+    last = subprocess.run(command, env=environment, capture_output=True, text=True).stderr.splitlines()[-1]
+    assert last.startswith("ImportError: latentcache.DiskStore") and "NO_SUCH_NAME" in last, last
 
 
 def test_import_imports_no_torch() -> None:
