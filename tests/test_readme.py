@@ -1,4 +1,4 @@
-"""What README, docs and examples show works as it is shown."""
+"""What README, docs and examples show works as it is shown, after the quickstart."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import yaml
-from helpers.pipeline_host import host
 from helpers.serving import serving
+from PIL import Image
 
-from latentcache import load_config, run_precache
-from latentcache.cli.app import app
+from latentcache import load_config
 from latentcache.config_file import parse_config
 
 ROOT = Path(__file__).parent.parent
@@ -35,27 +34,56 @@ RECIPES_PAGE = "docs/howto/import-export.md"
 """Its Python needs other people's libraries: tests/interop/test_recipes.py runs it."""
 
 
+class Quickstart(NamedTuple):
+    folder: Path
+    module: Any
+    document: dict[str, Any]
+
+
 @pytest.fixture(scope="module")
-def quickstart_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a user has it after the quickstart: photos, configs, and a cache of all photos."""
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """A folder as a user has it after the quickstart: photos, configs, and a cache of all photos; and what it said."""
     folder = tmp_path_factory.mktemp("quickstart")
     (folder / "configs").symlink_to(ROOT / "configs")
+    (earlier := folder / "cache" / "quickstart-lora").mkdir(parents=True)
+    (earlier / "checkpoint.pt").touch()  # an earlier run is in nobody's way
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         patch.chdir(folder)
         import quickstart
 
-        config = load_config("configs/quickstart.yaml")
-        quickstart.copy_photos(config.datasets[0].source.path)
-        assert run_precache(config).num_samples >= 10
-    sys.modules.pop("quickstart")
-    return folder
+        document = quickstart.run(load_config("configs/quickstart.yaml"))
+    return Quickstart(folder, quickstart, json.loads(json.dumps(document, allow_nan=False)))
 
 
 @pytest.fixture
-def in_quickstart(quickstart_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(quickstart_folder)
-    return quickstart_folder
+def in_quickstart(quickstart: Quickstart, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(quickstart.folder)
+    return quickstart.folder
+
+
+def test_what_the_quickstart_says_is_so(quickstart: Quickstart, in_quickstart: Path) -> None:
+    document, captions, held_out = quickstart.document, set(quickstart.module.CAPTIONS), quickstart.module.HELD_OUT
+    first, second = document["passes"]
+    assert (first["num_hits"], first["num_encoded"]) == (0, 37)
+    assert (second["num_hits"], second["num_encoded"]) == (36, 1), "one caption was edited"
+    assert list(second["misses_by_reason"]) == ["caption changed"]
+    assert document["edited"]["caption"].endswith(", take 2")
+    seen = {sample_id for batch in document["batches"] for sample_id in batch["sample_id"]}
+    assert seen == captions and not seen & set(held_out)
+    assert document["training"]["step"] == 40
+    cold, warm = document["validations"]
+    assert (cold["num_filled"] > 0, warm["num_filled"]) == (True, 0)
+    before, after = document["untrained"]["loss_by_sample"]["held-out"], warm["loss_by_sample"]["held-out"]
+    assert set(after) == set(held_out) and all(after[name] < before[name] for name in held_out)
+    assert warm["loss"] < 0.99 * document["untrained"]["loss"]
+    for name in ("grid", "plot"):
+        with Image.open(document["files"][name]) as picture:
+            assert picture.format == "PNG" and min(picture.size) >= 128
+    assert all(Path(document["files"][name]).exists() for name in ("metrics", "lora", "checkpoint"))
+    text = quickstart.module.to_text(document)
+    assert all(path in text for path in document["files"].values())
+    assert "36 entries found, 1 encoded (caption changed)" in text and "lower for 3 of 3 photos" in text
 
 
 def run_blocks(page: str, replaced: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -101,17 +129,17 @@ def test_the_loss_of_preferences_prefers_the_winner() -> None:
     assert loss.item() == pytest.approx(math.log(2)) and share.grad is not None and share.grad < 0
 
 
-def test_sums_of_recipes_are_right() -> None:
-    sums = re.findall(r"((?:[\d.,]+ x )+[\d,]+) =\s+([\d,]+)", RECIPES)
-    assert len(sums) >= 4
-    for factors, result in sums:
-        assert math.prod(int(each.replace(",", "")) for each in factors.split(" x ")) == int(result.replace(",", ""))
-
-
-def test_python_in_the_guide_of_the_service_runs(in_quickstart: Path) -> None:
+def test_what_reads_from_a_service_runs(
+    in_quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache, config = in_quickstart / "cache" / "quickstart", "configs/quickstart.yaml"
     with serving(cache, "--encode", config, writes=False) as server:
         run_blocks(SERVICE_PAGE, {"http://encoders:8765": server.url, 'token="..."': f"token={server.token!r}"})
+        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.token))
+        monkeypatch.setattr(sys, "argv", ["remote_trainer.py", server.url])
+        runpy.run_path(str(ROOT / "examples" / "remote_trainer.py"), run_name="__main__")
+    assert re.search(r"epoch 1: loss of its last batch \d", capsys.readouterr().out)
+    assert list((in_quickstart / "cache" / "remote-tier").glob("*/packs/*/*.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "train_one_encoder", "validate_in_loop"])
@@ -130,83 +158,7 @@ def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixt
         assert out.count("images, plot and metrics.json:") == 2
 
 
-@pytest.fixture
-def onetrainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Modules of OneTrainer and mgds as the example imports them; `calls` lists what its trainer was called for."""
-    calls: list[Any] = []
-    own = host("own")
-    loaders = (
-        "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
-        "modules.dataLoader.StableDiffusionFineTuneVaeDataLoader",
-    )
-    loader = {"DiskCache": "mgds' own"}
-
-    class TrainConfig(dict[str, Any]):
-        default_values = classmethod(lambda cls: cls())
-        from_dict = dict.update
-
-    def create_trainer(config: TrainConfig, callbacks: Any, commands: Any) -> SimpleNamespace:
-        def start() -> None:
-            calls.append(("start", dict(config), sys.modules[loaders[0]].DiskCache))
-
-        return SimpleNamespace(
-            model=SimpleNamespace(), start=start, train=lambda: calls.append("train"), end=lambda: calls.append("end")
-        )
-
-    single = "SingleVariationRandomAccessPipelineModule"
-    modules = {
-        "modules.util": {"create": SimpleNamespace(create_trainer=create_trainer)},
-        "modules.util.callbacks.TrainCallbacks": {"TrainCallbacks": SimpleNamespace},
-        "modules.util.commands.TrainCommands": {
-            "TrainCommands": lambda: SimpleNamespace(get_stop_command=lambda: False)
-        },
-        "modules.util.config.TrainConfig": {"TrainConfig": TrainConfig},
-        "mgds.PipelineModule": {"PipelineModule": own.PipelineModule},
-        f"mgds.pipelineModuleTypes.{single}": {single: getattr(own, single)},
-        **{name: dict(loader) for name in loaders},
-    }
-    for name, attributes in modules.items():
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            if ".".join(parts[:end]) not in {*sys.modules, *modules}:
-                monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-        module = ModuleType(name)
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(calls=calls, loaders=loaders, own=own)
-
-
-def test_the_remote_example_runs(
-    in_quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with serving(in_quickstart / "cache" / "quickstart", writes=False) as server:
-        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.token))
-        monkeypatch.setattr(sys, "argv", ["remote_trainer.py", server.url])
-        runpy.run_path(str(ROOT / "examples" / "remote_trainer.py"), run_name="__main__")
-    assert re.search(r"epoch 1: loss of its last batch \d", capsys.readouterr().out)
-    assert list((in_quickstart / "cache" / "remote-tier").glob("*/packs/*/*.safetensors"))
-
-
-def test_the_onetrainer_example_runs(
-    onetrainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"workspace_dir": "run"}))
-    monkeypatch.setattr(sys, "argv", ["onetrainer_install.py", "--config-path", str(config)])
-    runpy.run_path(str(ROOT / "examples" / "onetrainer_install.py"), run_name="__main__")
-    (start, given, used), *rest = onetrainer.calls
-    assert (start, given, rest) == ("start", {"workspace_dir": "run"}, ["train", "end"])
-    assert issubclass(used, onetrainer.own.PipelineModule)
-    assert all(sys.modules[name].DiskCache == "mgds' own" for name in onetrainer.loaders), "it was undone"
-
-
 def test_links_of_the_readme_lead_somewhere() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8")):
             assert (ROOT / target).exists(), f"{page} links to {target}"
-
-
-def test_every_command_is_in_the_reference() -> None:
-    commands = {name for name in app if not name.startswith("-")}
-    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
-    assert commands == set(re.findall(r"^## latentcache ([a-z]+)$", page, flags=re.MULTILINE))
