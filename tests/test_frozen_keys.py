@@ -66,10 +66,10 @@ TEXT = TextEncoding(
     store_dtype="float16",
     recipe=(("clip_skip", 0),),
 )
-IMAGES = ImagesConfig()
+WITH_FIRST_FRAME = dataclasses.replace(IMAGE, condition=family_named("wan-i2v").clip_condition)
 LANDSCAPE = Size(1000, 1500)
 A_RED_HOUSE = "ea688c954a6eb69db960ba6155192f59eaaf67d59235ed4a7a2c88a0165e9b6a"
-READ_WITH_A_CONTROL = "984757927686cfc2feb2aec391f67cc49fecd37ea4026b8c055c826de5516634"
+NO_CAPTION = "45568c8ac282e525202dc55d7833e67794851ac2c940c0bb3cd32ed1657d63c1"
 PARTS = [
     "01ec436990c6dab673333a76966e1a358424e7da9af18285746fac134d50b10d",
     "666126faf19103456aaec0a42b636f1e4ad3e98dd5679679ec428fddb07c8887",
@@ -83,61 +83,56 @@ ALPHA = [
     "3b436eff659f00c67f1dc8f17d56467680eeb5bfe157199669f065bf44f328fe",
     "5bb26d0accb1fec3d9b5fbbc0e148e9df15da4eecb4edf707cbca0280174a6d2",
 ]
-CLIPS = {
-    16.0: "6d05812d41016ed8f7bebad2b92cfb7c3320338f505f5d1294d3355cb4210df7",
-    None: "11d6ed80b34a8ddb4a54443d5c066ba2af57a5c46a5d475f69bed49f0796b463",
-}
-"""By frames a second."""
-WITH_FIRST_FRAME = "4cb8b187231aac31349890a65a1157c4b4cf2ac9b345c0902725b0b4a5587487"
-NO_CAPTION = "45568c8ac282e525202dc55d7833e67794851ac2c940c0bb3cd32ed1657d63c1"
+
+
+def preparation(size: Size = LANDSCAPE, flip: bool = False, **images: Any) -> Preparation:
+    geometry = fit(size, assign(size, bucket_table(BucketsConfig())), flip=flip)
+    return Preparation.of(preparation_policy(ImagesConfig(**images)), geometry)
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("prepared", "encoded", "salt", "key"),
     [
-        ({}, "f0a94183a97455e139ecaba2ef57593b0e7be1f28a1742d64fe2f6e3261110d5"),
-        ({"output": "mean"}, "29fd17c0556243aeef7637ee26f5513732ce16f5e8c81e1ee244ff290b587335"),
-        ({"output": "sample", "seed": 7}, "22c542bc0fa9013a9fd4d1446fb9c488d94aae7603c181ad15354f1e3f211a30"),
+        ({}, {}, "", "f0a94183a97455e139ecaba2ef57593b0e7be1f28a1742d64fe2f6e3261110d5"),
+        ({}, {}, "mine", "cb56dee05aa1e0afb7b9f1daa7d158e7abe31c0d6cf0b914901b582c6afbf612"),
+        ({"flip": True}, {}, "", "b0862637728403bd507410dfec208ca604f584a21904cf4f0c03f7a312c81c7e"),
+        ({"size": Size(144, 80)}, {}, "", "dcaf19a7dbd427890a4d3d8f74870fab33e6ad3fe43646b6ef1cdfa0c93ab5e0"),
         (
+            {"alpha_colour": "#00FF00", "min_side": 8},
+            {},
+            "",
+            "3d3c26d05b8cf57dfe1ac8968b6d5ec9d7cca9e04db3c0e12c4ee99b044a61e2",
+        ),
+        ({}, {"output": "mean"}, "", "29fd17c0556243aeef7637ee26f5513732ce16f5e8c81e1ee244ff290b587335"),
+        ({}, {"output": "sample", "seed": 7}, "", "22c542bc0fa9013a9fd4d1446fb9c488d94aae7603c181ad15354f1e3f211a30"),
+        (
+            {},
             {"store_dtype": "float16", "compute_dtype": "bfloat16"},
+            "",
             "5baa92f9a353bec462e75e1ed34369cd7c6931857c16baec16a198344ae594ca",
         ),
     ],
 )
-def test_image_keys_of_each_output(changes: dict[str, Any], key: str) -> None:
-    assert image_key(encoding=dataclasses.replace(IMAGE, **changes)) == key
+def test_image_keys(prepared: dict[str, Any], encoded: dict[str, Any], salt: str, key: str) -> None:
+    encoding = dataclasses.replace(IMAGE, **encoded)
+    identity = ImageIdentity(digest(b"the bytes of a photo"), preparation(**prepared), encoding, salt)
+    assert key_of(identity.to_json()) == key
+    assert keys_like(dataclasses.replace(identity, source=""))(identity.source) == key
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("encoding", "fps", "key"),
     [
-        ({"flip": True}, "b0862637728403bd507410dfec208ca604f584a21904cf4f0c03f7a312c81c7e"),
-        ({"salt": "mine"}, "cb56dee05aa1e0afb7b9f1daa7d158e7abe31c0d6cf0b914901b582c6afbf612"),
-        ({"size": Size(144, 80)}, "dcaf19a7dbd427890a4d3d8f74870fab33e6ad3fe43646b6ef1cdfa0c93ab5e0"),
-        (
-            {"images": ImagesConfig(alpha_colour="#00FF00", min_side=8)},
-            "3d3c26d05b8cf57dfe1ac8968b6d5ec9d7cca9e04db3c0e12c4ee99b044a61e2",
-        ),
+        (IMAGE, 16.0, "6d05812d41016ed8f7bebad2b92cfb7c3320338f505f5d1294d3355cb4210df7"),
+        (IMAGE, None, "11d6ed80b34a8ddb4a54443d5c066ba2af57a5c46a5d475f69bed49f0796b463"),
+        (WITH_FIRST_FRAME, 16.0, "4cb8b187231aac31349890a65a1157c4b4cf2ac9b345c0902725b0b4a5587487"),
     ],
 )
-def test_image_keys_of_each_preparation(changes: dict[str, Any], key: str) -> None:
-    assert image_key(**changes) == key
-
-
-def image_key(
-    *,
-    encoding: ImageEncoding = IMAGE,
-    images: ImagesConfig = IMAGES,
-    size: Size = LANDSCAPE,
-    flip: bool = False,
-    salt: str = "",
-) -> str:
-    geometry = fit(size, assign(size, bucket_table(BucketsConfig())), flip=flip)
-    preparation = Preparation.of(preparation_policy(images), geometry)
-    identity = ImageIdentity(digest(b"the bytes of a photo"), preparation, encoding, salt)
-    key = key_of(identity.to_json())
-    assert keys_like(dataclasses.replace(identity, source=""))(identity.source) == key
-    return key
+def test_keys_of_clips(encoding: ImageEncoding, fps: float | None, key: str) -> None:
+    geometry = dataclasses.replace(fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig()))), num_frames=9)
+    policy = preparation_policy(ImagesConfig()) | {"fps": fps, "start": "first", "decoder": "pillow-or-pyav"}
+    identity = ImageIdentity(digest(b"the bytes of a clip"), Preparation.of(policy, geometry), encoding)
+    assert key_of(identity.to_json()) == key
 
 
 @pytest.mark.parametrize(
@@ -157,42 +152,30 @@ def test_text_keys(caption: str, salt: str, clip_skip: int, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_length", "key"),
+    ("family", "options", "key"),
     [
-        *((length, A_RED_HOUSE) for length in (None, 75, 77)),
-        (150, "d2025bdbf19c7c0b01be29bc946b8e8dac586b598bef6c3b548123604e073473"),
-        (225, "72d565e11d92bd989d0c709dd7e4f4ec2e37d5f634acda65e4512cbe7465bab6"),
+        *((DEFAULT, {"max_length": length}, A_RED_HOUSE) for length in (None, 75, 77)),
+        (DEFAULT, {"max_length": 150}, "d2025bdbf19c7c0b01be29bc946b8e8dac586b598bef6c3b548123604e073473"),
+        (DEFAULT, {"max_length": 225}, "72d565e11d92bd989d0c709dd7e4f4ec2e37d5f634acda65e4512cbe7465bab6"),
+        ("qwen-image-21", {}, "73cfb223a67f7b0c03c312b224ab6ad367ff36ea7f1c539807eb81db0846f6b7"),
+        ("qwen-image-21-edit", {}, "35ac638b4dccf7d2a4db6523cb379e83b38c2b20809e7f948f4d4d5ade5fefd8"),
+        ("anima-states", {}, "da62bd047c893242e0da4ca4df71621b31ba874dfffc288bb017f693a5cfdf72"),
+        ("anima", {}, "1d33cdd16f80b467df92ec0c4404f6fba530f8f4341a7f6f98999e3d3e3eec14"),
+        ("ernie-image", {}, "974ba64e97b4e39401dd2344e162b1f4104cc6c71bfdf2146d5737c841c26c11"),
+        ("ideogram4", {}, "4862e6fa671f29d46190bde666ca44ec3d5c34484e283c4edd08389decc63346"),
+        ("ideogram4-projected", {}, "5f11274d64ecf7864954c8b08ed466d3a948c12088ab6157dd446b7a2e2bd3d4"),
+        ("wan-i2v", {}, "50af852b585736b74b785aafe91a23ff1266f43c151d084156b3fd58d0a869ac"),
     ],
 )
-def test_text_keys_of_each_length(max_length: int | None, key: str) -> None:
-    recipe = family_named(DEFAULT).text_recipe(max_length=max_length)
-    encoding = dataclasses.replace(TEXT, recipe=tuple(recipe.items()))
-    assert key_of(TextIdentity(caption_digest("a red house"), encoding).to_json()) == key
-
-
-@pytest.mark.parametrize(
-    ("family", "key"),
-    [
-        ("qwen-image-21", "73cfb223a67f7b0c03c312b224ab6ad367ff36ea7f1c539807eb81db0846f6b7"),
-        ("qwen-image-21-edit", "35ac638b4dccf7d2a4db6523cb379e83b38c2b20809e7f948f4d4d5ade5fefd8"),
-        ("anima-states", "da62bd047c893242e0da4ca4df71621b31ba874dfffc288bb017f693a5cfdf72"),
-        ("anima", "1d33cdd16f80b467df92ec0c4404f6fba530f8f4341a7f6f98999e3d3e3eec14"),
-        ("ernie-image", "974ba64e97b4e39401dd2344e162b1f4104cc6c71bfdf2146d5737c841c26c11"),
-        ("ideogram4", "4862e6fa671f29d46190bde666ca44ec3d5c34484e283c4edd08389decc63346"),
-        ("ideogram4-projected", "5f11274d64ecf7864954c8b08ed466d3a948c12088ab6157dd446b7a2e2bd3d4"),
-        ("wan-i2v", "50af852b585736b74b785aafe91a23ff1266f43c151d084156b3fd58d0a869ac"),
-    ],
-)
-def test_text_keys_of_a_family_s_recipe(family: str, key: str) -> None:
-    encoding = dataclasses.replace(TEXT, recipe=tuple(family_named(family).text_recipe().items()))
+def test_text_keys_of_recipes(family: str, options: dict[str, Any], key: str) -> None:
+    encoding = dataclasses.replace(TEXT, recipe=tuple(family_named(family).text_recipe(**options).items()))
     assert key_of(TextIdentity(caption_digest("a red house"), encoding).to_json()) == key
 
 
 def test_the_key_of_a_text_that_is_read_with_a_control_image() -> None:
-    geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
-    control = digest(b"the bytes of a control image"), Preparation.of(preparation_policy(IMAGES), geometry)
+    control = digest(b"the bytes of a control image"), preparation()
     identity = TextIdentity(caption_digest("make it winter"), TEXT, controls=(control,))
-    assert key_of(identity.to_json()) == READ_WITH_A_CONTROL
+    assert key_of(identity.to_json()) == "984757927686cfc2feb2aec391f67cc49fecd37ea4026b8c055c826de5516634"
 
 
 def test_the_keys_that_a_plan_gives_control_images_and_masks(tmp_path: Path) -> None:
@@ -207,27 +190,9 @@ def test_the_keys_that_a_plan_gives_control_images_and_masks(tmp_path: Path) -> 
         "mask": {"path": tmp_path / "masks"},
         "flip": True,
     }
-    parts = planned({"datasets": [dataset]})[-1].rows["a.png"].parts
-    assert [ref.key for ref in parts] == PARTS
-    dataset |= {"control": [], "mask": "alpha"}
-    parts = planned({"datasets": [dataset]})[-1].rows["a.png"].parts
-    assert [ref.key for ref in parts] == ALPHA
-
-
-@pytest.mark.parametrize("fps", [16.0, None])
-def test_the_key_of_a_clip(fps: float | None) -> None:
-    geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
-    rule = {"fps": fps, "start": "first", "decoder": "pillow-or-pyav"}
-    preparation = Preparation.of(preparation_policy(IMAGES) | rule, dataclasses.replace(geometry, num_frames=9))
-    assert key_of(ImageIdentity(digest(b"the bytes of a clip"), preparation, IMAGE).to_json()) == CLIPS[fps]
-
-
-def test_the_key_of_a_clip_with_its_first_frame() -> None:
-    geometry = fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig())))
-    rule = {"fps": 16.0, "start": "first", "decoder": "pillow-or-pyav"}
-    preparation = Preparation.of(preparation_policy(IMAGES) | rule, dataclasses.replace(geometry, num_frames=9))
-    encoding = dataclasses.replace(IMAGE, condition=family_named("wan-i2v").clip_condition)
-    assert key_of(ImageIdentity(digest(b"the bytes of a clip"), preparation, encoding).to_json()) == WITH_FIRST_FRAME
+    for changes, keys in (({}, PARTS), ({"control": [], "mask": "alpha"}, ALPHA)):
+        [photos] = [each for each in planned({"datasets": [dataset | changes]}) if each.name == "photos"]
+        assert [ref.key for ref in photos.rows["a.png"].parts] == keys
 
 
 def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
@@ -250,11 +215,11 @@ def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
     assert [ref.key for ref in row.captions] == [A_RED_HOUSE]
 
 
-def planned(settings: dict[str, Any], family: str = DEFAULT) -> list[Manifest]:
+def planned(settings: dict[str, Any]) -> list[Manifest]:
     """The manifests of a plan with these encodings."""
     placement = Placement(torch.device("cpu"), torch.float32, 1, "")
     encodings = Encodings(
-        family=family_named(family),
+        family=family_named(DEFAULT),
         text=TEXT,
         negative=TEXT,
         text_encoders=placement,
