@@ -181,7 +181,7 @@ def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
             where = "tests/sim" if name == "sim" else "tests"
             return lane(name, *shared, "-m", f"{name} and not cuda", where, *for_pytest)
         case "bench":
-            return lane(name, *shared, "-m", "bench", PROGRAMS, "tests/test_bench_cuda.py", *for_pytest)
+            return lane(name, *shared, "-m", "bench", PROGRAMS, *for_pytest)
         case "soak":
             return lane(name, "-n", "2", "--dist", "worksteal", "-m", "soak", PROGRAMS, *for_pytest)
         case "service":

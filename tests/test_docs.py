@@ -46,14 +46,3 @@ def test_the_reference_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> N
     for name, text in make_reference.pages().items():
         committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
         assert committed == text, f"docs/reference/{name} is not up to date: run scripts/make_reference.py"
-
-
-@pytest.mark.parametrize(
-    "errand", ["Add a model family", "Add a bucket rule", "Change what a key holds", "Find a bug in a pack"]
-)
-def test_an_errand_names_the_files_that_it_needs(errand: str) -> None:
-    """Among them the tests; that files exist is tested above."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    [section] = re.findall(rf"^## {errand}\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
-    named = re.findall(r"`((?:latentcache|tests)/\S+\.py)`", section)
-    assert {name.partition("/")[0] for name in named} == {"latentcache", "tests"}

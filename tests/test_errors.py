@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-
 from latentcache import errors
-from latentcache.errors import ClusterError, EntryMissingError, LatentCacheError, RemoteError, StorageFullError
+from latentcache.errors import LatentCacheError
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        StorageFullError("cache", 1 << 30),
-        EntryMissingError("ab" * 32),
-        RemoteError("http://host", "does not answer", "Start it.", status=503),
-        ClusterError("auto", "has no GPU", "Add one."),
-        errors.EncodeError("nan", part="vae", problem="nan"),
+def test_an_error_travels_whole() -> None:
+    for error in (
+        errors.StorageFullError("cache", 1 << 30),
+        errors.RemoteError("http://host", "does not answer", "Start it.", status=503),
         errors.DeviceMismatchError("no", module="unet", argument="x", found="cpu", expected="cuda:0"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_travels_whole(error: LatentCacheError) -> None:
-    error.add_note("of a worker")
-    there = pickle.loads(pickle.dumps(error))
-    assert type(there) is type(error) and str(there) == str(error) and vars(there) == vars(error)
+    ):
+        error.add_note("of a worker")
+        there = pickle.loads(pickle.dumps(error))
+        assert type(there) is type(error) and str(there) == str(error) and vars(there) == vars(error)
 
 
 def test_every_error_can_travel() -> None:

@@ -15,8 +15,6 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLD = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped here")
-
-
 PRELOADED = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler named cc"
 )
@@ -65,6 +63,14 @@ def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], 
     assert set(parts) <= result.keys()
     found = list(spreads(result))
     assert found and all(figure["min"] <= figure["median"] <= figure["max"] for figure in found)
+
+
+@pytest.mark.bench
+def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(tmp_path: Path) -> None:
+    result = run("bench_cuda", tmp_path, "--device", "cpu", "--repetitions", "1")
+    parts = {"ceilings", "checks", "vae", "text", "copies", "step", "phases", "decode"}
+    assert result["failed"] == {} and result["seconds"].keys() == parts
+    assert {row["part"] for row in result["rows"]} == parts and all(row["value"] >= 0 for row in result["rows"])
 
 
 @pytest.mark.soak
