@@ -1,73 +1,126 @@
+"""A model's parts in every form that they can come in: what they are, when they are loaded, what is refused."""
+
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.encoding import encode_captions
+from helpers.tiny_models import save_diffusers_folder
+from huggingface_hub.utils import filter_repo_objects
 from model_identities import F16, F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
+from single_file import save_checkpoint, save_vae
 
+from latentcache.config import ModelConfig
 from latentcache.errors import ModelError, TrainableEncoderError
-from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import Scaling
+from latentcache.models import files
+from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader, ModelOrigin
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
 
+VAE_WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 
-@pytest.fixture(params=["tiny", "folder", "checkpoint", "loaded"])
-def models(request, parts, folder, checkpoint):
-    """The same weights in each form that they can come in."""
-    return {
+
+@pytest.fixture
+def copied(folder, tmp_path) -> Path:
+    """The model's folder, for a test to change."""
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("form", ["tiny", "folder", "checkpoint", "loaded"])
+def test_all_forms_are_the_same_model(form, parts, folder, checkpoint):
+    models = {
         "tiny": lambda: ModelLoader("tiny"),
         "folder": lambda: ModelLoader(str(folder)),
         "checkpoint": lambda: ModelLoader(str(checkpoint), config=str(folder)),
         "loaded": lambda: LoadedModels(**parts),
-    }[request.param]()
-
-
-# One suite for all forms.
-
-
-@pytest.mark.parametrize("dtype", [F32, F16])
-def test_all_forms_have_the_same_identities(models, dtype):
-    assert identities(models, dtype) == identities(ModelLoader("tiny"), dtype)
-
-
-def test_all_forms_give_the_same_outputs(models, parts):
+    }[form]()
+    for dtype in (F16, F32):
+        assert identities(models, dtype) == identities(ModelLoader("tiny"), dtype)
+        for module in (models.vae(dtype), *models.text_encoders(dtype).values()):
+            assert not module.training
+            assert {(p.device.type, p.dtype, p.requires_grad) for p in module.parameters()} == {("cpu", dtype, False)}
+    assert models.identity("vae", F16) != models.identity("vae", F32)
     assert torch.equal(encode_images(models.vae(F32), PIXELS), encode_images(parts["vae"], PIXELS))
     ours, expected = (encode_captions(m.text(F32), ["a cat", ""]) for m in (models, LoadedModels(**parts)))
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def test_all_forms_give_frozen_cpu_modules_in_the_dtype(models):
-    for dtype in (F16, F32):
-        for module in (models.vae(dtype), *models.text_encoders(dtype).values()):
-            assert not module.training
-            assert {(p.device.type, p.dtype, p.requires_grad) for p in module.parameters()} == {("cpu", dtype, False)}
-    assert models.identity("vae", F16) != models.identity("vae", F32)
+def test_a_hub_id_in_the_cache_is_the_same_model_and_its_commit_is_its_origin(folder, checkpoint, add_to_hub):
+    add_to_hub("sdxl", folder)
+    add_to_hub("vae", folder / "vae")
+    expected = identities(ModelLoader(str(folder)))
+    loader = ModelLoader("someone/sdxl", vae="someone/vae")
+    assert identities(loader) == expected
+    assert loader.origin("vae") == "someone/vae@" + ("c0ffee" * 7)[:40]
+    assert loader.origin("tokenizer") == "someone/sdxl@" + ("c0ffee" * 7)[:40]
+    assert identities(ModelLoader("someone/sdxl", vae="someone/sdxl")) == expected
+    assert identities(ModelLoader(str(checkpoint), config="someone/sdxl")) == expected
 
 
-# The memo.
+# A separate VAE.
+
+
+@pytest.mark.parametrize("form", ["whole folder", "tiny", "file with config", "file alone", "file, checkpoint"])
+def test_a_separate_vae(form, folder, checkpoint, tmp_path, monkeypatch):
+    other, (path, config) = tiny_parts(seed=7)["vae"], ("tiny", None)
+    monkeypatch.chdir(tmp_path)
+    if form == "whole folder":
+        vae = save_diffusers_folder(tiny_parts(seed=7), tmp_path / "other")
+    elif form in ("tiny", "file with config"):
+        # `tiny` is the name of a model, and a folder's path where the working directory has one of that name.
+        other.save_pretrained(vae := Path("tiny"))
+        vae = vae / "diffusion_pytorch_model.safetensors" if form == "file with config" else vae
+    else:
+        vae = save_vae(other, tmp_path / "sdxl_vae.safetensors")
+        path, config = (str(checkpoint), str(folder)) if form == "file, checkpoint" else (str(folder), None)
+    loader = ModelLoader(path, vae=str(vae), config=config)
+    assert loader.identity("vae", F32) == LoadedModels(vae=other).identity("vae", F32)
+    assert torch.equal(encode_images(loader.vae(F32), PIXELS), encode_images(other, PIXELS))
+    assert loader.vae_facts().scaling == Scaling(0.13025)
+    assert loader.identity("text_encoder", F32) == ModelLoader("tiny").identity("text_encoder", F32)
+
+
+def test_another_kind_of_vae_is_refused(tmp_path):
+    vae = tiny_parts()["vae"]
+    vae.save_pretrained(tmp_path / "taesd")
+    config = tmp_path / "taesd" / "config.json"
+    config.write_text(config.read_text().replace("AutoencoderKL", "AutoencoderTiny"))
+    for call in (ModelLoader.vae_facts, lambda loader: loader.vae(F32)):
+        with pytest.raises(ModelError, match="is a AutoencoderTiny, but sdxl has an AutoencoderKL"):
+            call(ModelLoader("tiny", vae=str(tmp_path / "taesd")))
+    vae.register_to_config(latents_mean=[0.0] * 4)
+    with pytest.raises(ModelError, match="latents_mean"):
+        LoadedModels(vae=vae).vae_facts()
+
+
+# The memo, and files that change.
 
 
 @pytest.fixture
 def loads(monkeypatch) -> list[str]:
     """What is loaded, as it happens."""
-    counted: list[str] = []
-
-    def counting(method):
-        def count(self, *args):
-            counted.append(args[0])
-            return method(self, *args)
-
-        return count
-
-    for name in ("load",):
-        monkeypatch.setattr(ModelOrigin, name, counting(getattr(ModelOrigin, name)))
+    counted, genuine = [], ModelOrigin.load
+    monkeypatch.setattr(
+        ModelOrigin, "load", lambda self, part, dtype: counted.append(part) or genuine(self, part, dtype)
+    )
     return counted
+
+
+def add_one(weights: Path) -> None:
+    """Change weights of a VAE, as a download does."""
+    tensors = load_file(weights)
+    tensors["encoder.conv_in.bias"] = tensors["encoder.conv_in.bias"] + 1
+    save_file(tensors, weights.with_name("new"))
+    os.replace(weights.with_name("new"), weights)
 
 
 @pytest.mark.parametrize("form", ["folder", "checkpoint"])
@@ -81,53 +134,34 @@ def test_an_unchanged_model_is_not_loaded_again(form, folder, checkpoint, loads)
     assert identities(again) == first
     assert again.vae_facts().scaling.scaling_factor == 0.13025
     assert loads == []
+    for damage in ("{", "[]", '{"weights": "x"}'):  # a memo that cannot be read is written again
+        memo = dict.fromkeys(memo, damage)
+        assert identities(ModelLoader(path, config=config, memo=memo)) == first
+        assert damage not in memo.values()
 
 
-def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, tmp_path, loads):
-    shutil.copytree(folder, tmp_path / "model")
+def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(copied, loads):
     memo: dict[str, str] = {}
-    path = str(tmp_path / "model")
-    before = identities(ModelLoader(path, memo=memo))
-    weights = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
-    os.utime(weights, ns=(1, 1))
+    before = identities(ModelLoader(str(copied), memo=memo))
+    os.utime(copied / VAE_WEIGHTS, ns=(1, 1))
     loads.clear()
-    assert identities(ModelLoader(path, memo=memo)) == before
+    assert identities(ModelLoader(str(copied), memo=memo)) == before
     assert loads == ["vae"]
-    tensors = load_file(weights)
-    tensors["encoder.conv_in.bias"][0] += 1
-    save_file(tensors, weights)
-    after = identities(ModelLoader(path, memo=memo))
-    assert [part for part in family_named(DEFAULT).parts if after[part] != before[part]] == ["vae"]
-
-
-@pytest.fixture
-def replaced(folder, tmp_path):
-    """A model, and what replaces its VAE's weights and its tokenizer's end as a download does."""
-    path = tmp_path / "model"
-    shutil.copytree(folder, path)
-
-    def replace() -> None:
-        weights = path / "vae" / "diffusion_pytorch_model.safetensors"
-        tensors = load_file(weights)
-        tensors["encoder.conv_in.bias"] = tensors["encoder.conv_in.bias"] + 1
-        save_file(tensors, path / "new")
-        os.replace(path / "new", weights)
-        settings = path / "tokenizer" / "tokenizer_config.json"
-        text = json.loads(settings.read_text()) | {"model_max_length": 33}
-        (path / "new").write_text(json.dumps(text))
-        os.replace(path / "new", settings)
-
-    return str(path), replace
+    add_one(copied / VAE_WEIGHTS)
+    after = identities(ModelLoader(str(copied), memo=memo))
+    assert [part for part in before if after[part] != before[part]] == ["vae"]
 
 
 @pytest.mark.parametrize("part", ["vae", "tokenizer"])
-def test_a_file_that_is_replaced_is_neither_loaded_nor_remembered(part, replaced):
+def test_a_file_that_is_replaced_is_neither_loaded_nor_remembered(part, copied):
     """A loader is of the files that it met first: keys were made of these."""
-    (path, replace), memo = replaced, {}
-    models, idle = ModelLoader(path, memo=memo), ModelLoader(path, memo=memo)
+    memo: dict[str, str] = {}
+    models, idle = (ModelLoader(str(copied), memo=memo) for _ in range(2))
     before = models.identity(part, F32)
     assert idle.identity(part, F32) == before, "from the memo: nothing is loaded"
-    replace()
+    add_one(copied / VAE_WEIGHTS)
+    settings = copied / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 33}))
     load = {"vae": lambda models: models.vae(F32), "tokenizer": lambda models: models.tokenizers()}[part]
     load(models)  # it is in memory
     models.release()
@@ -135,48 +169,25 @@ def test_a_file_that_is_replaced_is_neither_loaded_nor_remembered(part, replaced
         for use in (load, lambda models: models.identity(part, F32)):
             with pytest.raises(ModelError, match="changed since they were first read"):
                 use(each)
-    after = ModelLoader(path, memo=memo).identity(part, F32)
-    assert after == ModelLoader(path).identity(part, F32) != before
+    after = ModelLoader(str(copied), memo=memo).identity(part, F32)
+    assert after == ModelLoader(str(copied)).identity(part, F32) != before
 
 
-def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(replaced, monkeypatch):
-    path, replace = replaced
-    genuine = ModelOrigin.load
+def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(copied, monkeypatch):
+    genuine, memo = ModelOrigin.load, {}
 
     def load(self, part, dtype):
         found = genuine(self, part, dtype)
-        replace()
+        add_one(copied / VAE_WEIGHTS)
         return found
 
     monkeypatch.setattr(ModelOrigin, "load", load)
-    memo = {}
     with pytest.raises(ModelError, match="changed since they were first read"):
-        ModelLoader(path, memo=memo).identity("vae", F32)
+        ModelLoader(str(copied), memo=memo).identity("vae", F32)
     assert memo == {}
 
 
-def test_an_unreadable_memo_is_rewritten(folder):
-    memo: dict[str, str] = {}
-    first = ModelLoader(str(folder), memo=memo).identity("vae", F32)
-    for damage in ("{", "[]", '{"weights": "x"}'):
-        memo = dict.fromkeys(memo, damage)
-        assert ModelLoader(str(folder), memo=memo).identity("vae", F32) == first
-        assert damage not in memo.values()
-
-
 # The caller's own modules.
-
-
-def test_a_vae_in_a_folder_named_tiny_is_that_of_the_folder(parts, tmp_path, monkeypatch):
-    """`tiny` is the name of a model, and a folder's path where the working directory has one of that name."""
-    monkeypatch.chdir(tmp_path)
-    parts["vae"].save_pretrained("tiny")
-    state = load_file("tiny/diffusion_pytorch_model.safetensors")
-    save_file({name: value + 1 for name, value in state.items()}, "tiny/diffusion_pytorch_model.safetensors")
-    loader = ModelLoader("tiny", vae="tiny")
-    found = loader.vae(F32).state_dict()
-    assert all(torch.equal(found[name], value + 1) for name, value in state.items())
-    assert loader.identity("vae", F32) != ModelLoader("tiny").identity("vae", F32)
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
@@ -197,9 +208,104 @@ def test_the_callers_module_is_returned_as_it_is_or_copied_for_another_dtype(par
     assert half is models.vae(F16)
     assert next(half.parameters()).dtype is F16
     assert next(parts["vae"].parameters()).dtype is F32
+    with pytest.raises(ModelError, match="meta device"):  # as an offloaded one
+        LoadedModels(vae=tiny_parts()["vae"].to("meta")).identity("vae", F32)
 
 
-def test_offloaded_weights_are_refused():
-    vae = tiny_parts()["vae"].to("meta")
-    with pytest.raises(ModelError, match="meta device"):
-        LoadedModels(vae=vae).identity("vae", F32)
+# Refusals.
+
+
+@pytest.mark.parametrize("part", ["vae", "unet"])
+def test_pickles_are_refused(part, copied, tmp_path):
+    def load(path):
+        return ModelLoader(path).vae(F32) if part == "vae" else load_denoiser(dtype=F32, model=ModelConfig(path=path))
+
+    weights = copied / part / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(ModelError, match=r"no file named .*\.safetensors.*whole \.safetensors ones"):
+        load(str(copied))
+    for suffix in ("ckpt", "bin", "pt"):
+        (file := tmp_path / f"model.{suffix}").write_bytes(b"")
+        with pytest.raises(ModelError, match="is a pickle"):
+            load(str(file))
+
+
+# Of the files of stabilityai/stable-diffusion-xl-base-1.0.
+SETTINGS = {"model_index.json", "text_encoder/config.json", "tokenizer/merges.txt", "tokenizer_2/vocab.json"}
+STEMS = {"vae": "diffusion_pytorch_model", "text_encoder": "model", "text_encoder_2": "model"}
+OTHERS = {"sd_xl_base_1.0.safetensors", "unet/diffusion_pytorch_model.safetensors", "vae_1_0/model.safetensors"}
+
+
+@pytest.mark.parametrize(("variant", "infix"), [(None, ""), ("fp16", ".fp16")])
+def test_only_the_needed_files_are_downloaded(variant, infix, folder, monkeypatch):
+    call = {}
+    monkeypatch.setattr(files, "snapshot_download", lambda name, **kw: call.update(kw, name=name) or str(folder))
+    ModelLoader("stabilityai/sdxl", variant=variant).origin("vae")
+    weights = {each: {f"{part}/{STEMS[part]}{each}.safetensors" for part in STEMS} for each in ("", ".fp16")}
+    patterns = {name: call[name] for name in ("allow_patterns", "ignore_patterns")}
+    there = sorted({*SETTINGS, *OTHERS, *weights[""], *weights[".fp16"]})
+    assert set(filter_repo_objects(there, **patterns)) == SETTINGS | weights[infix]
+
+
+def test_a_model_that_cannot_be_had_says_how_to_get_it():
+    step = r"Download it once while online \(hf download someone/none\), or name .* model\.path; `--model\.path tiny`"
+    with pytest.raises(ModelError, match=rf"someone/none is not on this machine, and the hub cannot be .*{step}"):
+        ModelLoader("someone/none").origin("vae")
+
+
+@pytest.mark.parametrize(
+    ("missing", "part", "message"),
+    [
+        ("vae", "vae", "could not be loaded"),
+        (VAE_WEIGHTS, "vae", r"no file named diffusion_pytorch_model\.safetensors"),
+        ("text_encoder_2", "text_encoder_2", "has no folder text_encoder_2"),
+        ("tokenizer", "tokenizer", "has no folder tokenizer"),
+    ],
+)
+def test_a_missing_part_is_named(missing, part, message, copied, checkpoint):
+    gone = copied / missing
+    gone.rename(gone.with_name("gone"))
+    with pytest.raises(ModelError, match=message) as caught:
+        identities(ModelLoader(str(copied)))
+    assert caught.value.part == part
+    if part == "text_encoder_2":  # neither is it the config of a checkpoint
+        with pytest.raises(ModelError, match=r"has no folder text_encoder_2\. .*or set model\.family"):
+            ModelLoader(str(checkpoint), config=str(copied)).text(F32)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "of_file"),
+    [
+        ("vae", "encoder.conv_in.bias", "first_stage_model.encoder.conv_in.bias"),
+        ("text_encoder", "layers.0.layer_norm1.bias", "conditioner.embedders.0.*layers.0.layer_norm1.bias"),
+        ("text_encoder_2", "layers.0.layer_norm1.bias", "conditioner.embedders.1.*ln_1.bias"),
+    ],
+)
+def test_missing_weights_are_refused_and_not_made_up(part, name, of_file, parts, copied, tmp_path):
+    weights = copied / part / f"{STEMS[part]}.safetensors"
+    start, _, end = of_file.partition("*")
+    file = save_checkpoint(parts, tmp_path / "model.safetensors")
+    loaders = (ModelLoader(str(copied)), ModelLoader(str(file), config=str(copied)))
+    for path, begin, ending in ((weights, "", name), (file, start, end)):
+        tensors = load_file(path)
+        del tensors[next(each for each in tensors if each.startswith(begin) and each.endswith(ending))]
+        save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"lacks 1 of the weights.*{name}"):
+        loaders[0].identity(part, F32)
+    with pytest.raises(ModelError, match=str(file)):
+        loaders[1].identity(part, F32)
+
+
+def test_a_torn_file_is_refused_and_the_releases_of_an_old_trainer_named(copied, monkeypatch):
+    for name in (VAE_WEIGHTS, "text_encoder/model.safetensors"):
+        os.truncate(copied / name, 1000)
+    loader = ModelLoader(str(copied))
+    with pytest.raises(ModelError, match=r"vae: .* could not be loaded"):
+        loader.vae(F32)
+    with pytest.raises(ModelError, match=r"text_encoder: .* could not be loaded"):
+        loader.text(F32)
+    asks = ["transformers>=999; extra == 'encode'", "diffusers>=0.1; extra == 'encode'", "ray>=999; extra == 'ray'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: asks)
+    had = f"This environment has transformers {metadata.version('transformers')} \\(needs >=999\\). Encode in another"
+    with pytest.raises(ModelError, match=had):
+        loader.vae(F32)
