@@ -24,11 +24,6 @@ def raised(item, error):
     raise error
 
 
-def run(runner, items, encode, on_failure=raised):
-    """Each batch of one group with its result, none ahead."""
-    return runner.run_ahead([items], encode, lambda result: result, on_failure, num_ahead=0)
-
-
 def test_what_the_failed_call_held_is_freed_before_the_next_one():
     references, alive = [], []
 
@@ -40,7 +35,7 @@ def test_what_the_failed_call_held_is_freed_before_the_next_one():
             raise torch.OutOfMemoryError("out of memory")
         return items
 
-    list(run(BatchRunner("vae", 2, "cpu"), [0, 1], encode))
+    list(BatchRunner("vae", 2, "cpu").run_ahead([[0, 1]], encode, lambda result: result, raised, num_ahead=0))
     assert alive == [[], [False], [False, False]]
 
 
@@ -52,7 +47,7 @@ def test_a_real_shortage_of_the_cpu_allocator_is_recognised():
 
 
 class Device:
-    """Launches at once and gives results when asked; `memory(call, items)` says when it runs out, and where."""
+    """Launches at once and gives results when asked; `shortage(phase, items)` says when it runs out, and where."""
 
     def __init__(self, shortage=lambda phase, items: False):
         self.shortage, self.log, self.most_under_way, self.under_way = shortage, [], 0, 0
@@ -72,21 +67,16 @@ class Device:
             raise RuntimeError("CUDA error: out of memory")
         return [item * 10 for item in items]
 
+    def run(self, groups, batch_size, on_failure=raised, num_ahead=1):
+        runner = BatchRunner("vae", batch_size, "cpu")
+        return runner.run_ahead(groups, self.launch, self.fetch, on_failure, num_ahead=num_ahead)
+
 
 def test_the_next_batch_is_launched_before_the_last_one_is_fetched():
-    device = Device()
-    results = list(
-        BatchRunner("vae", 2, "cpu").run_ahead([[0, 1, 2], [3, 4]], device.launch, device.fetch, raised, num_ahead=1)
-    )
+    results = list((device := Device()).run([[0, 1, 2], [3, 4]], 2))
     assert results == [([0, 1], [0, 10]), ([2], [20]), ([3, 4], [30, 40])], "no batch holds items of two groups"
-    assert device.log == [
-        ("launch", 0, 1),
-        ("launch", 2),
-        ("fetch", 0, 1),
-        ("launch", 3, 4),
-        ("fetch", 2),
-        ("fetch", 3, 4),
-    ]
+    order = [("launch", 0, 1), ("launch", 2), ("fetch", 0, 1), ("launch", 3, 4), ("fetch", 2), ("fetch", 3, 4)]
+    assert device.log == order
 
 
 @given(
@@ -102,8 +92,7 @@ def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_si
     items = [[next(numbers) for _ in group] for group in groups]
     group_of = {item: number for number, group in enumerate(items) for item in group}
     device = Device(lambda at, batch: at == phase and any(limits[item] < len(batch) for item in batch))
-    runner = BatchRunner("vae", batch_size, "cpu")
-    done = list(runner.run_ahead(items, device.launch, device.fetch, raised, num_ahead=num_ahead))
+    done = list(device.run(items, batch_size, num_ahead=num_ahead))
     assert [item for batch, _ in done for item in batch] == list(range(len(limits)))
     assert all(result == [item * 10 for item in batch] for batch, result in done)
     assert all(len({group_of[item] for item in batch}) == 1 for batch, _ in done)
@@ -111,27 +100,17 @@ def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_si
 
 
 @pytest.mark.parametrize("phase", ["launch", "fetch"])
-def test_an_item_that_does_not_fit_alone_is_refused_in_either_phase(phase):
-    device, refused = Device(lambda at, items: at == phase and 2 in items), []
-    results = BatchRunner("vae", 2, "cpu").run_ahead(
-        [range(5)], device.launch, device.fetch, lambda item, error: refused.append((item, error.problem)), num_ahead=1
-    )
+def test_what_cannot_be_encoded(phase, monkeypatch):
+    """An item that does not fit alone is refused; another error comes after the results of what was launched before."""
+    refused = []
+    device = Device(lambda at, items: at == phase and 2 in items)
+    results = device.run([range(5)], 2, lambda item, error: refused.append((item, error.problem)))
     assert [item for batch, _ in results for item in batch] == [0, 1, 3, 4]
     assert refused == [(2, "out-of-memory")]
-
-
-@pytest.mark.parametrize("phase", ["launch", "fetch"])
-def test_another_error_comes_after_the_results_of_what_was_launched_before(phase):
     device, done = Device(), []
-
-    def fails(items):
-        if items == [2]:
-            raise ZeroDivisionError("a bug")
-        return getattr(device, phase)(items)
-
-    calls = {"launch": device.launch, "fetch": device.fetch, phase: fails}
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        runner = BatchRunner("vae", 1, "cpu")
-        for batch, _ in runner.run_ahead([range(5)], calls["launch"], calls["fetch"], raised, num_ahead=1):
+    call = getattr(device, phase)
+    monkeypatch.setattr(device, phase, lambda items: items[5] if items == [2] else call(items))
+    with pytest.raises(IndexError):
+        for batch, _ in device.run([range(5)], 1):
             done += batch
     assert done == [0, 1]

@@ -10,15 +10,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling, latents_from_moments
 from latentcache.families.sdxl import FAMILY as SDXL
-from latentcache.models.tiny import tiny_parts
-from latentcache.models.vae import (
-    VaeFacts,
-    encode_images,
-    keep_output,
-    problems,
-    text_dtype,
-    vae_dtype,
-)
+from latentcache.models.vae import VaeFacts, encode_images, keep_output, problems, text_dtype, vae_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
@@ -40,6 +32,15 @@ def test_moments_are_those_of_the_vae(parts, pixels, moments):
     assert torch.equal(moments, expected)
     assert moments.shape == (3, 8, 8, 12)
     assert not moments.requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # a surrounding autocast does not count
+        assert torch.equal(encode_images(parts["vae"], pixels), moments)
+    # Slicing and tiling stay as the caller set them.
+    vae = copy.deepcopy(parts["vae"])
+    vae.enable_slicing()
+    encode_images(vae, pixels)
+    assert (vae.use_slicing, vae.use_tiling) == (True, False)
+    vae.enable_tiling()
+    assert not torch.equal(encode_images(vae, pixels), moments)
 
 
 @pytest.mark.parametrize("form", ["tensor", "read-only", "flipped"])
@@ -51,55 +52,25 @@ def test_pixels_may_be_a_tensor_or_any_array(parts, pixels, form):
     assert torch.equal(encode_images(parts["vae"], given), encode_images(parts["vae"], plain.copy()))
 
 
-def test_a_surrounding_autocast_does_not_count(parts, pixels, moments):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = encode_images(parts["vae"], pixels)
-    assert torch.equal(inside, moments)
+def test_pixels_of_another_form_are_refused(parts):
+    for shape, dtype in (((1, 8, 8, 3), np.float32), ((8, 8, 3), np.uint8), ((1, 3, 8, 8), np.uint8)):
+        with pytest.raises(ModelError, match=r"uint8 \[B, H, W, 3\] is needed"):
+            encode_images(parts["vae"], np.zeros(shape, dtype))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        np.zeros((1, 8, 8, 3), np.float32),
-        np.zeros((8, 8, 3), np.uint8),
-        np.zeros((1, 3, 8, 8), np.uint8),
-    ],
-)
-def test_pixels_of_another_form_are_refused(parts, wrong):
-    with pytest.raises(ModelError, match=r"uint8 \[B, H, W, 3\] is needed"):
-        encode_images(parts["vae"], wrong)
-
-
-def test_slicing_and_tiling_stay_as_the_caller_set_them(parts, pixels, moments):
-    vae = copy.deepcopy(parts["vae"])
-    vae.enable_slicing()
-    encode_images(vae, pixels)
-    assert (vae.use_slicing, vae.use_tiling) == (True, False)
-    vae.enable_tiling()
-    assert not torch.equal(encode_images(vae, pixels), moments)
-
-
-def test_a_sample_is_that_of_diffusers_for_its_seed(moments):
-    latents = keep_output(moments, "sample", seeds=[5, 6, 7])["latents"]
-    for index, seed in enumerate([5, 6, 7]):
-        posterior = DiagonalGaussianDistribution(moments[index : index + 1])
-        assert torch.equal(latents[index], posterior.sample(torch.Generator().manual_seed(seed))[0])
-
-
-def test_a_sample_does_not_depend_on_its_batch_or_on_the_global_random_state(moments):
+def test_a_sample_is_that_of_diffusers_for_its_seed_in_any_batch(moments):
     together = keep_output(moments, "sample", seeds=[5, 6, 7])["latents"]
     before = torch.get_rng_state()
     for index, seed in [(2, 7), (0, 5), (1, 6)]:
+        posterior = DiagonalGaussianDistribution(moments[index : index + 1])
+        assert torch.equal(together[index], posterior.sample(torch.Generator().manual_seed(seed))[0])
         alone = keep_output(moments[index : index + 1], "sample", seeds=[seed])["latents"]
         assert torch.equal(alone[0], together[index])
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(keep_output(moments, "sample", seeds=[5, 6, 8])["latents"][2], together[2])
-
-
-@pytest.mark.parametrize("seeds", [None, [1, 2]])
-def test_a_sample_needs_a_seed_for_each_item(moments, seeds):
-    with pytest.raises(ValueError, match="one seed for each"):
-        keep_output(moments, "sample", seeds=seeds)
+    for seeds in (None, [1, 2]):
+        with pytest.raises(ValueError, match="one seed for each"):
+            keep_output(moments, "sample", seeds=seeds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -121,20 +92,9 @@ def test_problems_name_what_is_wrong_with_each_item():
     assert problems(outputs) == [None, "nan", "inf", "all-zero", None]
 
 
-def test_an_overflow_in_float16_is_found_and_float32_is_fine(pixels):
-    vae = tiny_parts()["vae"]
-    with torch.no_grad():
-        vae.encoder.conv_in.weight.mul_(1e6)  # like SDXL's: its activations pass 65504
-    single = encode_images(vae, pixels)
-    half = encode_images(copy.deepcopy(vae).half(), pixels)
-    assert problems(single) == [None] * 3
-    assert set(problems(half)) <= {"nan", "inf"}
-
-
 @pytest.mark.parametrize(
     ("requested", "upcast", "device", "expected"),
     [
-        ("auto", True, CPU, torch.float32),
         ("auto", False, CPU, torch.float32),
         ("auto", True, CUDA, torch.float32),
         ("auto", False, CUDA, torch.float16),
@@ -145,7 +105,6 @@ def test_an_overflow_in_float16_is_found_and_float32_is_fine(pixels):
 def test_the_dtype_of_the_vae_comes_with_its_reason(requested, upcast, device, expected):
     dtype, reason = vae_dtype(requested, VaeFacts(Scaling(), upcast, 4, 8), device)
     assert dtype is expected
-    assert reason.endswith(".")
     assert ("force_upcast" in reason) == (device == CUDA and requested != "bfloat16")
 
 
