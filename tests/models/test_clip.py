@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
 from helpers.encoding import encode_captions
 from helpers.tiny_models import tiny_pipeline
 
@@ -20,32 +19,22 @@ def text():
     return ModelLoader("tiny").text(torch.float32)
 
 
-@pytest.fixture(scope="module")
-def pipeline(parts) -> StableDiffusionXLPipeline:
-    return tiny_pipeline(parts)
-
-
 @pytest.mark.parametrize("clip_skip", [0, 1])
-@pytest.mark.parametrize("captions", [*([caption] for caption in CAPTIONS), CAPTIONS], ids=lambda c: str(len(c[0])))
-def test_embeddings_are_bit_equal_to_the_pipelines(text, pipeline, captions, clip_skip):
-    ours = encode_captions(text, captions, clip_skip=clip_skip)
-    with torch.no_grad():
-        expected = pipeline.encode_prompt(captions, device="cpu", clip_skip=clip_skip or None)
-    assert torch.equal(ours["prompt_embeds"], expected[0])
-    assert torch.equal(ours["pooled_prompt_embeds"], expected[2])
-    assert ours["prompt_embeds"].shape == (len(captions), 77, 72)
-    assert ours["pooled_prompt_embeds"].shape == (len(captions), 40)
-    assert not ours["prompt_embeds"].requires_grad
+def test_embeddings_are_bit_equal_to_the_pipelines(text, parts, clip_skip):
+    pipeline = tiny_pipeline(parts)
+    for captions in (*([caption] for caption in CAPTIONS), CAPTIONS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # a surrounding one does not count
+            ours = encode_captions(text, captions, clip_skip=clip_skip)
+        with torch.no_grad():
+            expected = pipeline.encode_prompt(captions, device="cpu", clip_skip=clip_skip or None)
+        assert torch.equal(ours["prompt_embeds"], expected[0])
+        assert torch.equal(ours["pooled_prompt_embeds"], expected[2])
+        assert ours["prompt_embeds"].shape == (len(captions), 77, 72)
+        assert ours["pooled_prompt_embeds"].shape == (len(captions), 40)
+        assert not ours["prompt_embeds"].requires_grad
 
 
-def test_a_surrounding_autocast_does_not_count(text):
-    expected = encode_captions(text, ["a cat"])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = encode_captions(text, ["a cat"])
-    assert all(torch.equal(inside[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("clip_skip", [-1, 2, 99])
+@pytest.mark.parametrize("clip_skip", [-1, 2])
 def test_a_clip_skip_beyond_the_layers_names_the_allowed_range(text, clip_skip):
     with pytest.raises(ModelError, match=rf"clip_skip is {clip_skip}, but these text encoders allow 0 to 1"):
         encode_captions(text, ["a cat"], clip_skip=clip_skip)
@@ -64,13 +53,11 @@ def test_tokens_know_how_long_the_captions_were(text):
 
 def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_does():
     parts = tiny_parts()
-    added = ["<toy>", "<toy>_1", "<toy>_2"]
     for name, tokenizer in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
-        parts[tokenizer].add_tokens(added)
+        parts[tokenizer].add_tokens(["<toy>", "<toy>_1", "<toy>_2"])
         parts[name].resize_token_embeddings(len(parts[tokenizer]), mean_resizing=False)
-    text = LoadedModels(
-        **{name: part.requires_grad_(False) if "encoder" in name else part for name, part in parts.items()}
-    ).text(torch.float32)
+        parts[name].requires_grad_(False)
+    text = LoadedModels(**parts).text(torch.float32)
     captions = ["a photo of <toy> on a table", "nothing"]
     with torch.no_grad():
         expected = tiny_pipeline(parts).encode_prompt(captions, device="cpu")
