@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from single_file import UNET, unet_tensors, vae_tensors
 from single_file import VAE as VAE_PREFIX
 
@@ -20,26 +18,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         ".attention.to_out.0.": ".attention.out.",
         ".attention.norm_k.": ".attention.k_norm.",
         ".attention.norm_q.": ".attention.q_norm.",
-    },
-    "wan": {
-        "condition_embedder.time_embedder.linear_1.": "time_embedding.0.",
-        "condition_embedder.time_embedder.linear_2.": "time_embedding.2.",
-        "condition_embedder.text_embedder.linear_1.": "text_embedding.0.",
-        "condition_embedder.text_embedder.linear_2.": "text_embedding.2.",
-        "condition_embedder.time_proj.": "time_projection.1.",
-        ".attn1.": ".self_attn.",
-        ".attn2.": ".cross_attn.",
-        "to_out.0.": "o.",
-        "to_q.": "q.",
-        "to_k.": "k.",
-        "to_v.": "v.",
-        ".scale_shift_table": ".modulation",
-        "scale_shift_table": "head.modulation",
-        "proj_out.": "head.head.",
-        ".ffn.net.0.proj.": ".ffn.0.",
-        ".ffn.net.2.": ".ffn.2.",
-        ".norm2.": ".norm3.",
-        ".norm3.": ".norm2.",
     },
     "anima": {
         "time_embed.t_embedder": "t_embedder.1",
@@ -85,41 +63,16 @@ def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -
     for name in [name for name in state if parts and f".{parts[0]}." in f".{name}"]:
         values = [state.pop(name.replace(parts[0], part)) for part in parts]
         state[name.replace(parts[0], whole)] = torch.cat(values)
-    names = {name: _replaced(name, _NAMES.get(family, {})) for name in state}
-    return {prefix + names[name]: value.contiguous().clone() for name, value in state.items()}
-
-
-def _replaced(name: str, table: Mapping[str, str]) -> str:
-    if not table:
-        return name
-    return re.sub("|".join(map(re.escape, sorted(table, key=len, reverse=True))), lambda met: table[met[0]], name)
+    for ours, theirs in _NAMES.get(family, {}).items():
+        state = {name.replace(ours, theirs): value for name, value in state.items()}
+    return {prefix + name: value.contiguous().clone() for name, value in state.items()}
 
 
 def autoencoder_tensors(family: str, vae: Any) -> State:
-    """A VAE's weights as its authors name them: of Stability's type, of Wan's, or of FLUX.2's."""
-    if family in ("wan", "qwen-image"):
-        return {_wan_names()[name]: value.contiguous() for name, value in vae.state_dict().items()}
+    """A VAE's weights as its authors name them: of Stability's type, or of FLUX.2's."""
     state = {name.removeprefix(VAE_PREFIX): value.contiguous().clone() for name, value in vae_tensors(vae).items()}
     if family == "flux2":
         moved = {"quant_conv.": "encoder.quant_conv.", "post_quant_conv.": "decoder.post_quant_conv."}
         for old, new in moved.items():
             state = {new + name.removeprefix(old) if name.startswith(old) else name: state[name] for name in state}
     return state
-
-
-def _wan_names() -> dict[str, str]:
-    """diffusers' name of each weight -> Wan's. The conversion maps names alone: it is applied to those there may be."""
-    residual = [f"residual.{layer}" for layer in ("0.gamma", "2.weight", "2.bias", "3.gamma", "6.weight", "6.bias")]
-    attention = ["norm.gamma", "to_qkv.weight", "to_qkv.bias", "proj.weight", "proj.bias"]
-    others = _with_kinds(("shortcut", "resample.1", "time_conv"))
-    names = _with_kinds(("conv1", "conv2"))
-    for part, blocks in (("encoder", "downsamples"), ("decoder", "upsamples")):
-        names += [f"{part}.{each}" for each in (*_with_kinds(("conv1", "head.2")), "head.0.gamma")]
-        names += [f"{part}.middle.{block}.{layer}" for block in (0, 2) for layer in residual]
-        names += [f"{part}.middle.1.{layer}" for layer in attention]
-        names += [f"{part}.{blocks}.{block}.{layer}" for block in range(15) for layer in (*residual, *others)]
-    return {ours: theirs for ours, theirs in convert_wan_vae_to_diffusers({name: name for name in names}).items()}
-
-
-def _with_kinds(layers: Sequence[str]) -> list[str]:
-    return [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
