@@ -20,6 +20,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 from torch.utils._pytree import tree_leaves_with_path
 
 from latentcache import LatentCache
@@ -44,27 +45,13 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
         size = (80, 144) if number % 3 else (144, 80)
         photo = write_photo(folder / ("first", "second", "held-out")[number % 3] / f"{number}.png", number, size)
         photo.with_suffix(".txt").write_text(f"photo {number}, a tag, a last one\nanother caption of {number}\n")
+    common = {"buckets": {"area": 64 * 64, "step": 32}, "images": {"min_side": 8}}
     datasets = [
-        {
-            "name": name,
-            "role": "validation" if name == "held-out" else "train",
-            "source": {"path": folder / name},
-            "buckets": {"area": 64 * 64, "step": 32},
-            "images": {"min_side": 8},
-            "flip": name == "first",
-        }
-        for name in ("held-out", "first", "second")
+        {"name": name, "role": role, "source": {"path": folder / name}, "flip": name == "first", **common}
+        for name, role in (("held-out", "validation"), ("first", "train"), ("second", "train"))
     ]
     validation = {"prompts": ["a tree"], "height": 64, "width": 64, "num_inference_steps": 2, "num_timesteps": 2}
-    config = parse_config(
-        {
-            "cache": {"path": folder / "cache"},
-            "datasets": datasets,
-            "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "num_workers": 2},
-            "validation": validation | {"path": folder / "validation"},
-        }
-    )
+    config = tiny_config(folder, datasets=datasets, validation=validation | {"path": folder / "validation"})
     run_precache(config.model_copy(update={"datasets": config.datasets[1:]}))
     return config
 
@@ -233,55 +220,47 @@ def test_the_loss(script: ModuleType, cached: Config, options: Any) -> None:
         assert found == pytest.approx((seen["output"] - target).square().mean().item())
 
 
-def captions_of(batches: list[dict[str, Any]]) -> set[str]:
-    return {caption for batch in batches for caption in batch["caption"]}
+def rows_of(batches: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
+    return [row for batch in batches for row in zip(*(batch[name] for name in names), strict=True)]
 
 
-def zeros_for_empty_captions(batches: list[dict[str, Any]]) -> bool:
-    rows = [row for batch in batches for row in zip(batch["caption"], batch["prompt_embeds"], strict=True)]
-    return all((caption == "") == (not texts.any()) for caption, texts in rows) and "" in captions_of(batches)
+def check_captions_and_flips(batches: list[dict[str, Any]]) -> None:
+    rows = rows_of(batches, "caption", "prompt_embeds")
+    assert all((caption == "") == (not texts.any()) for caption, texts in rows)
+    captions = {caption for caption, _ in rows}
+    assert "" in captions and all(each.startswith("another caption") for each in captions - {""})
+    assert {batch["num_items"] for batch in batches} == {5}, "and not 10, of both sides"
 
 
-def long_and_not_zeros(batches: list[dict[str, Any]]) -> bool:
-    rows = [texts for batch in batches for texts in batch["prompt_embeds"]]
-    return all(texts.any() and len(texts) == 152 for texts in rows) and "" in captions_of(batches)
+def check_crops_and_long_prompts(batches: list[dict[str, Any]]) -> None:
+    rows = rows_of(batches, "caption", "prompt_embeds")
+    assert "" in {caption for caption, _ in rows} and all(texts.any() and len(texts) == 152 for _, texts in rows)
+    crops = set(rows_of(batches, "sample_id", "crop_top_left"))
+    assert len(crops) > len({name for name, _ in crops})
 
 
-def other_crops_of_one_image(batches: list[dict[str, Any]]) -> bool:
-    pairs = {pair for batch in batches for pair in zip(batch["sample_id"], batch["crop_top_left"], strict=True)}
-    return len(pairs) > len({name for name, _ in pairs})
-
-
-RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Callable[..., bool]]] = {
-    "the second caption": (
-        {},
-        {},
-        {"caption": 1},
-        lambda batches: all(each.startswith("another caption") for each in captions_of(batches)),
-    ),
-    "dropout to zeros": ({}, {}, {"caption_dropout": 0.5, "dropout_to": "zeros"}, zeros_for_empty_captions),
-    "long prompts": ({}, {"max_length": 150}, {"caption_dropout": 0.5}, long_and_not_zeros),
-    "several crops": (
-        {"variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8},
-        {},
-        {"crops": "random"},
-        other_crops_of_one_image,
-    ),
-    "random flips": (
-        {"flip": True},
-        {},
-        {"flips": "random"},
-        lambda batches: {batch["num_items"] for batch in batches} == {5},  # and not 10, of both sides
-    ),
-}
-"""Changes of the second dataset, of `encode` and of `train`, and what must be true of all batches."""
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("dataset", "encode", "train", "check"),
+    [
+        (
+            {"flip": True},
+            {},
+            {"flips": "random", "caption": 1, "caption_dropout": 0.5, "dropout_to": "zeros"},
+            check_captions_and_flips,
+        ),
+        (
+            {"variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8},
+            {"max_length": 150},
+            {"crops": "random", "caption_dropout": 0.5},
+            check_crops_and_long_prompts,
+        ),
+    ],
+    ids=["captions and flips", "crops and long prompts"],
+)
 def test_a_recipe_trains(
-    script: ModuleType, cold: Config, options: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, cold: Config, options: Any, monkeypatch: Any, dataset: Any, encode: Any, train: Any, check: Any
 ) -> None:
-    dataset, encode, train, holds = RECIPES[name]
+    """With these changes of the second dataset, of `encode` and of `train`."""
     settings = training_only(cold).model_dump(mode="json", exclude_unset=True)
     settings["datasets"][1] |= dataset
     settings["encode"] |= encode
@@ -297,7 +276,7 @@ def test_a_recipe_trains(
     monkeypatch.setattr(script.Training, "loss", watched)
     result = script.train(config, options)
     assert result["step"] == NUM_STEPS and all(map(math.isfinite, result["losses"]))
-    assert holds(batches)
+    check(batches)
 
 
 def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: Any) -> None:
