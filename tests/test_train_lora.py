@@ -1,4 +1,7 @@
-"""The example of a training script: it trains, validates, resumes bit by bit, and its LoRA can be used."""
+"""The example of a training script: it trains, validates and resumes bit by bit.
+
+That its LoRA can be used: tests/families/test_family_validation.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ from latentcache.config import Config, TrainConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import CheckpointError, ConfigError, SampleError, StoreError
 from latentcache.integrations.diffusers import load_unet
-from latentcache.models.lora import load_lora
 from latentcache.precache.run import run_precache
 from latentcache.validation.noise_schedule import NoiseSchedule
 
@@ -161,24 +163,6 @@ def test_validation_in_the_middle_changes_no_bit(
     training = script.Training(cold, replace(options, out=options.out / "again"))
     assert training.parts.keys() - {"optimizer", "scaler", "scheduler"} == {"unet", "vae"}
     assert training.phases.current == "train"
-
-
-def test_the_lora_can_be_loaded_and_changes_the_unet(whole: Outcome) -> None:
-    def predict(unet: Any) -> torch.Tensor:
-        torch.manual_seed(0)  # of the random caption
-        batch = next(iter(torch.utils.data.DataLoader(whole.training.dataset, batch_size=1)))
-        placed = whole.training.dataset.place(batch, device="cpu", scaled=True)
-        added = {"text_embeds": placed["pooled_prompt_embeds"], "time_ids": placed["add_time_ids"]}
-        with torch.no_grad():
-            return unet(placed["latents"], 5, placed["prompt_embeds"], added_cond_kwargs=added).sample
-
-    unet = load_unet(dtype=torch.float32, model=whole.training.config.model)
-    without = predict(unet)
-    load_lora(unet, Path(whole.result["lora"]).parent)
-    trained = predict(whole.training.denoiser.eval())
-    whole.training.denoiser.train()
-    assert torch.equal(predict(unet), trained)
-    assert not torch.equal(without, trained)
 
 
 def test_a_failed_last_validation_does_not_cost_the_lora(

@@ -16,10 +16,10 @@ from single_file import original_unet_name
 from unets import F16, F32, TINY, adapted_unet, frozen_unet, output
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
-from latentcache.errors import ModelError, StoreError
+from latentcache.errors import ModelError
 from latentcache.integrations.diffusers import load_unet
 from latentcache.models import lora
-from latentcache.models.lora import LORA_FILE, load_lora, save_lora
+from latentcache.models.lora import LORA_FILE, load_lora
 
 TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
 ALPHAS = {"to_q": 12, "conv1": 2, "to_out.0": 7}
@@ -110,15 +110,6 @@ def test_the_scale_and_the_dtype(file):
     assert torch.equal(output(float16), output(expected))
 
 
-def test_a_saved_lora_is_whole_and_can_be_loaded(adapted, tmp_path):
-    path = save_lora(adapted, tmp_path)
-    assert path == tmp_path / LORA_FILE and list(tmp_path.iterdir()) == [path]
-    unet = frozen_unet(5)
-    check_loaded(unet, adapted, load_lora(unet, tmp_path))
-    with pytest.raises(StoreError, match="cannot be written"):
-        save_lora(adapted, tmp_path / "missing")
-
-
 def test_next_to_the_adapter_of_a_checkpoint(adapted, file, tmp_path):
     save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
     unet, twice = load_unet(tmp_path / "step", dtype=F32, model=TINY), frozen_unet(5)
@@ -154,46 +145,52 @@ def refused(path: Path | str, message: str) -> None:
     assert not getattr(unet, "peft_config", None)
 
 
-def test_a_lora_for_text_encoders_cannot_act_on_cached_embeddings(adapted, tmp_path):
-    weights = {"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 32)}
-    path = save_diffusers(adapted, tmp_path, metadata=False, text_encoder_2_lora_layers=weights)
-    refused(path, r"changes the text encoders too \(1 tensors.*cached embeddings")
-    weights = {"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(4, 32)}
-    save_file(kohya_tensors(adapted, True) | weights, path)
-    refused(path, r"changes the text encoders too \(1 tensors.*cached embeddings")
+def renamed(old, new):
+    return lambda tensors: {name.replace(old, new): value for name, value in tensors.items()}
+
+
+def added(end, by="to_q.alpha"):
+    return lambda tensors: (
+        tensors | {next((name for name in tensors if name.endswith(by)), by).replace(by, end): torch.ones(1, 64)}
+    )
+
+
+def damaged(which, shape):
+    def damage(tensors):
+        name = next(name for name in tensors if f"to_q.{which}" in name)
+        rest = {key: tensors[key] for key in tensors if key != name}
+        return rest if shape is None else rest | {name: torch.ones(shape)}
+
+    return damage
+
+
+OF_ENCODERS = r"changes the text encoders too \(1 tensors.*cached embeddings"
+NO_FIT = r"does not fit this UNet.*to_q"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("form", "change", "message"),
     [
-        (lambda name: name.replace("transformer_blocks.0", "transformer_blocks.7"), "have no place in it, e.g. .*s.7."),
-        (lambda name: name.replace("unet.", "transformer."), "have no place in it"),
-        (lambda name: name.replace("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
-        (lambda name: name.replace("lora_A", "weight"), "tensors that are not LoRA weights"),
-        (lambda name: name.replace("lora_A", "lora_embedding_A"), "does not fit"),
+        ("diffusers", renamed("transformer_blocks.0", "transformer_blocks.7"), "have no place in it, e.g. .*s.7."),
+        ("diffusers", renamed("unet.", "transformer."), "have no place in it"),
+        ("diffusers", renamed("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
+        ("diffusers", renamed("lora_A", "weight"), "tensors that are not LoRA weights"),
+        ("diffusers", renamed("lora_A", "lora_embedding_A"), "does not fit"),
+        ("diffusers", added("text_encoder_2.layers.0.self_attn.q_proj.lora_A.weight", by="nowhere"), OF_ENCODERS),
+        ("kohya", added("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", by="nowhere"), OF_ENCODERS),
+        ("kohya", added("to_q.hada_w1_a"), "hada_w1_a"),
+        ("kohya", added("to_q.dora_scale"), "dora_scale"),
+        *(("peft", damaged("lora_A", shape), NO_FIT) for shape in (None, (4, 7))),
+        *(("peft", damaged("lora_B", shape), NO_FIT) for shape in (None, (7, 4))),
     ],
 )
-def test_a_lora_of_another_model_is_an_error_and_not_a_silent_nothing(change, message, file, tmp_path):
-    save_file({change(name): value for name, value in load_file(file).items()}, path := tmp_path / "lora.safetensors")
+def test_what_does_not_fit_is_an_error_and_not_a_silent_nothing(form, change, message, adapted, file, tmp_path):
+    """Of another model, for the cached text encoders, of another kind than LoRA, incomplete."""
+    tensors = {"diffusers": load_file(file), "kohya": kohya_tensors(adapted, True)}.get(form)
+    if tensors is None:
+        tensors = {f"unet.{name}": value for name, value in get_peft_model_state_dict(adapted).items()}
+    save_file({name: value.clone() for name, value in change(tensors).items()}, path := tmp_path / "x.safetensors")
     refused(path, message)
-
-
-@pytest.mark.parametrize("which", ["lora_A", "lora_B"])
-@pytest.mark.parametrize("damage", ["shape", "missing"])
-def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
-    tensors = {f"unet.{name}": value.clone() for name, value in get_peft_model_state_dict(adapted).items()}
-    name = next(name for name in tensors if f"to_q.{which}" in name)
-    damaged = {"shape": {name: torch.ones(4, 7) if which == "lora_A" else torch.ones(7, 4)}, "missing": {}}[damage]
-    save_file({key: tensors[key] for key in tensors if key != name} | damaged, path := tmp_path / "lora.safetensors")
-    refused(path, r"does not fit this UNet.*to_q")
-
-
-@pytest.mark.parametrize("kind", ["hada_w1_a", "dora_scale"])
-def test_kohyas_other_kinds_are_refused_and_not_read_as_a_lora(kind, adapted, tmp_path):
-    tensors = kohya_tensors(adapted, True)
-    name = next(name for name in tensors if name.endswith("to_q.alpha"))
-    save_file({**tensors, name.replace("alpha", kind): torch.ones(1, 64)}, path := tmp_path / "x.safetensors")
-    refused(path, kind)
 
 
 def test_what_is_no_lora_file_is_refused(adapted, tmp_path):
