@@ -127,6 +127,7 @@ def test_resolutions_are_one_dataset_each(load: Any) -> None:
         (dataset(source="ph"), r"source: give settings .* source: \{path: ph\} \(met: 'ph'\)$"),
         ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$"),
+        ({"encode": {"num_workers": "many"}}, r"^encode\.num_workers: give 'auto' or .* \(met: 'many'\)$"),
         ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": [{"name": "a"}]}, r"datasets\.0\.source: is required"),
