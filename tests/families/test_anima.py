@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +26,7 @@ from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.precache.run import run_precache
 
-ANIMA = family_named("anima")
+ANIMA, STATES = cast(Anima, family_named("anima")), family_named("anima-states")
 F32 = torch.float32
 TAGS = "red cat, small table, warm light, two cats"
 
@@ -44,13 +42,6 @@ def encoded(parts: dict[str, Any], *texts: str, **settings: Any) -> tuple[torch.
     return made["prompt_embeds"], made[f"prompt_embeds{MASK}"]
 
 
-def test_the_recipe_in_keys_stays() -> None:
-    expected = {"family": "anima", "max_length": 512, "keeps_padding": False, "cut": "conditioner"}
-    assert ANIMA.text_recipe() == expected
-    with pytest.raises(ConfigError, match="takes 512 tokens at most"):
-        ANIMA.text_recipe(max_length=513)
-
-
 def test_rows_that_are_not_stored_are_the_zeros_that_follow(parts: dict[str, Any]) -> None:
     embeds, mask = encoded(parts, *TEXTS, "")
     assert embeds.shape[:2] == mask.shape == (len(TEXTS) + 1, 512)
@@ -58,15 +49,10 @@ def test_rows_that_are_not_stored_are_the_zeros_that_follow(parts: dict[str, Any
     assert not embeds[~mask].any() and embeds[mask].abs().sum(-1).min() > 0
     rule = ANIMA.padding("prompt_embeds", ANIMA.text_recipe())
     assert rule is not None and (rule.length, rule.side, rule.value) == (512, "right", 0.0)
-
-
-def test_the_empty_text_has_one_row_and_no_token_of_qwen(parts: dict[str, Any]) -> None:
-    assert len(parts["tokenizer"]("").input_ids) == 0
-    embeds, mask = encoded(parts, "")
-    assert mask.sum() == 1 and torch.isfinite(embeds).all()
-    # In a batch with others too: its rows of Qwen3 are all masked there.
-    together, _ = encoded(parts, "", TEXTS[2])
-    torch.testing.assert_close(together[:1], embeds, rtol=0, atol=1e-5)
+    # The empty text has no token of Qwen3. In a batch with others its rows of Qwen3 are all masked.
+    alone, mask = encoded(parts, "")
+    assert len(parts["tokenizer"]("").input_ids) == 0 and mask.sum() == 1 and torch.isfinite(alone).all()
+    torch.testing.assert_close(embeds[-1:], alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "t5_tokenizer"])
@@ -83,28 +69,23 @@ def test_the_number_of_tokens_is_that_of_the_tokenizer_which_cuts_first(parts: d
     counts = [[len(parts[name](text).input_ids) for name in ("tokenizer", "t5_tokenizer")] for text in (many, few)]
     assert counts[0][0] > counts[0][1] and counts[1][0] != counts[1][1]
     assert [each.num_tokens for each in ANIMA.tokenize(parts, (many, few))] == [*map(max, counts)]
-    cut, _ = encoded(parts, many, max_length=4)
-    assert not torch.equal(cut, encoded(parts, many)[0])
-
-
-# The folder of a model.
-
-
-def index_of(folder: Path, **places: Any) -> None:
-    file = folder / "modular_model_index.json"
-    index = json.loads(file.read_text())
-    for part, place in places.items():
-        index[part][-1] |= place
-    file.write_text(json.dumps(index))
+    assert not torch.equal(encoded(parts, many, max_length=4)[0], encoded(parts, many)[0])
 
 
 def test_parts_that_lie_elsewhere_are_read_from_there(tmp_path: Path) -> None:
     model, other = tmp_path / "model", tmp_path / "other"
     shutil.copytree(tiny_folder("anima"), model)
     other.mkdir()
+
+    def place(part: str, **where: str) -> None:
+        file = model / "modular_model_index.json"
+        index = json.loads(file.read_text())
+        index[part][-1] |= where
+        file.write_text(json.dumps(index))
+
     for part in ("vae", "text_encoder", "t5_tokenizer"):
         (model / part).rename(other / f"its_{part}")
-        index_of(model, **{part: {"pretrained_model_name_or_path": str(other), "subfolder": f"its_{part}"}})
+        place(part, pretrained_model_name_or_path=str(other), subfolder=f"its_{part}")
     found, expected = ModelLoader(str(model), family=ANIMA), LoadedModels(family=ANIMA, **tiny_encoders("anima"))
     for part in ANIMA.parts:
         assert found.identity(part, F32) == expected.identity(part, F32), part
@@ -112,19 +93,13 @@ def test_parts_that_lie_elsewhere_are_read_from_there(tmp_path: Path) -> None:
     (other / "its_text_encoder").rename(other / "gone")
     with pytest.raises(ModelError, match=r"text_encoder: .* has no folder its_text_encoder"):
         ModelLoader(str(model), family=ANIMA).text_encoders(F32)
-    index_of(model, text_encoder={"pretrained_model_name_or_path": "someone/none"})
+    place("text_encoder", pretrained_model_name_or_path="someone/none")
     with pytest.raises(ModelError, match="someone/none is not on this machine") as caught:
         ModelLoader(str(model), family=ANIMA).text_encoders(F32)
     assert caught.value.part == "text_encoder"
 
 
-# What the denoiser needs.
-
-
 def test_a_package_that_the_denoiser_needs_is_named_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from latentcache.families import family_named; print(family_named('anima').denoiser_needs)"
-    declared = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert declared == "torchvision\n"
     monkeypatch.setattr(type(ANIMA), "denoiser_needs", "torchvision_of_nobody")
     with pytest.raises(
         ModelError, match=r"transformer: diffusers\.CosmosTransformer3DModel needs torchvision_of_nobody\. Install"
@@ -132,27 +107,26 @@ def test_a_package_that_the_denoiser_needs_is_named_before_it_is_loaded(monkeypa
         load_denoiser("/no/such/folder", dtype=F32, model=ModelConfig(path=tiny_folder("anima")))
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    given = family_config(tmp_path).model_dump(mode="json")
-    given["datasets"][0]["captions"] |= {"variants": 3, "shuffle": True}
-    given["model"]["path"] = tiny_folder("anima")
-    for path in (tmp_path / "photos").glob("*.txt"):
-        path.write_text(TAGS)
+def config_of(folder: Path, model: str = "", family: str = "anima-states", **captions: Any) -> Config:
+    given = family_config(folder).model_dump(mode="json")
+    given["model"] |= {"path": model or tiny_folder("anima"), "family": family}
+    given["datasets"][0]["captions"] |= captions
     return parse_config(given)
 
 
 @pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
-def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, config: Config, parts: dict[str, Any]) -> None:
+def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, tmp_path: Path, parts: dict[str, Any]) -> None:
     """A dropped caption is the empty text, whose row is not zero, or zeros in all rows, as OneTrainer has it."""
+    config = config_of(tmp_path, family="anima", variants=3, shuffle=True)
+    for path in (tmp_path / "photos").glob("*.txt"):
+        path.write_text(TAGS)
     assert run_precache(config).num_refused == 0
     dataset = LatentDataset(config.cache, "photos", caption="random", caption_dropout=0.5, dropout_to=dropout_to)
     loader = LatentLoader(BucketBatchSampler(dataset, 3, seed=0), device="cpu", dtype=F32, scaled=True)
     seen: dict[str, int] = {}
     for batch in islice(loader.forever(), 8):
-        for text, embeds, mask in zip(
-            batch["caption"], batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True
-        ):
+        rows = zip(batch["caption"], batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True)
+        for text, embeds, mask in rows:
             if text or dropout_to == "empty":
                 [expected], [own] = encoded(parts, text)
                 # Where its file lies in memory decides how a matrix is multiplied by one row.
@@ -169,24 +143,14 @@ def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, config: Config
     assert batch[f"prompt_embeds{MASK}"].sum(1).tolist() == ([1, 1] if dropout_to == "empty" else [0, 0])
 
 
-# Texts before the conditioner.
-
-STATES = family_named("anima-states")
+# Texts before the conditioner
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two folders of models, of which the second has a conditioner of its own."""
-    folder = tmp_path_factory.mktemp("checkpoints") / "finetune"
-    parts = tiny_model("anima")
-    save_diffusers_folder({"text_conditioner": randomised(parts["text_conditioner"], 9)}, folder, "anima")
-    return [tiny_folder("anima"), str(folder)]
-
-
-def states_config(folder: Path, model: str, family: str = "anima-states") -> Config:
-    given = family_config(folder).model_dump(mode="json")
-    given["model"] |= {"path": model, "family": family}
-    return parse_config(given)
+def states(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A cache of them."""
+    run_precache(config := config_of(tmp_path_factory.mktemp("states")))
+    return config
 
 
 def scaled_batch(config: Config, *numbers: int) -> dict[str, Any]:
@@ -194,70 +158,57 @@ def scaled_batch(config: Config, *numbers: int) -> dict[str, Any]:
         return dict(cache.batch([f"{number}.png" for number in numbers], device="cpu", dtype=F32, scaled=True))
 
 
-def step(denoiser: Any, predict: Any) -> dict[str, torch.Tensor]:
-    """The loss of a training step, and the gradients of the denoiser and its conditioner."""
-    modules = {"denoiser": denoiser, "conditioner": denoiser.text_conditioner}
-    for module in modules.values():
-        module.requires_grad_(True).zero_grad()
-    loss = predict().square().mean()
-    loss.backward()
-    found = {
-        f"{name}.{key}": each.grad.clone()
-        for name, module in modules.items()
-        for key, each in module.named_parameters()
-        if each.grad is not None
-    }
-    return found | {"loss": loss.detach()}
+def test_texts_are_the_same_for_every_checkpoint(states: Config, parts: dict[str, Any], tmp_path: Path) -> None:
+    """As the keys say: one with a conditioner of its own encodes nothing. From behind the conditioner they differ."""
+    conditioner = randomised(tiny_model("anima")["text_conditioner"], 9)
+    other = str(save_diffusers_folder({"text_conditioner": conditioner}, tmp_path / "finetune", "anima"))
+    assert run_precache(config_of(states.cache.path.parent, other)).num_encoded == 0
+    behind = [run_precache(config_of(tmp_path, model, "anima")) for model in ("", other)]
+    assert [each.num_encoded for each in behind] == [2 * len(TEXTS) + 1, len(TEXTS) + 1]
 
-
-def test_texts_are_the_same_for_every_checkpoint(checkpoints: list[str], tmp_path: Path) -> None:
-    """As the keys say: the second one encodes nothing. From behind the conditioner they differ."""
-    reports = [run_precache(states_config(tmp_path, model)) for model in checkpoints]
-    assert [each.num_encoded for each in reports] == [2 * len(TEXTS) + 1, 0]
-    behind = [run_precache(states_config(tmp_path, model, "anima")) for model in checkpoints]
-    assert [each.num_encoded for each in behind] == [len(TEXTS) + 1, len(TEXTS) + 1]
-
-    run_precache(config := states_config(tmp_path, checkpoints[0]))
-    batch, predicted = scaled_batch(config, 0, 2), []
-    for model in checkpoints:
-        denoiser = load_denoiser(dtype=F32, model=states_config(tmp_path, model).model)
+    batch, predicted = scaled_batch(states, 0, 2), []
+    # A denoiser's own folder comes with its conditioner, whatever model made the cache.
+    for path, model in ((None, states.model), (None, ModelConfig(path=other)), (other, states.model)):
+        denoiser = load_denoiser(path, dtype=F32, model=model, family=STATES)
         assert not any(name.startswith("text_conditioner") for name in denoiser.state_dict())
         with torch.no_grad():
             predicted.append(STATES.predict(denoiser, batch["latents"], torch.tensor([812.0, 455.0]), batch))
-    assert (predicted[0] - predicted[1]).abs().max() > 0.01
-    # A denoiser's own folder comes with its conditioner, whatever model made the cache.
-    other = load_denoiser(checkpoints[1], dtype=F32, model=config.model)
-    with torch.no_grad():
-        found = STATES.predict(other, batch["latents"], torch.tensor([812.0, 455.0]), batch)
-    assert torch.equal(found, predicted[1])
+    assert (predicted[0] - predicted[1]).abs().max() > 0.01 and torch.equal(predicted[1], predicted[2])
+    with pytest.raises(ModelError, match=r"has no text_conditioner.*Set it: transformer\.__dict__"):
+        STATES.predict(parts["transformer"], batch["latents"], torch.tensor([812.0, 455.0]), batch)
 
 
 @pytest.mark.parametrize("numbers", [(2,), (0, 1, 2)])
 def test_a_step_that_trains_the_conditioner_is_that_of_live_encoding(
-    numbers: tuple[int, ...], checkpoints: list[str], parts: dict[str, Any], tmp_path: Path
+    numbers: tuple[int, ...], states: Config, parts: dict[str, Any]
 ) -> None:
     """To the last bit where the texts were encoded in the same batch; here each was encoded alone."""
-    run_precache(config := states_config(tmp_path, checkpoints[0]))
-    batch = scaled_batch(config, *numbers)
-    denoiser = load_denoiser(dtype=F32, model=config.model)
-    timesteps = torch.tensor([812.0, 455.0, 230.0])[: len(numbers)]
+    batch, timesteps = scaled_batch(states, *numbers), torch.tensor([812.0, 455.0, 230.0])[: len(numbers)]
+    denoiser = load_denoiser(dtype=F32, model=states.model)
     texts = [TEXTS[number] for number in numbers]
     with torch.no_grad():
-        states: dict[str, torch.Tensor] = cast(Anima, ANIMA).states(
-            parts, ANIMA.tokenize(parts, texts), ANIMA.text_recipe()
-        )
-    lengths = [states[f"{name}_attention_mask"].sum(1).tolist() for name in ("qwen", "t5")]
+        live = ANIMA.states(parts, ANIMA.tokenize(parts, texts), ANIMA.text_recipe())
+    lengths = [live[f"{name}_attention_mask"].sum(1).tolist() for name in ("qwen", "t5")]
     assert [batch[f"{name}{MASK}"].sum(1).tolist() for name in STATES.fields] == lengths
+    kept = live["t5_attention_mask"].bool()
     assert batch["t5_ids"].dtype is torch.int32
-    kept = states["t5_attention_mask"].bool()
-    assert torch.equal(batch["t5_ids"][kept].long(), states["t5_input_ids"][kept])
+    assert torch.equal(batch["t5_ids"][kept].long(), live["t5_input_ids"][kept])
 
-    def live() -> torch.Tensor:
-        embeds = {"prompt_embeds": conditioned(denoiser.text_conditioner, states)}
+    def step(predict: Any) -> dict[str, torch.Tensor]:
+        """The loss, and the gradients of the denoiser and its conditioner."""
+        modules = torch.nn.ModuleDict({"denoiser": denoiser, "conditioner": denoiser.text_conditioner})
+        modules.requires_grad_(True).zero_grad()
+        loss = predict().square().mean()
+        loss.backward()
+        found = {name: each.grad.clone() for name, each in modules.named_parameters() if each.grad is not None}
+        return found | {"loss": loss.detach()}
+
+    def predict_live() -> torch.Tensor:
+        embeds = {"prompt_embeds": conditioned(denoiser.text_conditioner, live)}
         return ANIMA.predict(denoiser, batch["latents"], timesteps, embeds)
 
-    wanted = step(denoiser, live)
-    found = step(denoiser, lambda: STATES.predict(denoiser, batch["latents"], timesteps, batch))
+    wanted = step(predict_live)
+    found = step(lambda: STATES.predict(denoiser, batch["latents"], timesteps, batch))
     assert found.keys() == wanted.keys()
     assert sum(bool(each.any()) for name, each in found.items() if name.startswith("conditioner.")) > 10
     for name, gradient in wanted.items():
@@ -265,25 +216,17 @@ def test_a_step_that_trains_the_conditioner_is_that_of_live_encoding(
         assert difference <= (0 if len(numbers) == 1 else 2e-6 * max(1.0, float(gradient.abs().max()))), name
 
 
-def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(
-    checkpoints: list[str], parts: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(states: Config, parts: dict[str, Any]) -> None:
     """A row of zeros of Qwen3, which the mask shows, and the token that ends a text of T5."""
-    run_precache(config := states_config(tmp_path, checkpoints[0]))
-    dataset = LatentDataset(config.cache, "photos", caption_dropout=1.0)
+    dataset = LatentDataset(states.cache, "photos", caption_dropout=1.0)
     batch = dataset.collate([dataset[0], dataset[1]])
     assert batch["caption"] == ["", ""] and batch["t5_ids"].tolist() == [[1], [1]]
     assert batch["qwen_embeds"].shape == (2, 1, 16) and not batch["qwen_embeds"].any()
     assert batch[f"qwen_embeds{MASK}"].all() and batch[f"t5_ids{MASK}"].all()
     with pytest.raises(StoreError, match="zeros"):
-        LatentDataset(config.cache, "photos", caption_dropout=1.0, dropout_to="zeros")
-    denoiser = load_denoiser(dtype=F32, model=config.model)
-    noisy = torch.zeros(2, 16, 1, 8, 8)
-    found = STATES.conditions(denoiser, noisy, batch)["encoder_hidden_states"]
-    wanted, _ = encoded(parts, "", "")
-    assert found.shape == (2, 512, 16) and found[:, 0].abs().min() > 0
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-    mixed = LatentDataset(config.cache, "photos", caption_dropout=0.5)
+        LatentDataset(states.cache, "photos", caption_dropout=1.0, dropout_to="zeros")
+    denoiser = load_denoiser(dtype=F32, model=states.model)
+    mixed = LatentDataset(states.cache, "photos", caption_dropout=0.5)
     loader = LatentLoader(BucketBatchSampler(mixed, 3, seed=0), device="cpu", dtype=F32, scaled=True)
     for batch in islice(loader.forever(), 4):
         found = STATES.conditions(denoiser, torch.zeros(3, 16, 1, 8, 8), batch)["encoder_hidden_states"]
@@ -291,16 +234,6 @@ def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(
             torch.testing.assert_close(own, encoded(parts, text)[0][0], rtol=0, atol=1e-5)
 
 
-def test_shards_have_no_place_for_states(checkpoints: list[str], tmp_path: Path) -> None:
-    run_precache(config := states_config(tmp_path, checkpoints[0]))
-    with LatentCache(config.cache) as cache, pytest.raises(ConfigError, match="family anima-states"):
+def test_shards_have_no_place_for_states(states: Config, tmp_path: Path) -> None:
+    with LatentCache(states.cache) as cache, pytest.raises(ConfigError, match="family anima-states"):
         webdataset.export(cache, "photos", tmp_path / "shards")
-
-
-def test_a_denoiser_without_its_conditioner_is_refused(
-    checkpoints: list[str], parts: dict[str, Any], tmp_path: Path
-) -> None:
-    run_precache(config := states_config(tmp_path, checkpoints[0]))
-    batch = scaled_batch(config, 0)
-    with pytest.raises(ModelError, match=r"has no text_conditioner.*Set it: transformer\.__dict__"):
-        STATES.predict(parts["transformer"], batch["latents"], torch.tensor([812.0]), batch)
