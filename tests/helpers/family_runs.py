@@ -26,7 +26,7 @@ from latentcache.config import Config, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
-from latentcache.families.base import CONDITION, MASK, Family
+from latentcache.families.base import CONDITION, MASK, PICTURE, Family
 from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import Preparation
 from latentcache.models.model_loader import LoadedModels, Models
@@ -243,7 +243,11 @@ class FamilyRun:
             with torch.no_grad():
                 first = self.pictures([text])["image"]
                 _, made = self.pipeline.prepare_latents(first, *shape, first.dtype, first.device, generator())
-            return {CONDITION: made[:, -self.family.latent.channels :]}  # which the mask comes before
+            found = {CONDITION: made[:, -self.family.latent.channels :]}  # which the mask comes before
+            if "image_encoder" in self.parts:
+                with torch.no_grad():
+                    found[PICTURE] = self.pipeline.encode_image(as_picture(first), "cpu")
+            return found
         found = {}
         for number, image in enumerate(self.controls(text), 1):
             with torch.no_grad():
@@ -370,11 +374,15 @@ class FamilyRun:
         """The pipeline makes control images as large as the cache has them, and not of a megapixel.
 
         It also scales them as images are: `(z - mean) / std`, as it has it, has other last bits. One that takes a first
-        frame cleans texts with ftfy, also where that is not installed.
+        frame cleans texts with ftfy, also where that is not installed; CLIP reads the frame as a picture.
         """
         if self.family.clip_condition:
-            module = sys.modules[type(pipeline).__module__]
-            with patch.object(module, "prompt_clean", pipeline_wan.prompt_clean), warnings.catch_warnings():
+            module, encode = sys.modules[type(pipeline).__module__], pipeline.encode_image
+            with (
+                patch.object(module, "prompt_clean", pipeline_wan.prompt_clean),
+                patch.object(pipeline, "encode_image", lambda pixels, device: encode(as_picture(pixels), device)),
+                warnings.catch_warnings(),
+            ):
                 warnings.filterwarnings("ignore", "Passing `image` as torch tensor", FutureWarning)
                 yield
             return
@@ -394,6 +402,11 @@ class FamilyRun:
             yield
 
 
+def as_picture(pixels: torch.Tensor) -> Image.Image:
+    """The picture of these pixels [1, 3, H, W] in -1..1."""
+    return Image.fromarray(((pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
+
+
 def prepared(path: Path, geometry: Geometry) -> np.ndarray:
     """The image in this file, [H, W, 3]."""
     image: np.ndarray = prepare(decode(path.read_bytes(), path.name, ImagesConfig(min_side=8)), geometry)
@@ -404,13 +417,15 @@ def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
     return LoadedModels(family=family, **{name: part for name, part in parts.items() if name in family.parts})
 
 
-def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> FamilyRun:
-    """A family's tiny model, and a cache that `run_precache` filled by it. `settings` are those of `encode`."""
-    family = family_named(name)
+def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **settings: Any) -> FamilyRun:
+    """A family's tiny model, or one of these parts, and a cache that `run_precache` filled by it.
+
+    `settings` are those of `encode`.
+    """
+    family, parts = family_named(name), parts or tiny_model(name)
     reads_controls = family.text_reads_control
     has_clips = bool(family.clip_condition)
     config = family_config(folder, with_controls=reads_controls, with_clips=has_clips, **settings)
-    parts = tiny_model(family.name, seed)
     models = loaded_models(family, parts)
     num_empty = 0
     if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch
