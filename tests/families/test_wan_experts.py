@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from latentcache.config import Config, ModelConfig
 from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
-from latentcache.families.base import Family
 from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.family import denoised_share
 from latentcache.models.lora import LORA_FILE
 from latentcache.precache.run import run_precache
+from latentcache.validation import results
 from latentcache.validation.checkpoint_validation import validate
 from latentcache.validation.noise_schedule import NoiseSchedule
 
@@ -28,76 +29,83 @@ BOUNDARIES = {"wan": 0.875, "wan-i2v": 0.9}
 EXPERTS = ("transformer", "transformer_2")
 
 
-@pytest.fixture(scope="module", params=BOUNDARIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    return family_named(request.param)
-
-
 @pytest.fixture(scope="module")
-def pipeline(family: Family) -> Any:
+def pipelines() -> dict[str, Any]:
     """The second expert predicts other numbers than the first."""
-    second = tiny_model(family.name, seed=4)["transformer"]
-    boundary = BOUNDARIES[family.name]
-    return family.pipeline(**tiny_model(family.name), transformer_2=second, boundary_ratio=boundary)
-
-
-@pytest.fixture(scope="module")
-def folder(pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pipeline.save_pretrained(path := tmp_path_factory.mktemp("a14b") / "model")
-    return path
-
-
-@pytest.fixture(scope="module")
-def cached(family: Family, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """A training set and a validation set of the same photos, or clips."""
-    root = tmp_path_factory.mktemp("cached")
-    given = family_config(root, with_clips=bool(family.clip_condition)).model_dump(mode="json")
-    [dataset] = given["datasets"]
-    given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
-    given["model"] |= {"path": str(folder)}
-    given["validation"] |= {"path": str(root / "validation"), "num_timesteps": 2, "height": SIDE, "width": SIDE}
-    config = parse_config(given)
-    assert run_precache(config).num_refused == 0
-    return config
-
-
-def of_expert(config: Config, name: str) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"denoiser": name})})
-
-
-def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(family: Family, pipeline: Any, folder: Path) -> None:
-    seen: dict[str, list[float]] = {name: [] for name in EXPERTS}
-    hooks = [
-        getattr(pipeline, name).register_forward_pre_hook(
-            lambda _module, _args, kwargs, name=name: seen[name].append(kwargs["timestep"].item()), with_kwargs=True
+    return {
+        name: family_named(name).pipeline(
+            **tiny_model(name), transformer_2=tiny_model(name, seed=4)["transformer"], boundary_ratio=boundary
         )
-        for name in EXPERTS
+        for name, boundary in BOUNDARIES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(pipelines: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("a14b")
+    for name, pipeline in pipelines.items():
+        pipeline.save_pretrained(root / name)
+    return {name: root / name for name in pipelines}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(
+    name: str, pipelines: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    family, pipeline = family_named(name), pipelines[name]
+    seen: dict[str, list[float]] = {expert: [] for expert in EXPERTS}
+
+    def note(_module: Any, _args: Any, kwargs: Any, *, expert: str) -> None:
+        seen[expert].append(kwargs["timestep"].item())
+
+    hooks = [
+        getattr(pipeline, expert).register_forward_pre_hook(partial(note, expert=expert), with_kwargs=True)
+        for expert in EXPERTS
     ]
     size = {"height": 32, "width": 32, "num_frames": 1, "output_type": "latent"}
     size |= {"image": torch.zeros(1, 3, 32, 32)} if family.clip_condition else {}
     pipeline(prompt_embeds=torch.ones(1, 512, 32), num_inference_steps=12, guidance_scale=1.0, **size)
     for hook in hooks:
         hook.remove()
-    scheduler = load_scheduler(model=ModelConfig(path=str(folder)))
+    scheduler = load_scheduler(model=ModelConfig(path=str(folders[name])))
     used = []
-    for name in EXPERTS:
-        share = denoised_share(ModelConfig(path=str(folder), denoiser=name), family)
-        schedule = NoiseSchedule.of(scheduler, share)
+    for expert in EXPERTS:
+        model = ModelConfig(path=str(folders[name]), denoiser=expert)
+        schedule = NoiseSchedule.of(scheduler, denoised_share(model, family))
         used += schedule.used
         known = schedule.timesteps[list(schedule.used)]
-        assert seen[name] and all(known[0] <= each <= known[-1] for each in seen[name])
+        assert seen[expert] and all(known[0] <= each <= known[-1] for each in seen[expert])
+        found, expected = load_denoiser(dtype=torch.float32, model=model), getattr(pipeline, expert).state_dict()
+        assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
     assert sorted(used) == list(range(1000))
 
 
-def test_the_named_expert_is_loaded(pipeline: Any, folder: Path) -> None:
-    for name in (None, *EXPERTS):
-        found = load_denoiser(dtype=torch.float32, model=ModelConfig(path=str(folder), denoiser=name)).state_dict()
-        expected = getattr(pipeline, name or "transformer").state_dict()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+@pytest.fixture(scope="module")
+def cached(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A training set and a validation set of the same photos, for `wan`."""
+    root = tmp_path_factory.mktemp("cached")
+    given = family_config(root).model_dump(mode="json")
+    [dataset] = given["datasets"]
+    given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
+    given["model"] |= {"path": str(folders["wan"])}
+    given["validation"] |= {"path": str(root / "validation"), "num_timesteps": 2, "height": SIDE, "width": SIDE}
+    config = parse_config(given)
+    assert run_precache(config).num_refused == 0
+    return config
 
 
-def test_the_loss_is_that_of_the_expert_at_its_timesteps(family: Family, cached: Config) -> None:
-    shift, boundary = tiny_model(family.name)["scheduler"].config.flow_shift, BOUNDARIES[family.name]
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take longer than a validation."""
+    monkeypatch.setattr(results, "loss_plot", lambda *_: None)
+
+
+def of_expert(config: Config, name: str) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"denoiser": name})})
+
+
+def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None:
+    shift, boundary = tiny_model("wan")["scheduler"].config.flow_shift, BOUNDARIES["wan"]
     first = 1000 * boundary / (shift - (shift - 1) * boundary)  # of the unshifted schedule
     high, low = (validate(of_expert(cached, name)).report.loss for name in EXPERTS)
     assert high is not None and low is not None and high == validate(cached).report.loss
@@ -110,31 +118,27 @@ def test_the_loss_is_that_of_the_expert_at_its_timesteps(family: Family, cached:
     assert other is not None and other.loss.mean != high.loss.mean
 
 
-def test_an_expert_is_trained_at_its_timesteps(
-    family: Family, cached: Config, script: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_path: Path, monkeypatch: Any) -> None:
     config, seen = of_expert(cached, "transformer_2"), []
-    predict = type(family).predict
+    wan = type(family_named("wan"))
+    predict = wan.predict
 
     def recorded(family: Any, denoiser: Any, noisy: Any, timesteps: torch.Tensor, batch: Any) -> torch.Tensor:
         seen.extend(timesteps.tolist())
         return predict(family, denoiser, noisy, timesteps, batch)
 
-    monkeypatch.setattr(type(family), "predict", recorded)
+    monkeypatch.setattr(wan, "predict", recorded)
     options = script.Options(steps=3, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "lora", device="cpu")
     [trained] = script.train(config, options)["validations"]
-    assert len(seen) > 6 and max(seen) < 1000 * BOUNDARIES[family.name]
+    assert len(seen) > 6 and max(seen) < 1000 * BOUNDARIES["wan"]
     plain = validate(config).report.loss
     found = validate(config, lora=str(tmp_path / "lora" / LORA_FILE)).report.loss
     assert plain is not None and found is not None
     assert trained["loss"] == found.loss.mean != plain.loss.mean
 
 
-def test_images_are_refused_for_one_of_two_experts(family: Family, cached: Config) -> None:
+def test_images_are_refused_for_one_of_two_experts(cached: Config) -> None:
     validation = cached.validation.model_copy(update={"prompts": ("a cat",)})
-    boundary = BOUNDARIES[family.name]
-    with pytest.raises(
-        ConfigError, match=rf"images need all timesteps.*from {boundary} to 1\.0.*set it to \[\]"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"images need all timesteps.*from 0\.875 to 1\.0.*set it to \[\]") as caught:
         validate(cached.model_copy(update={"validation": validation}))
     assert caught.value.key == "validation.prompts"
