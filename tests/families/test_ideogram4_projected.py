@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_run
-from helpers.tiny_models import save_diffusers_folder, tiny_folder, tiny_model
+from helpers.tiny_models import tiny_folder, tiny_model
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from latentcache.config import ModelConfig
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.families
 PROJECTED, WHOLE = family_named("ideogram4-projected"), family_named("ideogram4")
 LAYERS = ("llm_cond_norm", "llm_cond_proj")
 PAIR = TEXTS[:2]
+F32, TIMESTEPS = torch.float32, torch.tensor([812.0, 455.0])
 
 
 @pytest.fixture(scope="module")
@@ -39,40 +42,31 @@ def test_texts_are_smaller_and_images_are_shared(runs: list[FamilyRun]) -> None:
     own, whole = ([run.rows[text] for text in TEXTS] for run in runs)
     assert [each.images[0].key for each in own] == [each.images[0].key for each in whole]
     assert not {each.captions[0].key for each in own} & {each.captions[0].key for each in whole}
-    widths = [run.batch(PAIR)["prompt_embeds"].shape[-1] for run in runs]
-    assert widths == [32, 13 * 16]
+    assert [run.batch(PAIR)["prompt_embeds"].shape[-1] for run in runs] == [32, 13 * 16]
     assert torch.equal(*(run.batch(PAIR)["prompt_embeds_mask"] for run in runs))
 
 
-def test_a_training_step_is_that_with_whole_texts(runs: list[FamilyRun]) -> None:
-    noisy, timesteps = torch.randn(runs[0].latent_shape(2), generator=generator()), torch.tensor([812.0, 455.0])
-    outputs, gradients = [], []
+def test_training_and_sampling_are_those_with_whole_texts(runs: list[FamilyRun]) -> None:
+    noisy = torch.randn(runs[0].latent_shape(2), generator=generator())
+    outputs, gradients, images = [], [], []
     for run in runs:
         run.denoiser.requires_grad_(True)
         for layer in LAYERS:
             getattr(run.denoiser, layer).requires_grad_(False)
-        predicted = run.family.predict(run.denoiser, noisy, timesteps, run.batch(PAIR))
+        predicted = run.family.predict(run.denoiser, noisy, TIMESTEPS, run.batch(PAIR))
         predicted.square().mean().backward()
         outputs.append(predicted.detach())
         gradients.append({name: each.grad for name, each in run.denoiser.named_parameters() if each.grad is not None})
         run.denoiser.requires_grad_(False).zero_grad()
+        pipeline = run.family.pipeline(transformer=run.denoiser, scheduler=run.parts["scheduler"])
+        kwargs = run.family.pipeline_kwargs(run.batch(PAIR), None) | run.family.guidance_kwargs(1.0)
+        size = {"num_inference_steps": 2, "height": SIDE, "width": SIDE, "output_type": "latent"}
+        images.append(pipeline(**size, **kwargs, generator=generator())[0])
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*images, rtol=0, atol=1e-6)
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 10
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-6)
-
-
-def test_images_are_those_of_the_pipeline_with_whole_texts(runs: list[FamilyRun]) -> None:
-    found = []
-    for run in runs:
-        pipeline = run.family.pipeline(transformer=run.denoiser, scheduler=run.parts["scheduler"])
-        kwargs = run.family.pipeline_kwargs(run.batch(PAIR), None) | run.family.guidance_kwargs(1.0)
-        found.append(
-            pipeline(
-                num_inference_steps=2, height=SIDE, width=SIDE, output_type="latent", generator=generator(), **kwargs
-            )[0]
-        )
-    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
 def test_the_denoiser_is_as_it_was_after_it(runs: list[FamilyRun]) -> None:
@@ -81,103 +75,105 @@ def test_the_denoiser_is_as_it_was_after_it(runs: list[FamilyRun]) -> None:
     rows = torch.ones(1, layer.in_features)
     before = layer(rows)
     batch, noisy = run.batch(PAIR), torch.zeros(run.latent_shape(2))
-    run.family.predict(torch.nn.ModuleDict({"module": run.denoiser})["module"], noisy, torch.tensor([5.0, 5.0]), batch)
+    run.family.predict(torch.nn.ModuleDict({"module": run.denoiser})["module"], noisy, TIMESTEPS, batch)
     assert torch.equal(layer(rows), before) and "forward" not in vars(layer)
     hook = layer.forward = lambda rows: rows * 2
     with pytest.raises(RuntimeError, match="size"):
-        run.family.predict(run.denoiser, noisy[:, :3], torch.tensor([5.0, 5.0]), batch)
+        run.family.predict(run.denoiser, noisy[:, :3], TIMESTEPS, batch)
     assert layer.forward is hook
     del layer.forward
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_projection_that_is_trained_is_refused(runs: list[FamilyRun], layer: str) -> None:
-    run = runs[0]
-    given: tuple[Any, ...] = (torch.zeros(run.latent_shape(2)), torch.tensor([5.0, 5.0]), run.batch(PAIR))
-    denoiser = tiny_model(PROJECTED.name)["transformer"]
-    getattr(denoiser, layer).requires_grad_(True)
-    with pytest.raises(ModelError, match=f"{layer}.*Freeze.*set model.family to ideogram4"):
-        PROJECTED.predict(denoiser, *given)
+# What is refused
 
 
-def test_a_projection_in_a_flat_parameter_is_refused(runs: list[FamilyRun]) -> None:
-    """FSDP has it with use_orig_params=False: the layers have views of it, which are no parameters."""
-    run, denoiser = runs[0], tiny_model(PROJECTED.name)["transformer"]
+def flattened(denoiser: Any) -> None:
+    """As FSDP has it with use_orig_params=False: the layers have views of it, which are no parameters."""
     layer = denoiser.llm_cond_norm
     denoiser.flat, view = torch.nn.Parameter(layer.weight.detach()), layer.weight.detach()
     del layer.weight
     layer.weight = view
-    with pytest.raises(ModelError, match=r"no parameter of its own.*use_orig_params=True"):
-        PROJECTED.predict(denoiser, torch.zeros(run.latent_shape(2)), torch.tensor([5.0, 5.0]), run.batch(PAIR))
 
 
-def test_a_projection_with_adapters_is_refused(runs: list[FamilyRun]) -> None:
-    from peft import LoraConfig
-
-    run = runs[0]
-    denoiser = tiny_model(PROJECTED.name)["transformer"]
+def with_adapters(denoiser: Any) -> None:
     denoiser.add_adapter(LoraConfig(r=2, target_modules=["llm_cond_proj"]))
-    with pytest.raises(ModelError, match="has adapters"):
-        PROJECTED.predict(
-            denoiser.requires_grad_(False), torch.zeros(run.latent_shape(2)), torch.tensor([5.0, 5.0]), run.batch(PAIR)
-        )
+    denoiser.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda denoiser: denoiser.llm_cond_norm.requires_grad_(True),
+            "llm_cond_norm.*Freeze.*set model.family to ideo",
+        ),
+        (
+            lambda denoiser: denoiser.llm_cond_proj.requires_grad_(True),
+            "llm_cond_proj.*Freeze.*set model.family to ideo",
+        ),
+        (flattened, r"no parameter of its own.*use_orig_params=True"),
+        (with_adapters, "has adapters"),
+    ],
+    ids=["trained norm", "trained projection", "flat parameter", "adapters"],
+)
+def test_a_projection_that_may_change_is_refused(
+    runs: list[FamilyRun], change: Callable[[Any], object], message: str
+) -> None:
+    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    change(denoiser)
+    with pytest.raises(ModelError, match=message):
+        PROJECTED.predict(denoiser, torch.zeros(runs[0].latent_shape(2)), TIMESTEPS, runs[0].batch(PAIR))
 
 
 def test_a_denoiser_with_another_projection_is_refused(tmp_path: Path) -> None:
     model = ModelConfig(path=tiny_folder(PROJECTED.name), family=PROJECTED.name)
-    denoiser = load_denoiser(dtype=torch.float32, model=model)
-    with torch.no_grad():
-        denoiser.layers[0].attention_norm1.weight.add_(1)
+    denoiser = load_denoiser(dtype=F32, model=model)
+    denoiser.layers[0].attention_norm1.weight.data.add_(1)
     denoiser.save_pretrained(tmp_path / "same")
-    load_denoiser(tmp_path / "same", dtype=torch.float32, model=model)
-    with torch.no_grad():
-        denoiser.llm_cond_proj.bias.add_(1)
+    load_denoiser(tmp_path / "same", dtype=F32, model=model)
+    denoiser.llm_cond_proj.bias.data.add_(1)
     denoiser.save_pretrained(tmp_path / "other")
-    load_denoiser(tmp_path / "other", dtype=torch.float32, model=ModelConfig(path=model.path, family=WHOLE.name))
+    load_denoiser(tmp_path / "other", dtype=F32, model=ModelConfig(path=model.path, family=WHOLE.name))
     with pytest.raises(ModelError, match=r"other has another projection than .*Name a whole model.*run precache"):
-        load_denoiser(tmp_path / "other", dtype=torch.float32, model=model)
-    folder = save_diffusers_folder({}, tmp_path / "model", PROJECTED.name)
+        load_denoiser(tmp_path / "other", dtype=F32, model=model)
+    folder = shutil.copytree(tiny_folder(PROJECTED.name), tmp_path / "model")
     denoiser.save_pretrained(folder / "transformer_2")
-    model = ModelConfig(path=str(folder), family=PROJECTED.name, denoiser="transformer_2")
     with pytest.raises(ModelError, match="has another projection"):
-        load_denoiser(dtype=torch.float32, model=model)
+        load_denoiser(dtype=F32, model=ModelConfig(path=str(folder), family=PROJECTED.name, denoiser="transformer_2"))
+    with pytest.raises(ModelError, match="takes prompt_embeds of width 32, but the cache has 208"):
+        check_fits(denoiser, PROJECTED, {"prompt_embeds": (5, 208)})
+
+
+# Where the projection is read from
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_the_projection_is_read_from_shards(variant: str | None, tmp_path: Path) -> None:
-    folder = save_diffusers_folder({}, tmp_path / "model", PROJECTED.name)
+    folder = shutil.copytree(tiny_folder(PROJECTED.name), tmp_path / "model")
     denoiser = tiny_model(PROJECTED.name)["transformer"]
     if variant is None:
         for file in (folder / "transformer").glob("*.safetensors"):
             file.unlink()
     else:  # of the other files, which stay, the weights are others
-        for module in (denoiser.llm_cond_norm, denoiser.llm_cond_proj):
-            module.weight.data += 1
+        for layer in LAYERS:
+            getattr(denoiser, layer).weight.data += 1
         tiny_model(PROJECTED.name)["text_encoder"].save_pretrained(folder / "text_encoder", variant=variant)
-    denoiser.save_pretrained(folder / "transformer", variant=variant, max_shard_size="20KB")
+    denoiser.save_pretrained(folder / "transformer", variant=variant, max_shard_size="60KB")
     assert len(list((folder / "transformer").glob("*-of-*"))) > 1
-    loader = ModelLoader(str(folder), family=PROJECTED, variant=variant)
-    found = loader.text_encoders(torch.float32)["projection"]
+    found = ModelLoader(str(folder), family=PROJECTED, variant=variant).text_encoders(F32)["projection"]
     for layer in LAYERS:
         assert torch.equal(getattr(found, layer).weight, getattr(denoiser, layer).weight)
     (folder / "transformer" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json"):
-        ModelLoader(str(folder), family=PROJECTED, variant=variant).text_encoders(torch.float32)["projection"]
+        ModelLoader(str(folder), family=PROJECTED, variant=variant).text_encoders(F32)
 
 
 def test_scales_of_quantised_weights_are_refused(tmp_path: Path) -> None:
     """Without its scale a weight in float8 has the same shape and other values."""
-    folder = save_diffusers_folder({}, tmp_path / "model", PROJECTED.name)
+    folder = shutil.copytree(tiny_folder(PROJECTED.name), tmp_path / "model")
     weight, file = "llm_cond_proj.weight", folder / "transformer" / "diffusion_pytorch_model.safetensors"
     state = load_file(file)
     state |= {weight: state[weight].to(torch.float8_e4m3fn), f"{weight}_scale": torch.tensor(0.5)}
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"projection.* has llm_cond_proj\.weight_scale.*quantised"):
-        ModelLoader(str(folder), family=PROJECTED).text_encoders(torch.float32)
-
-
-def test_a_denoiser_of_another_width_is_named() -> None:
-    denoiser = tiny_model(PROJECTED.name)["transformer"]
-    check_fits(denoiser, PROJECTED, {"prompt_embeds": (5, 32)})
-    with pytest.raises(ModelError, match="takes prompt_embeds of width 32, but the cache has 208"):
-        check_fits(denoiser, PROJECTED, {"prompt_embeds": (5, 208)})
+        ModelLoader(str(folder), family=PROJECTED).text_encoders(F32)
