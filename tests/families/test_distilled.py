@@ -28,8 +28,7 @@ NAMES = [name for name in FAMILIES if family_named(name).pipeline_settings]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_images_are_those_of_the_distilled_pipeline(name: str) -> None:
-    family = family_named(name)
-    parts = tiny_model(family.name)
+    family, parts = family_named(name), tiny_model(name)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     recipe = {**family.text_recipe(), "max_length": 48}
     with torch.no_grad():
@@ -40,35 +39,26 @@ def test_images_are_those_of_the_distilled_pipeline(name: str) -> None:
         denoise(parts["transformer"], scheduler, [given], SETTINGS, family=family, pipeline_settings=settings)[0]
         for settings in ({}, DISTILLED)
     )
-    live = family.pipeline_class(**{**dict.fromkeys(parts), **parts, "scheduler": scheduler}, **DISTILLED)
-    live.set_progress_bar_config(disable=True)
+    live = family.pipeline(transformer=parts["transformer"], scheduler=scheduler, **DISTILLED)
     options = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent", "return_dict": False}
+    guidance = {"guidance_scale": 1.0} if name == "flux2" else family.guidance_kwargs(4.0)  # ignored, with a warning
     seed = torch.Generator().manual_seed(SETTINGS.seed)
-    kwargs = family.pipeline_kwargs(positive, negative)
-    expected = live(**kwargs, **options, **family.guidance_kwargs(4.0), generator=seed)[0]
-    if name == "flux2":  # whose pipeline undoes the scaling
-        without_vae = {"transformer": parts["transformer"], "scheduler": scheduler, **DISTILLED}
-        seed.manual_seed(SETTINGS.seed)
-        expected = family.pipeline(**without_vae)(**kwargs, **options, guidance_scale=1.0, generator=seed)[0]
+    expected = live(**family.pipeline_kwargs(positive, negative), **options, **guidance, generator=seed)[0]
     assert torch.equal(found, family.final_latents(expected, 64, 64))
     assert not torch.equal(found, plain)
 
 
-def folder_of(path: Path, index: str) -> ModelConfig:
-    path.mkdir()
-    (path / "model_index.json").write_text(index, encoding="utf-8")
-    return ModelConfig(path=str(path), family="krea2")
-
-
 def test_the_models_folder_says_it(tmp_path: Path) -> None:
-    klein, sdxl = family_named("flux2"), family_named("sdxl")
-    distilled = folder_of(tmp_path / "one", '{"_class_name": "Flux2KleinPipeline", "is_distilled": true}')
-    assert pipeline_settings(distilled, klein) == DISTILLED
-    assert pipeline_settings(distilled, sdxl) == {} == pipeline_settings(distilled, family_named("flux2-dev"))
-    assert pipeline_settings(folder_of(tmp_path / "two", '{"_class_name": "Krea2Pipeline"}'), klein) == {}
-    assert pipeline_settings(ModelConfig(path="tiny"), klein) == {}
+    klein, index = family_named("flux2"), tmp_path / "model_index.json"
+    model = ModelConfig(path=str(tmp_path), family="krea2")
+    index.write_text('{"_class_name": "Flux2KleinPipeline", "is_distilled": true}')
+    assert pipeline_settings(model, klein) == DISTILLED
+    assert pipeline_settings(model, family_named("sdxl")) == {} == pipeline_settings(model, family_named("flux2-dev"))
+    index.write_text('{"_class_name": "Krea2Pipeline"}')
+    assert pipeline_settings(model, klein) == {} == pipeline_settings(ModelConfig(path="tiny"), klein)
+    index.write_text("3")
     with pytest.raises(ModelError, match="could not be loaded"):
-        pipeline_settings(folder_of(tmp_path / "three", "3"), klein)
+        pipeline_settings(model, klein)
 
 
 @pytest.mark.families
@@ -76,7 +66,6 @@ def test_a_validation_asks_the_models_folder(tmp_path: Path, monkeypatch: pytest
     family, seen = family_named("krea2"), []
     parts = tiny_model(family.name)
     family.pipeline(**parts, **DISTILLED).save_pretrained(tmp_path / "model")
-    folder = tmp_path / "model"
 
     def noted(*arguments: Any, **options: Any) -> list[torch.Tensor]:
         seen.append(options["pipeline_settings"])
@@ -90,7 +79,7 @@ def test_a_validation_asks_the_models_folder(tmp_path: Path, monkeypatch: pytest
         given["validation"] |= {**validation, "height": 64, "width": 64}
         return parse_config({**given, "model": {"path": str(path)}})
 
-    config = config_of(folder)
+    config = config_of(tmp_path / "model")
     run_precache(config)
     with LatentCache(config.cache) as cache:
         assert ValidationRunner(parts, cache, config).run(1).notes == ()

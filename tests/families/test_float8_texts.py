@@ -12,7 +12,7 @@ from helpers.family_runs import TEXTS, family_config
 from helpers.tiny_models import tiny_model
 
 from latentcache.errors import ConfigError
-from latentcache.families import FAMILIES, family_named
+from latentcache.families import family_named
 from latentcache.families.base import Family
 from latentcache.models.model_loader import LoadedModels
 from latentcache.precache.encodings import choose_encodings
@@ -21,7 +21,8 @@ from latentcache.precache.workspace import Workspace
 from latentcache.types import Entry
 
 FLOAT8 = "float8_e4m3fn"
-PADDED = [name for name in FAMILIES if not family_named(name).can_drop_padding]
+PADDED = ("sdxl", "flux2")
+"""Of those that store padding one with a field without rows, and one without."""
 
 
 def models_of(family: Family, **changed: Any) -> LoadedModels:
@@ -40,7 +41,6 @@ def texts_of(folder: Path, family: Family, models: LoadedModels, dtype: str) -> 
 @pytest.mark.families
 @pytest.mark.parametrize("name", PADDED)
 def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_path: Path) -> None:
-    """docs/guide/families.md has these figures. The models are tiny and random: real ones may differ."""
     family = family_named(name)
     exact, _ = texts_of(tmp_path, family, models_of(family), "float32")
     rounded, report = texts_of(tmp_path, family, models_of(family), FLOAT8)
@@ -57,9 +57,6 @@ def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_pat
             was, now = exact[source].tensors[field].flatten().double(), tensor.float().flatten().double()
             relative_rms = float((now - was).norm() / was.norm())
             cosine = float(torch.nn.functional.cosine_similarity(now, was, dim=0))
-            print(
-                f"{name} {field}: relative RMS {relative_rms:.4f}, cosine {cosine:.5f}, largest {was.abs().max():.1f}"
-            )
             # A rounding to 4 significant bits is wrong by 1/16 at most, and by 0.026 in the mean of their squares.
             assert 0.01 < relative_rms < 0.04 and cosine > 0.999
 
