@@ -1,4 +1,4 @@
-"""Each family has a config that shows every setting, and that runs on its tiny model."""
+"""Each family has a config that shows every setting; its tiny model is cached, validated and trained with it."""
 
 from __future__ import annotations
 
@@ -7,44 +7,48 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.family_runs import SIDE, guidance_with_negative
 from helpers.photo_files import write_clip, write_photo
-from helpers.tiny_models import tiny_encoders, tiny_folder
+from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
 
-from latentcache import LatentCache, LoadedModels
+from latentcache import LatentCache, ValidationRunner, validate
+from latentcache.config import Config
 from latentcache.config_file import known_settings, load_config
 from latentcache.families import FAMILIES, family_named
+from latentcache.models.lora import LORA_FILE
 from latentcache.precache.run import run_precache
+from latentcache.validation import results
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-BASE = "sdxl.yaml"
+ALL = pytest.mark.parametrize("name", FAMILIES)
+TRAINED = ("sdxl", "flux", "wan-i2v", "anima-states", "qwen-image-21-edit", "ideogram4-projected")
+"""Families whose training differs in kind: noise or velocity, clips, a conditioner, control images, layers left out."""
 
 
-def shown(value: object, prefix: str = "") -> dict[str, object]:
-    """The settings of a document by dotted name; items of a list are `N`, and the first one counts."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {prefix: value} | shown(value[0], f"{prefix}.N")
-    if not isinstance(value, dict):
-        return {prefix: value}
-    found: dict[str, object] = {prefix: value} if prefix else {}
-    for name, child in value.items():
-        found |= shown(child, f"{prefix}.{name}" if prefix else name)
-    return found
+def shown(path: Path) -> set[str]:
+    """The settings of a config file by dotted name; items of a list are `N`, and the first one counts."""
+
+    def names(value: object, prefix: str) -> set[str]:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return {prefix} | names(value[0], f"{prefix}.N")
+        if not isinstance(value, dict):
+            return {prefix}
+        return {prefix}.union(*(names(child, f"{prefix}.{name}" if prefix else name) for name, child in value.items()))
+
+    return names(yaml.safe_load(path.read_text(encoding="utf-8")), "") - {""}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@ALL
 def test_each_family_has_a_complete_config(name: str) -> None:
     """It shows every setting; those of further parts and of clips are in `edit_pairs.yaml` and `wan_clips.yaml`."""
     path, family = CONFIGS / f"{name}.yaml", family_named(name)
-    settings = shown(yaml.safe_load(path.read_text(encoding="utf-8")))
-    base = shown(yaml.safe_load((CONFIGS / BASE).read_text(encoding="utf-8")))
-    assert {
-        each for each in settings if not each.startswith(("datasets.N.control", "datasets.N.frames."))
-    } == base.keys()
+    settings = shown(path)
+    further = {each for each in settings if each.startswith(("datasets.N.control", "datasets.N.frames."))}
+    assert settings - further == shown(CONFIGS / "sdxl.yaml")
     assert bool(family.clip_condition) == ("datasets.N.frames.count" in settings)
     assert family.text_reads_control == ("datasets.N.control" in settings)
-    others = (CONFIGS / f"{other}.yaml" for other in ("edit_pairs", "wan_clips"))
-    shown_there = {each for other in others for each in shown(yaml.safe_load(other.read_text(encoding="utf-8")))}
-    assert set(known_settings()) - settings.keys() <= shown_there
+    shown_there = shown(CONFIGS / "edit_pairs.yaml") | shown(CONFIGS / "wan_clips.yaml")
+    assert set(known_settings()) - settings <= shown_there
     config = load_config(path)
     assert config.model.family == name and config.model.path in family.repositories
     assert config.cache.path == Path("cache", name)
@@ -54,41 +58,64 @@ def test_each_family_has_a_complete_config(name: str) -> None:
     assert buckets.area == validation.height * validation.width
 
 
-@pytest.mark.families
-@pytest.mark.parametrize(
-    ("config_name", "name"), [*((f"{n}.yaml", n) for n in FAMILIES), (BASE, "flux"), (BASE, "wan")]
-)
-def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path: Path) -> None:
+def small_config(name: str, folder: Path) -> Config:
+    """The family's config, for two photos or clips, which both datasets have, and for its tiny model."""
     family = family_named(name)
-    for number in range(2):
+    for number, text in enumerate(("cat", "a red cat on the table")):
         write = write_clip if family.clip_condition else write_photo
-        photo = write(tmp_path / "photos" / f"{number}.png", number, (64, 64))
-        photo.with_suffix(".txt").write_text("a red cat on the table")
-        write_photo(tmp_path / "controls" / photo.name, 2 + number, (64, 64))
-    small: dict[str, Any] = {"source": {"path": str(tmp_path / "photos")}, "buckets": {"area": 64 * 64, "step": 16}}
+        photo = write(folder / "photos" / f"{number}.png", number, (SIDE, SIDE))
+        photo.with_suffix(".txt").write_text(text)
+        write_photo(folder / "controls" / photo.name, 2 + number, (SIDE, SIDE))
+    dataset: dict[str, Any] = {"source": {"path": str(folder / "photos")}, "images": {"min_side": 16}}
+    dataset["buckets"] = {"area": SIDE * SIDE, "step": 16}
     if family.text_reads_control:
-        small["control"] = [{"path": str(tmp_path / "controls")}]
+        dataset["control"] = [{"path": str(folder / "controls")}]
     if family.clip_condition:
-        small["frames"] = {"fps": None}
-    datasets = yaml.safe_load((CONFIGS / config_name).read_text(encoding="utf-8"))["datasets"]
-    names = [each["name"] for each in datasets]
+        dataset["frames"] = {"fps": None}
+    validation: dict[str, Any] = {"path": str(folder / "validation"), "num_timesteps": 2, "num_inference_steps": 2}
+    validation |= {"height": SIDE, "width": SIDE, "guidance_scale": guidance_with_negative(family)}
+    validation["prompts"] = [] if family.text_reads_control or family.clip_condition else ["a cat"]
     overrides: dict[str, Any] = {
-        "cache": {"path": str(tmp_path / "cache")},
-        "datasets": {each: {**small, "images": {"min_side": 16}} for each in names},
-        "model": {"family": name, "path": tiny_folder(name)},
+        "cache": {"path": str(folder / "cache")},
+        "datasets": {each.name: dataset for each in load_config(CONFIGS / f"{name}.yaml").datasets},
+        "model": {"path": tiny_folder(name)},
         "encode": {"device": "cpu"},
+        "validation": validation,
     }
-    if family.text_reads_control:
-        overrides["validation"] = {"prompts": []}
-    config = load_config(CONFIGS / config_name, overrides=overrides)
-    # A processor is loaded by torchvision alone.
-    is_lacking = any(part.needs for part in family.parts.values())
-    models = LoadedModels(family=family, **tiny_encoders(name)) if is_lacking else None
-    report = run_precache(config, models=models)
-    assert not report.refused and report.num_samples == 4
+    return load_config(CONFIGS / f"{name}.yaml", overrides=overrides)
+
+
+@pytest.mark.families
+@ALL
+def test_its_tiny_model_is_cached_validated_and_trained(
+    name: str, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, config = family_named(name), small_config(name, tmp_path)
+    without_torchvision(monkeypatch, family)
+    monkeypatch.setattr(results, "loss_plot", lambda *_: None)  # which takes a third of the time
+    is_trained = name in TRAINED
+    cached = config.model_copy(update={"datasets": config.datasets[:1]}) if is_trained else config
+    report = run_precache(cached)
+    assert not report.refused and report.num_samples == 2 * len(cached.datasets)
     assert report.placement["family"].startswith(f"{name}: ")
-    with LatentCache(config.cache.path, manifest=names[0]) as cache:
+    with LatentCache(config.cache, manifest=config.datasets[0].name) as cache:
         batch = cache.batch(["0.png", "1.png"], device="cpu")
-    latents = batch["latents"]
-    assert latents.shape[1] == family.latent.channels and latents.ndim == (5 if family.latent.is_video else 4)
-    assert all(field in batch for field in family.fields)
+        assert batch["latents"].shape[1] == family.latent.channels and all(field in batch for field in family.fields)
+    if is_trained:
+        with LatentCache(config.cache) as cache:
+            with_encoders = ValidationRunner(tiny_model(name), cache, config).run(3)
+        assert with_encoders is not None and with_encoders.num_filled == 0, "the same photos are in the training set"
+    found = validate(config).report  # without any encoder
+    assert found.loss is not None and found.loss.loss.num == 2 and not found.loss.skipped
+    assert len(found.images) == len(config.validation.prompts)
+    for sample in found.images:
+        assert sample.image.size == (SIDE, SIDE) and len(sample.image.getcolors(SIDE**2) or ()) > 10
+    if not is_trained:
+        return
+    assert found.loss == with_encoders.loss
+    options = script.Options(steps=2, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "lora", device="cpu")
+    result = script.train(config, options)
+    assert result["step"] == 2 and len(set(result["losses"])) == 2
+    [trained] = result["validations"]
+    with_lora = validate(config, lora=str(tmp_path / "lora" / LORA_FILE)).report.loss
+    assert with_lora is not None and trained["loss"] == with_lora.loss.mean != found.loss.loss.mean

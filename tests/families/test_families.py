@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,14 @@ import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, guidance_with_negative, recorded
+from helpers.loss_cases import noise_of, timestep_of
 from helpers.tiny_models import randomised, whole_pipeline
 
+from latentcache.config import ValidationConfig
 from latentcache.errors import ModelError
 from latentcache.families import family_named
+from latentcache.families.scaling import latents_from_moments
+from latentcache.validation.loss import validation_loss
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families
@@ -41,35 +44,28 @@ def test_a_denoiser_without_guidance_gets_none(tmp_path: Path) -> None:
 def check_first_call(run: FamilyRun) -> None:
     """What `predict` hands to the denoiser, and what that gives, are those of the pipeline's own first call."""
     for texts in run.groups(PAIR):
-        check_call(run, texts)
+        call, noisy, timesteps = run.first_call(texts)
+        batch = run.batch(texts)
+        with torch.no_grad(), recorded(run.denoiser) as calls:
+            run.family.predict(run.denoiser, noisy, timesteps, batch)
+        [own] = calls
+        assert own.arguments.keys() == call.arguments.keys()
+        kept = batch.get("prompt_embeds_mask")
+        if "image_slots" in batch:  # the denoiser puts control images over these rows
+            kept = ~call.arguments["img_mask"][:, : call.arguments["encoder_hidden_states"].shape[1]]
+        for name, value in call.arguments.items():
+            found = own.arguments[name]
+            # Padding may have other values: then the output shows that they do not count.
+            has_rows = isinstance(value, torch.Tensor) and value.ndim > 2
+            if kept is not None and has_rows and value.shape[:2] == kept.shape:
+                found, value = found[kept], value[kept]
+            assert equal(found, value), name
+        assert equal(own.output, call.output)
 
 
-def check_call(run: FamilyRun, texts: list[str]) -> None:
-    call, noisy, timesteps = run.first_call(texts)
-    batch = run.batch(texts)
-    with torch.no_grad(), recorded(run.denoiser) as calls:
-        run.family.predict(run.denoiser, noisy, timesteps, batch)
-    [own] = calls
-    assert own.arguments.keys() == call.arguments.keys()
-    kept = batch.get("prompt_embeds_mask")
-    if "image_slots" in batch:  # the denoiser puts control images over these rows
-        kept = ~call.arguments["img_mask"][:, : call.arguments["encoder_hidden_states"].shape[1]]
-    for name, value in call.arguments.items():
-        # Padding may have other values: then the output shows that they do not count.
-        pair = [
-            each[kept] if kept is not None and is_padded(each, kept) else each for each in (own.arguments[name], value)
-        ]
-        assert equal(*pair), name
-    assert equal(own.output, call.output)
-
-
-def is_padded(value: Any, mask: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[:2] == mask.shape
-
-
-@pytest.mark.parametrize("text", PAIR)
-def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun, text: str) -> None:
-    assert torch.equal(run.latents(text), SCALED_LATENTS[run.family.name](run.pipeline, run.pixels(text)))
+def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun) -> None:
+    for text in PAIR:
+        assert torch.equal(run.latents(text), SCALED_LATENTS[run.family.name](run.pipeline, run.pixels(text)))
 
 
 def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
@@ -113,21 +109,12 @@ def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypa
     assert torch.equal(found, decoded[0])
 
 
-def gradients(run: FamilyRun, predict: Any, latents: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of one training step on one or two samples."""
-    schedule = NoiseSchedule.of(run.parts["scheduler"])
-    index = torch.tensor([812, 455])[: len(latents)]
-    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(12))
-    noisy, target = schedule.noised(latents, noise, index), schedule.target(latents, noise, index)
-    run.denoiser.requires_grad_(True).zero_grad()
-    loss = (predict(noisy.contiguous(), schedule.timesteps[index]) - target).square().mean()
-    loss.backward()
-    found = {name: each.grad.clone() for name, each in run.denoiser.named_parameters() if each.grad is not None}
-    run.denoiser.requires_grad_(False).zero_grad()
-    return loss.detach(), found
-
-
 def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
+    check_training_step(run)
+
+
+def check_training_step(run: FamilyRun) -> None:
+    """The loss and all gradients on a cached batch are those on what the pipeline encodes now."""
     texts = run.groups(PAIR)[0]
     family, cached = run.family, run.batch(texts)
     call, _, _ = run.first_call(texts)
@@ -154,38 +141,73 @@ def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
         assert (found[name] - gradient).abs().max() <= GRADIENTS.get(family.name, 0), name
 
 
-def test_the_mask_of_chroma_s_pipeline_masks_nothing(tmp_path: Path) -> None:
-    """In diffusers 0.42.1. Where that changes, `padding: keep` stores for nothing what its recipe says."""
-    made = {padding: family_run(tmp_path / padding, "chroma", padding=padding) for padding in ("keep", "drop")}
-    noisy = torch.randn(2, 16, 8, 8, generator=generator())
-    timesteps = torch.tensor([812.0, 455.0])
-    changes: dict[str, float] = {}
-    for padding, run in made.items():
-        batch = run.batch(PAIR)
-        is_padding = ~made["drop"].batch(PAIR)["prompt_embeds_mask"]
+def gradients(run: FamilyRun, predict: Any, latents: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one training step on one or two samples."""
+    schedule = NoiseSchedule.of(run.parts["scheduler"])
+    index = torch.tensor([812, 455])[: len(latents)]
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(12))
+    noisy, target = schedule.noised(latents, noise, index), schedule.target(latents, noise, index)
+    run.denoiser.requires_grad_(True).zero_grad()
+    loss = (predict(noisy.contiguous(), schedule.timesteps[index]) - target).square().mean()
+    loss.backward()
+    found = {name: each.grad.clone() for name, each in run.denoiser.named_parameters() if each.grad is not None}
+    run.denoiser.requires_grad_(False).zero_grad()
+    return loss.detach(), found
+
+
+def test_the_validation_loss_is_that_of_live_encoding(run: FamilyRun) -> None:
+    """Of each sample alone, and of texts of unequal lengths in one call of the denoiser."""
+    family, schedule = run.family, NoiseSchedule.of(run.parts["scheduler"])
+    given: dict[str, Any] = {"scheduler": run.parts["scheduler"], "datasets": ["photos"]}
+    alone, together = (
+        validation_loss(
+            run.denoiser, run.cache, settings=ValidationConfig(num_timesteps=2, batch_size=batch_size), **given
+        )
+        for batch_size in (1, 4)
+    )
+    assert not alone.skipped
+    for text in TEXTS:
+        sample_id, losses = run.rows[text].sample_id, []
         with torch.no_grad():
-            before = run.family.predict(run.denoiser, noisy, timesteps, batch)
-            batch["prompt_embeds"] = batch["prompt_embeds"].masked_fill(is_padding[..., None], 7.0)
-            changes[padding] = float((run.family.predict(run.denoiser, noisy, timesteps, batch) - before).abs().max())
-        run.cache.close()
-    assert changes["drop"] == 0 and changes["keep"] > 0.1
+            moments = family.encode_image(run.parts["vae"], run.pixels(text)).contiguous()
+            latents = run.scaling.apply(latents_from_moments(moments))
+            for first in (0, 500):
+                index = timestep_of(sample_id, first, first + 500)
+                noise, at = noise_of(sample_id, index, latents), torch.tensor([index])
+                noisy = schedule.noised(latents, noise, at)
+                predicted = family.predict(run.denoiser, noisy, schedule.timesteps[at], run.batch([text]))
+                target = noise if schedule.prediction_type == "epsilon" else noise - latents
+                losses.append((predicted - target).square().mean(dim=tuple(range(1, target.ndim))).item())
+        assert alone.by_sample["photos"][sample_id] == sum(losses) / 2, text
+        assert together.by_sample["photos"][sample_id] == pytest.approx(sum(losses) / 2, rel=1e-4)
+
+
+def test_padding_does_not_change_what_the_denoiser_predicts(run: FamilyRun) -> None:
+    """In a batch with longer texts, and alone."""
+    noisy = torch.randn(run.latent_shape(len(TEXTS)), generator=generator())
+    timesteps = torch.tensor([812.0, 455.0, 230.0])
+    with torch.no_grad():
+        together = run.family.predict(run.denoiser, noisy, timesteps, run.batch(TEXTS))
+        for number, text in enumerate(TEXTS):
+            part = slice(number, number + 1)
+            alone = run.family.predict(run.denoiser, noisy[part], timesteps[part], run.batch([text]))
+            # The order of additions may differ: measured 1e-5 at most.
+            torch.testing.assert_close(alone, together[part], rtol=0, atol=3e-5)
+        other = run.family.predict(run.denoiser, noisy, timesteps, run.batch(TEXTS[::-1]))
+    assert (other - together).abs().max() > 1e-2, "the text reaches the output"
 
 
 def test_tokenizing_ahead_has_tokenizers_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer keeps how it padded and cut last: two threads would change what the other one gets."""
     family = family_named("flux")
     seen: dict[str, set[int]] = {"tokenize": set(), "encode_text": set()}
+    own = {name: getattr(family, name) for name in seen}
+    for name, used in seen.items():
 
-    def noting(name: str) -> Callable[..., Any]:
-        call = getattr(family, name)
+        def noted(parts: Any, *rest: Any, name: str = name, used: set[int] = used) -> Any:
+            used.update(id(parts[each]) for each in family.names("tokenizer"))
+            return own[name](parts, *rest)
 
-        def noted(parts: Any, *rest: Any, **options: Any) -> Any:
-            seen[name].update(id(parts[each]) for each in family.names("tokenizer"))
-            return call(parts, *rest, **options)
-
-        return noted
-
-    for name in seen:
-        monkeypatch.setattr(family, name, noting(name))
+        monkeypatch.setattr(family, name, noted)
     family_run(tmp_path, "flux").cache.close()
     assert seen["tokenize"] and seen["encode_text"] and not seen["tokenize"] & seen["encode_text"]
