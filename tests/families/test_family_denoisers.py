@@ -1,4 +1,4 @@
-"""Every family's denoiser: loaded in each form, with a LoRA, and validated, on a tiny model."""
+"""Every family's denoiser: loaded in each form, with a LoRA, and sampled from, on a tiny model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig, ValidationConfig
 from latentcache.errors import ConfigError
 from latentcache.families import family_of_denoiser
-from latentcache.families.base import Family
-from latentcache.models.denoiser import load_denoiser, load_scheduler
+from latentcache.models.denoiser import check_fits, load_denoiser, load_scheduler
 from latentcache.models.lora import LORA_FILE, load_lora, lora_settings, save_lora
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
@@ -49,59 +48,47 @@ def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
     assert not any(parameter.requires_grad for parameter in found.parameters()) and not found.training
 
 
-def adapted(run: FamilyRun) -> Any:
-    """A denoiser with a LoRA whose weights are all random."""
-    made = tiny_model(run.family.name)[run.family.denoiser]
-    made.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=[*run.family.lora_targets]))
-    for name, parameter in made.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator()) * 0.3
-    return made.eval().requires_grad_(False)
+def plain(run: FamilyRun, seed: int = 0) -> Any:
+    return tiny_model(run.family.name, seed)[run.family.denoiser]
 
 
-def test_a_denoiser_in_a_folder_and_in_a_file(run: FamilyRun, tmp_path: Path) -> None:
-    """That is not the model's own. Other forms are those of SDXL: see tests/models/test_unet.py."""
-    other = tiny_model(run.family.name, seed=4)[run.family.denoiser]
-    other.save_pretrained(folder := tmp_path / "denoiser")
-    tensors = {name: value.contiguous().clone() for name, value in other.state_dict().items()}
-    save_file(tensors, file := tmp_path / "denoiser.safetensors")
-    model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
-    for path in (folder, file):
-        check_same(load_denoiser(path, dtype=F32, model=model), other)
-
-
-def test_tiny_is_the_families_own(run: FamilyRun) -> None:
+def test_a_denoiser_is_loaded_from_its_model_a_folder_and_a_file(run: FamilyRun, tmp_path: Path) -> None:
+    """Other forms are those of SDXL: see tests/models/test_unet.py."""
     model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
     check_same(load_denoiser(dtype=F32, model=model), run.denoiser)
     assert load_denoiser(dtype=torch.bfloat16, model=model).dtype == torch.bfloat16
     assert type(load_scheduler(model=model)) is type(run.parts["scheduler"])
+    other = plain(run, seed=4)
+    other.save_pretrained(folder := tmp_path / "denoiser")
+    tensors = {name: value.contiguous().clone() for name, value in other.state_dict().items()}
+    save_file(tensors, file := tmp_path / "denoiser.safetensors")
+    for path in (folder, file):
+        check_same(load_denoiser(path, dtype=F32, model=model), other)
+    name = run.family.name.removesuffix("-edit").removesuffix("-states")
+    assert family_of_denoiser(run.denoiser).name == name, "its class and config say it"
+    shapes = {field: run.batch([TEXT])[field].shape[1:] for field in run.family.fields}
+    check_fits(run.denoiser, run.family, shapes)
 
 
-def test_a_lora_that_is_saved_is_the_one_that_is_loaded(run: FamilyRun, tmp_path: Path) -> None:
-    trained = adapted(run)
-    expected = output(run, trained)
-    assert not torch.equal(output(run, tiny_model(run.family.name)[run.family.denoiser]), expected)
+def test_a_lora_is_loaded_from_its_file_and_from_a_checkpoint(run: FamilyRun, tmp_path: Path) -> None:
+    trained = plain(run)
+    trained.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=[*run.family.lora_targets]))
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator()) * 0.3
+    expected = output(run, trained.eval().requires_grad_(False))
+    own = plain(run)
+    assert not torch.equal(output(run, own), expected)
     assert save_lora(trained, tmp_path, family=run.family) == tmp_path / LORA_FILE
-    plain = tiny_model(run.family.name)[run.family.denoiser]
-    load_lora(plain, tmp_path, family=run.family)
-    assert torch.equal(output(run, plain), expected)
+    load_lora(own, tmp_path, family=run.family)
+    assert torch.equal(output(run, own), expected)
     # diffusers' own loading says the same.
-    pipeline = whole_pipeline(
-        run.family, **{run.family.denoiser: (theirs := tiny_model(run.family.name)[run.family.denoiser])}
-    )
+    pipeline = whole_pipeline(run.family, **{run.family.denoiser: (theirs := plain(run))})
     pipeline.load_lora_weights(tmp_path)
     assert torch.equal(output(run, theirs), expected)
-
-
-def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
-    trained = adapted(run)
     save_checkpoint(tmp_path / "step", model=trained, extra={"lora": lora_settings(trained)})
     model = ModelConfig(path=tiny_folder(run.family.name), family=run.family.name)
-    assert torch.equal(output(run, load_denoiser(tmp_path / "step", dtype=F32, model=model)), output(run, trained))
-
-
-def test_its_class_and_config_say_its_family(run: FamilyRun) -> None:
-    assert family_of_denoiser(run.denoiser).name == run.family.name.removesuffix("-edit").removesuffix("-states")
+    assert torch.equal(output(run, load_denoiser(tmp_path / "step", dtype=F32, model=model)), expected)
 
 
 def settings(**changes: Any) -> ValidationConfig:
@@ -138,13 +125,10 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
 
 
 def test_sides_that_the_denoiser_does_not_take_are_refused(run: FamilyRun) -> None:
-    def check(family: Family, **sides: int) -> None:
-        check_sampling(run.parts["vae"], run.parts["scheduler"], settings(**sides), family)
-
-    if run.family.patch == 1:
-        check(run.family, height=72)
+    vae, scheduler, step = run.parts["vae"], run.parts["scheduler"], run.family.latent.downscale * run.family.patch
+    if step == 8:
+        check_sampling(vae, scheduler, settings(height=72), run.family)
         return
-    step = run.family.latent.downscale * run.family.patch
     with pytest.raises(ConfigError, match=rf"width is 72, .* multiples of {step}$") as raised:
-        check(run.family, width=72)
+        check_sampling(vae, scheduler, settings(width=72), run.family)
     assert raised.value.key == "validation.width"
