@@ -27,7 +27,6 @@ from latentcache import (
 from latentcache.errors import StoreError
 from latentcache.families import family_named
 from latentcache.loading.status import status
-from latentcache.models.tiny import seeded
 
 SDXL, SD15 = family_named("sdxl"), family_named("sd15")
 LONG = pytest.mark.parametrize("max_length", [150, 225])
@@ -120,28 +119,6 @@ def test_sd15_reads_each_chunk_with_the_last_norm(max_length: int, clip_skip: in
         output = parts["text_encoder"](ids, output_hidden_states=True)
         state = layers.final_layer_norm(output.hidden_states[-(clip_skip + 1)])
     assert list(found) == ["prompt_embeds"] and torch.equal(found["prompt_embeds"], joined(state, chunks))
-
-
-@LONG
-def test_a_textual_inversion_s_vectors_are_written_out_and_the_end_is_pooled(max_length: int) -> None:
-    """Published configs have 2 as the end: then transformers would pool at the largest id, an added token's."""
-    parts = tiny_encoders("sdxl")
-    for number in ("", "_2"):
-        parts[f"tokenizer{number}"].add_tokens(["<toy>", "<toy>_1", "<toy>_2"])
-        with seeded(0):
-            parts[f"text_encoder{number}"].resize_token_embeddings(len(parts[f"tokenizer{number}"]))
-        parts[f"text_encoder{number}"].requires_grad_(False)
-    for module in parts["text_encoder_2"].modules():
-        if hasattr(module, "eos_token_id"):
-            module.eos_token_id = 2
-    parts["text_encoder_2"].config.eos_token_id = 2
-    recipe = SDXL.text_recipe(max_length=max_length) | SDXL.parts_recipe(parts)
-    assert recipe["pooled_at"] == "first eos"
-    tokens = SDXL.tokenize(parts, [f"{words(74)} <toy>"])  # whose three vectors are in two chunks
-    rows, pooled = reference(parts, [f"{words(74)} <toy> <toy>_1 <toy>_2"], max_length // 75)
-    found = SDXL.encode_text(parts, tokens, recipe)
-    assert tokens[0].num_tokens == 79
-    assert torch.equal(found["prompt_embeds"], rows) and torch.equal(found["pooled_prompt_embeds"], pooled)
 
 
 @pytest.mark.parametrize("family", [SDXL, SD15], ids=lambda family: family.name)
