@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,51 +24,35 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(11)
 
 
-def sd15(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    image = diffusers.StableDiffusionImg2ImgPipeline(**pipeline.components, requires_safety_checker=False)
-    image.scheduler = NoNoise()
-    return image.prepare_latents(pixels, None, len(pixels), 1, pixels.dtype, "cpu", generator())
+def sharing(pipeline: Any, class_name: str, **options: Any) -> Any:
+    """A pipeline of this class of diffusers, with those parts of another one that it takes."""
+    made = getattr(diffusers, class_name)
+    names = inspect.signature(made.__init__).parameters.keys() & pipeline.components.keys()
+    return made(**{name: pipeline.components[name] for name in names}, **options)
 
 
-def sdxl(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    image = diffusers.StableDiffusionXLImg2ImgPipeline(**pipeline.components, add_watermarker=False)
-    image.scheduler = NoNoise()
-    return image.prepare_latents(pixels, None, len(pixels), 1, pixels.dtype, "cpu", generator())
+def encoding(class_name: str) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Of pipelines that encode by a method of their own."""
+    return lambda pipeline, pixels: sharing(pipeline, class_name)._encode_vae_image(pixels, generator())
 
 
-def flux(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    return diffusers.FluxImg2ImgPipeline(**pipeline.components)._encode_vae_image(pixels, generator())
+def preparing(class_name: str, **options: Any) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """Of pipelines that add noise for a time while they encode."""
+
+    def latents(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+        image = sharing(pipeline, class_name, **options)
+        image.scheduler = NoNoise()
+        values = {"timestep": torch.tensor([500.0]), "batch_size": len(pixels), "num_images_per_prompt": 1}
+        values |= {"num_channels_latents": 16, "height": pixels.shape[-2], "width": pixels.shape[-1]}
+        values |= {"dtype": pixels.dtype, "device": "cpu", "generator": generator()}
+        taken = values.keys() & inspect.signature(image.prepare_latents).parameters.keys()
+        return image.prepare_latents(pixels, **{name: values[name] for name in taken})
+
+    return latents
 
 
-def chroma(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    return diffusers.ChromaImg2ImgPipeline(**pipeline.components)._encode_vae_image(pixels, generator())
-
-
-def z_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    image = diffusers.ZImageImg2ImgPipeline(**pipeline.components)
-    image.scheduler = NoNoise()
-    size = pixels.shape[-2:]
-    return image.prepare_latents(
-        pixels, torch.tensor([500.0]), len(pixels), 16, *size, pixels.dtype, "cpu", generator()
-    )
-
-
-def qwen_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Of Krea 2 and Qwen-Image-Edit too, which have the same VAE and no pipeline for images."""
-    names = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
-    image: Any = diffusers.QwenImageImg2ImgPipeline(**{name: pipeline.components[name] for name in names})
-    return image._encode_vae_image(pixels, generator())
-
-
-def wan(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
-    video = diffusers.WanVideoToVideoPipeline(**{name: pipeline.components[name] for name in names})
-    video.scheduler = NoNoise()
-    size, time = pixels.shape[-2:], torch.tensor([500.0])
-    return video.prepare_latents(pixels, len(pixels), 16, *size, pixels.dtype, "cpu", generator(), timestep=time)
-
-
-def flux2(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+def own(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Of a pipeline that takes images too."""
     return pipeline._encode_vae_image(pixels, generator())
 
 
@@ -105,22 +90,17 @@ def ideogram4(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "sd15": sd15,
-    "sdxl": sdxl,
-    "flux": flux,
-    "chroma": chroma,
-    "z-image": z_image,
-    "qwen-image": qwen_image,
-    "qwen-image-edit": qwen_image,
-    "krea2": qwen_image,
-    "flux2": flux2,
-    "flux2-dev": flux2,
-    "wan": wan,
-    "anima": anima,
-    "anima-states": anima,
-    "qwen-image-21": qwen_image_21,
-    "wan-i2v": wan,
-    "qwen-image-21-edit": qwen_image_21,
+    "sd15": preparing("StableDiffusionImg2ImgPipeline", requires_safety_checker=False),
+    "sdxl": preparing("StableDiffusionXLImg2ImgPipeline", add_watermarker=False),
+    "flux": encoding("FluxImg2ImgPipeline"),
+    "chroma": encoding("ChromaImg2ImgPipeline"),
+    "z-image": preparing("ZImageImg2ImgPipeline"),
+    # Krea 2 and Qwen-Image-Edit have the same VAE and no pipeline for images.
+    **dict.fromkeys(("qwen-image", "qwen-image-edit", "krea2"), encoding("QwenImageImg2ImgPipeline")),
+    **dict.fromkeys(("flux2", "flux2-dev"), own),
+    **dict.fromkeys(("wan", "wan-i2v"), preparing("WanVideoToVideoPipeline")),
+    **dict.fromkeys(("anima", "anima-states"), anima),
+    **dict.fromkeys(("qwen-image-21", "qwen-image-21-edit"), qwen_image_21),
     "ernie-image": ernie_image,
     "ideogram4": ideogram4,
 }
