@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.family_runs import SIDE, family_config
+from helpers.family_runs import SIDE, family_config, recorded
 from helpers.tiny_models import tiny_model
 
 from latentcache.config import Config, ModelConfig
@@ -30,64 +29,46 @@ EXPERTS = ("transformer", "transformer_2")
 
 
 @pytest.fixture(scope="module")
-def pipelines() -> dict[str, Any]:
-    """The second expert predicts other numbers than the first."""
-    return {
-        name: family_named(name).pipeline(
-            **tiny_model(name), transformer_2=tiny_model(name, seed=4)["transformer"], boundary_ratio=boundary
-        )
-        for name, boundary in BOUNDARIES.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def folders(pipelines: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("a14b")
-    for name, pipeline in pipelines.items():
-        pipeline.save_pretrained(root / name)
-    return {name: root / name for name in pipelines}
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """The pipeline of each kind and its folder. The second expert predicts other numbers than the first."""
+    made = {}
+    for name, boundary in BOUNDARIES.items():
+        second = tiny_model(name, seed=4)["transformer"]
+        pipeline = family_named(name).pipeline(**tiny_model(name), transformer_2=second, boundary_ratio=boundary)
+        pipeline.save_pretrained(folder := tmp_path_factory.mktemp("a14b") / name)
+        made[name] = pipeline, folder
+    return made
 
 
 @pytest.mark.parametrize("name", BOUNDARIES)
-def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(
-    name: str, pipelines: dict[str, Any], folders: dict[str, Path]
-) -> None:
-    family, pipeline = family_named(name), pipelines[name]
-    seen: dict[str, list[float]] = {expert: [] for expert in EXPERTS}
-
-    def note(_module: Any, _args: Any, kwargs: Any, *, expert: str) -> None:
-        seen[expert].append(kwargs["timestep"].item())
-
-    hooks = [
-        getattr(pipeline, expert).register_forward_pre_hook(partial(note, expert=expert), with_kwargs=True)
-        for expert in EXPERTS
-    ]
+def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(name: str, models: dict[str, Any]) -> None:
+    family, (pipeline, folder) = family_named(name), models[name]
     size = {"height": 32, "width": 32, "num_frames": 1, "output_type": "latent"}
     size |= {"image": torch.zeros(1, 3, 32, 32)} if family.clip_condition else {}
-    pipeline(prompt_embeds=torch.ones(1, 512, 32), num_inference_steps=12, guidance_scale=1.0, **size)
-    for hook in hooks:
-        hook.remove()
-    scheduler = load_scheduler(model=ModelConfig(path=str(folders[name])))
+    with recorded(pipeline.transformer) as first, recorded(pipeline.transformer_2) as second:
+        pipeline(prompt_embeds=torch.ones(1, 512, 32), num_inference_steps=12, guidance_scale=1.0, **size)
+    scheduler = load_scheduler(model=ModelConfig(path=str(folder)))
     used = []
-    for expert in EXPERTS:
-        model = ModelConfig(path=str(folders[name]), denoiser=expert)
+    for expert, calls in zip(EXPERTS, (first, second), strict=True):
+        seen = [call.arguments["timestep"].item() for call in calls]
+        model = ModelConfig(path=str(folder), denoiser=expert)
         schedule = NoiseSchedule.of(scheduler, denoised_share(model, family))
         used += schedule.used
         known = schedule.timesteps[list(schedule.used)]
-        assert seen[expert] and all(known[0] <= each <= known[-1] for each in seen[expert])
+        assert seen and all(known[0] <= each <= known[-1] for each in seen)
         found, expected = load_denoiser(dtype=torch.float32, model=model), getattr(pipeline, expert).state_dict()
         assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
     assert sorted(used) == list(range(1000))
 
 
 @pytest.fixture(scope="module")
-def cached(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
+def cached(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A training set and a validation set of the same photos, for `wan`."""
     root = tmp_path_factory.mktemp("cached")
     given = family_config(root).model_dump(mode="json")
     [dataset] = given["datasets"]
     given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
-    given["model"] |= {"path": str(folders["wan"])}
+    given["model"] |= {"path": str(models["wan"][1])}
     given["validation"] |= {"path": str(root / "validation"), "num_timesteps": 2, "height": SIDE, "width": SIDE}
     config = parse_config(given)
     assert run_precache(config).num_refused == 0
