@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,20 +74,6 @@ def masked_table(folder: Path) -> dict[str, Any]:
     return {"source": {"kind": "parquet", "path": folder}, "mask": {"column": "mask"}}
 
 
-def transparent_tar(folder: Path) -> dict[str, Any]:
-    """A WebDataset tar of images whose alpha channel is their mask."""
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(folder / "a.tar", "w") as tar:
-        for number, (size, text) in enumerate(zip(SIZES, TEXTS, strict=True)):
-            image = photo(number, size)
-            image.putalpha(mask(number, size))
-            for name, data in ((f"{number}.png", png(image)), (f"{number}.txt", text.encode())):
-                member = tarfile.TarInfo(name)
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return {"source": {"kind": "webdataset", "path": folder, "caption_columns": ["txt"]}, "mask": "alpha"}
-
-
 def clips(folder: Path) -> dict[str, Any]:
     """A folder of animations, of which clips of 9, 9 and 5 frames are made, and a still image of the same bucket."""
     folder.mkdir(exist_ok=True)
@@ -110,9 +95,7 @@ def videos(folder: Path) -> dict[str, Any]:
 
 WALKS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "flux": edit_pairs,
-    "flux2": edit_pairs,
     "z-image": masked_table,
-    "qwen-image": transparent_tar,
     "wan": clips,
     "wan-i2v": videos,
 }
