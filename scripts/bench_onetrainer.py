@@ -192,21 +192,29 @@ class Bench:
             for kind in SPLIT
         ]
         modules = [
-            host.ConceptPipelineModule([paths | counts]),
-            host.SettingsPipelineModule({}),
-            host.CollectPaths(
-                *("concept", "path", "concept.include_subdirectories", "enabled", "image_path", "concept"),
-                *([".png"], None, []),
+            host.make("ConceptPipelineModule", concepts=[paths | counts]),
+            host.make("SettingsPipelineModule", settings={}),
+            host.make(
+                "CollectPaths",
+                concept_in_name="concept",
+                path_in_name="path",
+                include_subdirectories_in_name="concept.include_subdirectories",
+                enabled_in_name="enabled",
+                path_out_name="image_path",
+                concept_out_name="concept",
+                extensions=[".png"],
+                include_postfix=None,
+                exclude_postfix=[],
             ),
-            host.ModifyPath("image_path", "text_path", "", ".txt"),
-            host.LoadMultipleTexts("text_path", "texts"),
-            host.SelectRandomText("texts", "prompt"),
+            host.make("ModifyPath", in_name="image_path", out_name="text_path", postfix="", extension=".txt"),
+            host.make("LoadMultipleTexts", path_in_name="text_path", texts_out_name="texts"),
+            host.make("SelectRandomText", texts_in_name="texts", text_out_name="prompt"),
             self.encoder("image_path", [*SPLIT["image"], "crop_resolution"], self.scale),
             self.encoder("prompt", SPLIT["text"], self.scale),
             *caches,
-            host.VariationSorting(names=["prompt", "concept"], **grouping),
-            host.AspectBatchSorting("crop_resolution", names, 1),
-            host.OutputPipelineModule(names),
+            host.make("VariationSorting", names=["prompt", "concept"], **grouping),
+            host.make("AspectBatchSorting", resolution_in_name="crop_resolution", names=names, batch_size=1),
+            host.make("OutputPipelineModule", names=names),
         ]
         with contextlib.redirect_stderr(io.StringIO()):  # a bar for each start
             made = host.LoadingPipeline(

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -57,16 +56,6 @@ class SingleVariationRandomAccessPipelineModule:
         self.current_variation = -1
 
     def start(self, variation: int) -> None: ...
-
-
-class SerialPipelineModule:
-    """get_next_item(); started each epoch at an index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current_variation = self.current_index = -1
-
-    def start(self, variation: int, start_index: int) -> None: ...
 
 
 class PipelineModule:
@@ -122,12 +111,6 @@ class PipelineModule:
     def _get_rand(self, variation: int, index: int = -1) -> Random:
         return Random(hash((self.__base_seed, self.__module_index, variation, index)))
 
-    def _all_contexts(self, contexts: list[Any]) -> ExitStack:
-        stack = ExitStack()
-        for context in contexts:
-            stack.enter_context(context)
-        return stack
-
 
 class LoadingPipeline:
     """Modules in a row. `start_next_epoch` starts them in order; iterating gives the outputs of the last one."""
@@ -147,46 +130,40 @@ class LoadingPipeline:
                     if not module.started:
                         module.start(self._epoch)
                     module.started = True
-                elif isinstance(module, SingleVariationRandomAccessPipelineModule):
-                    module.current_variation = self._epoch
-                    module.start(self._epoch)
                 else:
                     module.current_variation = self._epoch
-                    module.start(self._epoch, 0)
-                    module.current_index = 0
+                    module.start(self._epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         output = self.modules[-1]
-        for _ in range(output.approximate_length()):
+        for index in range(output.length()):
             with torch.no_grad():
-                yield output.get_next_item()
-            output.current_index += 1
+                yield output.get_item(index)
 
 
-class OutputPipelineModule(PipelineModule, SerialPipelineModule):
+class OutputPipelineModule(PipelineModule, SingleVariationRandomAccessPipelineModule):
     """The last module: items by name, tensors on the pipeline's device."""
 
     def __init__(self, names: list[str | tuple[str, str]]):
         super().__init__()
         self.names = dict((name, name) if isinstance(name, str) else name for name in names)
 
-    def approximate_length(self) -> int:
-        return self._get_previous_length(self.get_inputs()[0])
-
-    def get_inputs(self) -> list[str]:
-        return list(self.names)
+    def length(self) -> int:
+        return self._get_previous_length(next(iter(self.names)))
 
     def get_outputs(self) -> list[str]:
         return list(self.names.values())
 
-    def get_next_item(self) -> dict[str, Any]:
-        place = self.current_variation, self.current_index
-        values = {out: self._get_previous_item(place[0], name, place[1]) for name, out in self.names.items()}
+    def get_item(self, index: int, name: str | None = None) -> dict[str, Any]:
+        values = {out: self._get_previous_item(self.current_variation, name, index) for name, out in self.names.items()}
         return {n: v.to(self.pipeline.device) if torch.is_tensor(v) else v for n, v in values.items() if v is not None}
 
 
 def host(name: str) -> SimpleNamespace:
-    """Base classes, modules, and the cache module over them. Skips the test where mgds is needed and not installed."""
+    """Base classes, the cache module over them, and `make(name, **settings)` for all other modules.
+
+    Skips the test where mgds is needed and not installed.
+    """
     own = SimpleNamespace(
         name="own",
         PipelineState=PipelineState,
@@ -196,11 +173,20 @@ def host(name: str) -> SimpleNamespace:
         LoadingPipeline=LoadingPipeline,
         OutputPipelineModule=OutputPipelineModule,
     )
+    theirs: dict[str, type] = {}
     if name == "mgds":
         own = SimpleNamespace(**(vars(own) | _mgds_core()))
-    modules = pipeline_modules.make(own) | (_mgds_modules() if name == "mgds" else {})
-    made = module_class(own.PipelineModule, own.SingleVariationRandomAccessPipelineModule)
-    return SimpleNamespace(**(vars(own) | modules | {"LatentCacheModule": made}))
+        theirs = _mgds_modules()
+    else:
+        theirs = {"OutputPipelineModule": OutputPipelineModule}
+    make_own = pipeline_modules.module_maker(own)
+
+    def make(module: str, **settings: Any) -> Any:
+        return theirs[module](**settings) if module in theirs else make_own(module, **settings)
+
+    own.make = make
+    own.LatentCacheModule = module_class(own.PipelineModule, own.SingleVariationRandomAccessPipelineModule)
+    return own
 
 
 def _mgds_core() -> dict[str, Any]:
@@ -208,17 +194,13 @@ def _mgds_core() -> dict[str, Any]:
     if source and source not in sys.path:
         sys.path.append(source)
     pytest.importorskip("mgds.PipelineModule", reason="mgds is not installed; name its src in MGDS_SRC")
+    types = "mgds.pipelineModuleTypes."
     homes = {
         "PipelineState": "mgds.PipelineModule",
         "PipelineModule": "mgds.PipelineModule",
-        "RandomAccessPipelineModule": "mgds.pipelineModuleTypes.RandomAccessPipelineModule",
-        "SingleVariationRandomAccessPipelineModule": (
-            "mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule"
-        ),
+        "RandomAccessPipelineModule": f"{types}RandomAccessPipelineModule",
+        "SingleVariationRandomAccessPipelineModule": f"{types}SingleVariationRandomAccessPipelineModule",
         "LoadingPipeline": "mgds.LoadingPipeline",
-        "OutputPipelineModule": "mgds.OutputPipelineModule",
-        "ConceptPipelineModule": "mgds.ConceptPipelineModule",
-        "SettingsPipelineModule": "mgds.SettingsPipelineModule",
     }
     return {"name": "mgds"} | {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}
 
@@ -233,6 +215,9 @@ MGDS_MODULES = (
 """Those of mgds that need no torchvision. For the others its pipelines get the modules of this host."""
 
 
-def _mgds_modules() -> dict[str, Any]:
-    found = {name: getattr(importlib.import_module(f"mgds.pipelineModules.{name}"), name) for name in MGDS_MODULES}
-    return found | {name: _mgds_core()[name] for name in ("ConceptPipelineModule", "SettingsPipelineModule")}
+def _mgds_modules() -> dict[str, type]:
+    homes = {name: f"mgds.pipelineModules.{name}" for name in MGDS_MODULES}
+    homes |= {
+        name: f"mgds.{name}" for name in ("OutputPipelineModule", "ConceptPipelineModule", "SettingsPipelineModule")
+    }
+    return {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}

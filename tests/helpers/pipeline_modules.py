@@ -1,15 +1,17 @@
-"""The modules that SDXL's pipeline in OneTrainer is made of, after mgds' module contract, over any base classes.
+"""The modules of OneTrainer's pipelines, after mgds' module contract, over any base classes.
 
-They have mgds' names and settings, as far as these matter here.
+They have mgds' names, and the settings that OneTrainer gives them. What a module gives for an item is a function here;
+one that has none passes its values on, and all that is random in it must be off.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +20,193 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-settings = dataclass(eq=False, repr=False)
-"""The fields of a module are the parameters of its constructor, in the order in which OneTrainer gives them."""
+KEPT_AS = {
+    ("AspectBucketing", "target_resolution_in_name"): "target_resolutions_in_name",
+    ("EncodeMistralText", "hidden_state_output_index"): "hidden_state_indexes",
+    ("EncodeQwenText", "hidden_state_output_index"): "hidden_state_indexes",
+    ("LoadImage", "channels"): "mode",
+}
+"""Where mgds' module keeps a setting under another name."""
 
 
-def random_access(base: SimpleNamespace) -> type:
-    """The class that the modules derive from. Its inputs and outputs follow from the names of its settings."""
+class Item:
+    """What a module asks the modules before it for, at one place: item(name)."""
+
+    def __init__(self, module: Any, variation: int, index: int):
+        self._place, self._module = (variation, index), module
+
+    def __call__(self, name: str) -> Any:
+        variation, index = self._place
+        return self._module._get_previous_item(variation, name, index)
+
+    @property
+    def rand(self) -> Random:
+        return self._module._get_rand(*self._place)
+
+
+Values = dict[str, Any]
+Give = Callable[[Any, Item], Values]
+"""The values of a module for an item; the module has its settings as attributes."""
+
+
+def pass_on(module: Any, item: Item) -> Values:
+    assert item(module.enabled_in_name) is False, "here is no such augmentation"
+    if "names" in vars(module):
+        return {name: item(name) for name in module.names}
+    return {module.text_out_name: item(module.text_in_name)}
+
+
+# Images
+
+
+def load_image(module: Any, item: Item) -> Values:
+    path = item(module.path_in_name)
+    if os.path.splitext(path)[1].lower() not in module.supported_extensions or not os.path.exists(path):
+        return {module.image_out_name: None}
+    is_mask = getattr(module, "mode", 3) == 1
+    with Image.open(path) as image:
+        pixels = torch.from_numpy(np.array(image.convert("L" if is_mask else "RGB")))
+    pixels = (pixels[None] if is_mask else pixels.permute(2, 0, 1)).to(module.pipeline.device, torch.float32)
+    return {module.image_out_name: pixels / 255 * (module.range_max - module.range_min) + module.range_min}
+
+
+def generate_image_like(module: Any, item: Item) -> Values:
+    value = module.color / 255 * (module.range_max - module.range_min) + module.range_min
+    return {module.image_out_name: torch.full_like(item(module.image_in_name)[:1], value)}
+
+
+def calc_aspect(module: Any, item: Item) -> Values:
+    return {module.resolution_out_name: tuple(item(module.image_in_name).shape[1:])}
+
+
+def aspect_bucketing(module: Any, item: Item) -> Values:
+    target = int(item.rand.choice(item(module.target_resolutions_in_name).split(",")))
+    height, width = item(module.resolution_in_name)
+    scale, step = target / (height * width) ** 0.5, module.quantization
+    crop = tuple(max(step, round(side * scale / step) * step) for side in (height, width))
+    factor = max(crop[0] / height, crop[1] / width)
+    scaled = tuple(max(c, round(side * factor)) for c, side in zip(crop, (height, width), strict=True))
+    return {module.scale_resolution_out_name: scaled, module.crop_resolution_out_name: crop}
+
+
+def scale_crop_image(module: Any, item: Item) -> Values:
+    scaled = item(module.scale_resolution_in_name)[-2:]
+    crop = item(module.crop_resolution_in_name)[-2:]
+    spare = scaled[0] - crop[0], scaled[1] - crop[1]
+    top, left = spare[0] // 2, spare[1] // 2
+    if item(module.enable_crop_jitter_in_name):
+        rand = item.rand
+        top, left = rand.randint(0, spare[0]), rand.randint(0, spare[1])
+    values: Values = {module.crop_offset_out_name: (top, left)}
+    for name in module.names:
+        resized = F.interpolate(item(name)[None], scaled, mode="bilinear", antialias=True)[0]
+        values[name] = resized[:, top : top + crop[0], left : left + crop[1]]
+    return values
+
+
+def random_flip(module: Any, item: Item) -> Values:
+    flip = item(module.fixed_enabled_in_name)
+    if item(module.enabled_in_name):
+        flip = item.rand.random() < 0.5
+    return {name: item(name).flip(-1) if flip else item(name) for name in module.names}
+
+
+def scale_image(module: Any, item: Item) -> Values:
+    image = item(module.in_name)[None]
+    return {module.out_name: F.interpolate(image, scale_factor=module.factor, mode="nearest")[0]}
+
+
+def rescale_image_channels(module: Any, item: Item) -> Values:
+    factor = (module.out_range_max - module.out_range_min) / (module.in_range_max - module.in_range_min)
+    image = item(module.image_in_name)
+    return {module.image_out_name: (image - module.in_range_min) * factor + module.out_range_min}
+
+
+def entered(contexts: list[Any]) -> ExitStack:
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
+
+
+def encode_vae(module: Any, item: Item) -> Values:
+    image = item(module.in_name)
+    with entered(module.autocast_contexts):
+        return {module.out_name: module.vae.encode(image.to(dtype=module.dtype or image.dtype)[None]).latent_dist}
+
+
+def sample_vae_distribution(module: Any, item: Item) -> Values:
+    posterior = item(module.in_name)
+    return {module.out_name: (posterior.mode() if module.mode == "mean" else posterior.sample())[0]}
+
+
+# Texts
+
+
+def load_multiple_texts(module: Any, item: Item) -> Values:
+    path = Path(item(module.path_in_name))
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {module.texts_out_name: [line.strip() for line in lines if line.strip()] or [""]}
+
+
+def select_random_text(module: Any, item: Item) -> Values:
+    return {module.text_out_name: item.rand.choice(item(module.texts_in_name))}
+
+
+def tokenize(module: Any, item: Item) -> Values:
+    how = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    found = module.tokenizer(item(module.in_name), max_length=module.max_token_length, **how)
+    found = found.to(module.pipeline.device)
+    return {module.tokens_out_name: found.input_ids[0], module.mask_out_name: found.attention_mask[0]}
+
+
+def encode_clip_text(module: Any, item: Item) -> Values:
+    with entered(module.autocast_contexts):
+        found = module.text_encoder(item(module.in_name)[None], output_hidden_states=True)
+    values = {module.hidden_state_out_name: found.hidden_states[module.hidden_state_output_index][0]}
+    if module.pooled_out_name:
+        values[module.pooled_out_name] = (found.text_embeds if "text_embeds" in found else found.pooler_output)[0]
+    return values
+
+
+GIVE: dict[str, Give] = {
+    "DownloadHuggingfaceDatasets": lambda module, item: {module.concept_out_name: item(module.concept_in_name)},
+    "ModifyPath": lambda module, item: {
+        module.out_name: os.path.splitext(item(module.in_name))[0] + module.postfix + module.extension
+    },
+    "LoadVideo": lambda module, item: {module.video_out_name: None},  # no file here is a video
+    "GetFilename": lambda module, item: {module.filename_out_name: Path(item(module.path_in_name)).stem},
+    "SelectInput": lambda module, item: {
+        module.out_name: item(module.setting_to_in_name_map[item(module.setting_name)])
+    },
+    "MapData": lambda module, item: {module.out_name: module.map_fn(item(module.in_name))},
+    "LoadImage": load_image,
+    "GenerateImageLike": generate_image_like,
+    "CalcAspect": calc_aspect,
+    "AspectBucketing": aspect_bucketing,
+    "ScaleCropImage": scale_crop_image,
+    "RandomFlip": random_flip,
+    "ScaleImage": scale_image,
+    "RescaleImageChannels": rescale_image_channels,
+    "EncodeVAE": encode_vae,
+    "SampleVAEDistribution": sample_vae_distribution,
+    "LoadMultipleTexts": load_multiple_texts,
+    "SelectRandomText": select_random_text,
+    "Tokenize": tokenize,
+    "EncodeClipText": encode_clip_text,
+}
+
+
+def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
+    """A function make(name, **settings) over `base`: PipelineModule and the classes of how a module gives values."""
 
     class Module(base.PipelineModule, base.RandomAccessPipelineModule):
-        def __post_init__(self) -> None:
+        """Its inputs and outputs follow from the names of its settings."""
+
+        def __init__(self, **given: Any):
             super().__init__()
+            kind = type(self).__name__
+            vars(self).update({KEPT_AS.get((kind, name), name): value for name, value in given.items()})
 
         @property
         def first(self) -> str:
@@ -45,325 +224,66 @@ def random_access(base: SimpleNamespace) -> type:
             own = [value for name, value in vars(self).items() if name.endswith("out_name") and value]
             return [*vars(self).get("names", []), *own]
 
-        def ask(self, variation: int, name: str, index: int) -> Any:
-            return self._get_previous_item(variation, name, index)
+        def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
+            return GIVE.get(type(self).__name__, pass_on)(self, Item(self, variation, index))
 
-    return Module
+    special = {cls.__name__: cls for cls in (*_sources(Module), *_sorting(base, Module))}
+
+    def make(name: str, **settings: Any) -> Any:
+        class Made(special.get(name, Module)):
+            def __init__(self, **given: Any):
+                super().__init__(**given)
+
+        # The cache reads which settings a module's constructor takes.
+        parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("self", *settings)]
+        Made.__init__.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        Made.__name__ = name
+        return Made(**settings)
+
+    return make
 
 
-def make(base: SimpleNamespace) -> dict[str, type]:
-    """The classes, by name. `base` has PipelineModule and the classes that say how a module gives its values."""
-    return _collecting(base) | _images(base) | _texts(base) | _sorting(base)
-
-
-def _collecting(base: SimpleNamespace) -> dict[str, type]:
-    Module = random_access(base)
-
-    @settings
+def _sources(Module: type) -> tuple[type, ...]:
     class ConceptPipelineModule(Module):
-        concepts: list[dict[str, Any]]
-
         def length(self) -> int:
             return len(self.concepts)
-
-        def get_inputs(self) -> list[str]:
-            return []
 
         def get_outputs(self) -> list[str]:
             return ["concept"]
 
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+        def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
             return {"concept": self.concepts[index]}
 
-    @settings
     class SettingsPipelineModule(Module):
-        settings: dict[str, Any]
-
-        def length(self) -> int:
-            return 1
-
-        def get_inputs(self) -> list[str]:
-            return []
-
         def get_outputs(self) -> list[str]:
             return ["settings"]
 
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+        def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
             return {"settings": self.settings}
 
-    @settings
     class CollectPaths(Module):
-        concept_in_name: str
-        path_in_name: str
-        include_subdirectories_in_name: str
-        enabled_in_name: str
-        path_out_name: str
-        concept_out_name: str
-        extensions: list[str]
-        include_postfix: list[str] | None
-        exclude_postfix: list[str]
-
         def length(self) -> int:
             return len(self.found)
 
         def start(self, variation: int) -> None:
-            self.found: list[tuple[str, dict[str, Any]]] = []
+            self.found: list[tuple[str, Values]] = []
             for index in range(self._get_previous_length(self.concept_in_name)):
-                concept = self.ask(variation, self.concept_in_name, index)
+                concept = self._get_previous_item(variation, self.concept_in_name, index)
                 files = sorted(Path(concept[self.path_in_name]).iterdir()) if concept[self.enabled_in_name] else []
                 for file in files:
                     if file.suffix.lower() in self.extensions and not file.stem.endswith(tuple(self.exclude_postfix)):
                         self.found.append((str(file), concept))
 
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+        def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
             path, concept = self.found[index]
             return {self.path_out_name: path, self.concept_out_name: concept}
 
-    @settings
-    class ModifyPath(Module):
-        in_name: str
-        out_name: str
-        postfix: str
-        extension: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            path = self.ask(variation, self.in_name, index)
-            return {self.out_name: os.path.splitext(path)[0] + self.postfix + self.extension}
-
-    return {cls.__name__: cls for cls in (ConceptPipelineModule, SettingsPipelineModule, CollectPaths, ModifyPath)}
+    return ConceptPipelineModule, SettingsPipelineModule, CollectPaths
 
 
-def _images(base: SimpleNamespace) -> dict[str, type]:
-    Module = random_access(base)
-
-    @settings
-    class LoadImage(Module):
-        path_in_name: str
-        image_out_name: str
-        range_min: float = -1
-        range_max: float = 1
-        supported_extensions: Collection[str] = (".png",)
-        channels: int = 3
-        dtype: torch.dtype | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.mode = {3: "RGB", 1: "L"}[self.channels]
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            path = self.ask(variation, self.path_in_name, index)
-            if os.path.splitext(path)[1].lower() not in self.supported_extensions or not os.path.exists(path):
-                return {self.image_out_name: None}
-            with Image.open(path) as image:
-                pixels = torch.from_numpy(np.array(image.convert(self.mode)))
-            pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-            pixels = pixels.to(self.pipeline.device, self.dtype or torch.float32)
-            return {self.image_out_name: pixels / 255 * (self.range_max - self.range_min) + self.range_min}
-
-    @settings
-    class GenerateImageLike(Module):
-        image_in_name: str
-        image_out_name: str
-        color: float
-        range_min: float
-        range_max: float
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            image = self.ask(variation, self.image_in_name, index)
-            value = self.color / 255 * (self.range_max - self.range_min) + self.range_min
-            return {self.image_out_name: torch.full_like(image[:1], value)}
-
-    @settings
-    class CalcAspect(Module):
-        image_in_name: str
-        resolution_out_name: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            return {self.resolution_out_name: tuple(self.ask(variation, self.image_in_name, index).shape[1:])}
-
-    @settings
-    class AspectBucketing(Module):
-        quantization: int
-        resolution_in_name: str
-        target_resolution_in_name: str
-        enable_target_resolutions_override_in_name: str
-        target_resolutions_override_in_name: str
-        target_frames_in_name: str
-        frame_dim_enabled: bool
-        scale_resolution_out_name: str
-        crop_resolution_out_name: str
-        possible_resolutions_out_name: str
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.target_resolutions_in_name = self.target_resolution_in_name  # where mgds' module keeps it
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            targets = self.ask(variation, self.target_resolutions_in_name, index).split(",")
-            target = int(self._get_rand(variation, index).choice(targets))
-            height, width = self.ask(variation, self.resolution_in_name, index)
-            scale = target / (height * width) ** 0.5
-            step = self.quantization
-            crop = tuple(max(step, round(side * scale / step) * step) for side in (height, width))
-            factor = max(crop[0] / height, crop[1] / width)
-            scaled = tuple(max(c, round(side * factor)) for c, side in zip(crop, (height, width), strict=True))
-            return {self.scale_resolution_out_name: scaled, self.crop_resolution_out_name: crop}
-
-    @settings
-    class ScaleCropImage(Module):
-        names: list[str]
-        scale_resolution_in_name: str
-        crop_resolution_in_name: str
-        enable_crop_jitter_in_name: str
-        crop_offset_out_name: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            scaled = self.ask(variation, self.scale_resolution_in_name, index)[-2:]
-            crop = self.ask(variation, self.crop_resolution_in_name, index)[-2:]
-            spare = scaled[0] - crop[0], scaled[1] - crop[1]
-            if self.ask(variation, self.enable_crop_jitter_in_name, index):
-                rand = self._get_rand(variation, index)
-                top, left = (rand.randint(0, space) for space in spare)
-            else:
-                top, left = (space // 2 for space in spare)
-            item: dict[str, Any] = {self.crop_offset_out_name: (top, left)}
-            for each in self.names:
-                image = self.ask(variation, each, index)
-                resized = F.interpolate(image[None], scaled, mode="bilinear", antialias=True)[0]
-                item[each] = resized[:, top : top + crop[0], left : left + crop[1]]
-            return item
-
-    @settings
-    class RandomFlip(Module):
-        names: list[str]
-        enabled_in_name: str
-        fixed_enabled_in_name: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            flip = self.ask(variation, self.fixed_enabled_in_name, index)
-            if self.ask(variation, self.enabled_in_name, index):
-                flip = self._get_rand(variation, index).random() < 0.5
-            images = {each: self.ask(variation, each, index) for each in self.names}
-            return {each: image.flip(-1) if flip else image for each, image in images.items()}
-
-    @settings
-    class EncodeVAE(Module):
-        in_name: str
-        out_name: str
-        vae: Any
-        autocast_contexts: list[Any] | None = None
-        dtype: torch.dtype | None = None
-        sample_mode: str = "sample"
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.autocast_contexts = self.autocast_contexts or [nullcontext()]
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            image = self.ask(variation, self.in_name, index)
-            with self._all_contexts(self.autocast_contexts):
-                return {self.out_name: self.vae.encode(image.to(dtype=self.dtype or image.dtype)[None]).latent_dist}
-
-    @settings
-    class SampleVAEDistribution(Module):
-        in_name: str
-        out_name: str
-        mode: str = "mean"
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            posterior = self.ask(variation, self.in_name, index)
-            return {self.out_name: (posterior.mode() if self.mode == "mean" else posterior.sample())[0]}
-
-    @settings
-    class ScaleImage(Module):
-        in_name: str
-        out_name: str
-        factor: float
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            image = self.ask(variation, self.in_name, index)
-            return {self.out_name: F.interpolate(image[None], scale_factor=self.factor, mode="nearest")[0]}
-
-    own = (LoadImage, GenerateImageLike, CalcAspect, AspectBucketing, ScaleCropImage, RandomFlip, ScaleImage)
-    return {cls.__name__: cls for cls in (*own, EncodeVAE, SampleVAEDistribution)}
-
-
-def _texts(base: SimpleNamespace) -> dict[str, type]:
-    Module = random_access(base)
-
-    @settings
-    class LoadMultipleTexts(Module):
-        path_in_name: str
-        texts_out_name: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            path = Path(self.ask(variation, self.path_in_name, index))
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            return {self.texts_out_name: [line.strip() for line in lines if line.strip()] or [""]}
-
-    @settings
-    class SelectRandomText(Module):
-        texts_in_name: str
-        text_out_name: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            texts = self.ask(variation, self.texts_in_name, index)
-            return {self.text_out_name: self._get_rand(variation, index).choice(texts)}
-
-    @settings
-    class Tokenize(Module):
-        in_name: str
-        tokens_out_name: str
-        mask_out_name: str
-        tokenizer: Callable[..., Any]
-        max_token_length: int
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            text = self.ask(variation, self.in_name, index)
-            how = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-            found = self.tokenizer(text, max_length=self.max_token_length, **how).to(self.pipeline.device)
-            return {self.tokens_out_name: found.input_ids[0], self.mask_out_name: found.attention_mask[0]}
-
-    @settings
-    class EncodeClipText(Module):
-        in_name: str
-        tokens_attention_mask_in_name: str | None
-        hidden_state_out_name: str
-        pooled_out_name: str | None
-        text_encoder: Any
-        add_layer_norm: bool
-        hidden_state_output_index: int | None = None
-        autocast_contexts: list[Any] | None = None
-        dtype: torch.dtype | None = None
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.autocast_contexts = self.autocast_contexts or [nullcontext()]
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            tokens = self.ask(variation, self.in_name, index)
-            with self._all_contexts(self.autocast_contexts):
-                found = self.text_encoder(tokens[None], output_hidden_states=True)
-            item = {self.hidden_state_out_name: found.hidden_states[self.hidden_state_output_index][0]}
-            if self.pooled_out_name:
-                item[self.pooled_out_name] = (found.text_embeds if "text_embeds" in found else found.pooler_output)[0]
-            return item
-
-    return {cls.__name__: cls for cls in (LoadMultipleTexts, SelectRandomText, Tokenize, EncodeClipText)}
-
-
-def _sorting(base: SimpleNamespace) -> dict[str, type]:
-    Module = random_access(base)
-
-    @settings
+def _sorting(base: SimpleNamespace, Module: type) -> tuple[type, ...]:
     class VariationSorting(Module):
         """The balancing of a cache, for names that are not cached. Groups as in the contract: floor(n * repeats)."""
-
-        names: list[str]
-        balancing_in_name: str | None = None
-        balancing_strategy_in_name: str | None = None
-        variations_group_in_name: list[str] | None = None
-        group_enabled_in_name: str | None = None
 
         def length(self) -> int:
             groups = vars(self).get("groups")
@@ -372,34 +292,33 @@ def _sorting(base: SimpleNamespace) -> dict[str, type]:
         def start(self, variation: int) -> None:
             members: dict[str, list[int]] = {}
             for index in range(self._get_previous_length(self.first)):
-                if self.group_enabled_in_name and not self.ask(0, self.group_enabled_in_name, index):
-                    continue
-                key = repr([self.ask(0, name, index) for name in self.variations_group_in_name or []])
-                members.setdefault(key, []).append(index)
+                item = Item(self, 0, index)
+                if item(self.group_enabled_in_name):
+                    members.setdefault(repr([item(name) for name in self.variations_group_in_name]), []).append(index)
             self.groups: list[tuple[list[int], int]] = []
             for indices in members.values():
-                balancing = self.ask(0, self.balancing_in_name, indices[0])
-                repeats = self.ask(0, self.balancing_strategy_in_name, indices[0]) == "REPEATS"
+                item = Item(self, 0, indices[0])
+                repeats, balancing = item(self.balancing_strategy_in_name) == "REPEATS", item(self.balancing_in_name)
                 self.groups.append((indices, int(len(indices) * balancing) if repeats else int(balancing)))
 
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+        def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
             assert name is not None
             for indices, num_out in self.groups:
                 if index < num_out:
-                    return {name: self.ask(variation, name, indices[(index + variation * num_out) % len(indices)])}
+                    place = indices[(index + variation * num_out) % len(indices)]
+                    return {name: Item(self, variation, place)(name)}
                 index -= num_out
             raise IndexError(index)
 
     class AspectBatchSorting(base.PipelineModule, base.SingleVariationRandomAccessPipelineModule):
-        """Items of one resolution one after the other, so that a batch has one shape."""
+        """Items of one resolution one after the other, so that a batch has one shape; here a batch is one item."""
 
-        def __init__(self, resolution_in_name: str, names: list[str], batch_size: int):
+        def __init__(self, **given: Any):
             super().__init__()
-            self.resolution_in_name, self.names, self.batch_size = resolution_in_name, names, batch_size
-            self.order: list[int] = []
+            vars(self).update(given)
 
         def length(self) -> int:
-            return len(self.order)
+            return self._get_previous_length(self.resolution_in_name)
 
         def get_inputs(self) -> list[str]:
             return [self.resolution_in_name, *self.names]
@@ -408,18 +327,10 @@ def _sorting(base: SimpleNamespace) -> dict[str, type]:
             return self.names
 
         def start(self, variation: int) -> None:
-            buckets: dict[tuple[int, ...], list[int]] = {}
-            for index in range(self._get_previous_length(self.resolution_in_name)):
-                resolution = self._get_previous_item(self.current_variation, self.resolution_in_name, index)
-                buckets.setdefault(resolution, []).append(index)
-            rand = self._get_rand(variation)
-            for bucket in buckets.values():
-                rand.shuffle(bucket)
-                del bucket[len(bucket) - len(bucket) % self.batch_size :]
-            self.order = [index for bucket in buckets.values() for index in bucket]
+            items = [Item(self, variation, index) for index in range(self.length())]
+            self.order = sorted(items, key=lambda item: str(item(self.resolution_in_name)))
 
-        def get_item(self, index: int, name: str | None = None) -> dict[str, Any]:
-            place = self.order[index]
-            return {each: self._get_previous_item(self.current_variation, each, place) for each in self.names}
+        def get_item(self, index: int, name: str | None = None) -> Values:
+            return {each: self.order[index](each) for each in self.names}
 
-    return {cls.__name__: cls for cls in (VariationSorting, AspectBatchSorting)}
+    return VariationSorting, AspectBatchSorting

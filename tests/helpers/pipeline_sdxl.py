@@ -2,14 +2,12 @@
 
 `onetrainer_sdxl.json` has every module that OneTrainer's loader made for its default settings, with the arguments that
 it gave, at the commits that it names, and a concept of OneTrainer's defaults. {"object": name} stands for what the
-trainer loads, {"set": ...} and {"tuple": ...} for what JSON lacks. Modules that the host has are used as they are; of
-the others here are stand-ins that request and give what mgds' do.
+trainer loads, {"set": ...} and {"tuple": ...} for what JSON lacks.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +20,6 @@ from typing import Any
 
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_modules import random_access, settings
 
 from latentcache.models.tiny import tiny_parts
 
@@ -131,34 +128,36 @@ class Run:
         self.setup.before(kind)
 
     def _modules(self) -> Iterator[Any]:
-        host, setup = self.setup.host, self.setup
-        made, objects = stand_ins(host), self._objects()
+        make, setup, objects = self.setup.host.make, self.setup, self._objects()
         changes: dict[str, dict[str, Any]] = {
             "AspectBucketing": {"quantization": 32},
             "EncodeClipText": {"hidden_state_output_index": setup.clip_layer},
         }
         if setup.masks:
             changes |= {key: {"names": ["image", "mask"]} for key in ("ScaleCropImage", "RandomFlip")}
-        yield host.ConceptPipelineModule(copy.deepcopy(setup.concepts))
-        yield host.SettingsPipelineModule(RECORDED["settings"] | {"target_resolution": setup.resolution})
+        yield make("ConceptPipelineModule", concepts=copy.deepcopy(setup.concepts))
+        yield make("SettingsPipelineModule", settings=RECORDED["settings"] | {"target_resolution": setup.resolution})
         for name, recorded in RECORDED["modules"]:
             given = {key: _value(value, objects) for key, value in recorded.items()} | changes.get(name, {})
             if name == "CalcAspect" and setup.masks:
-                yield host.ModifyPath("image_path", "mask_path", "-masklabel", ".png")
-                yield host.GenerateImageLike("image", "mask", 255, 0, 1)
-                yield host.LoadImage("mask_path", "mask", 0, 1, channels=1)
+                pixels: dict[str, Any] = {"image_out_name": "mask", "range_min": 0, "range_max": 1}
+                yield make(
+                    "ModifyPath", in_name="image_path", out_name="mask_path", postfix="-masklabel", extension=".png"
+                )
+                yield make("GenerateImageLike", image_in_name="image", color=255, **pixels)
+                yield make("LoadImage", path_in_name="mask_path", supported_extensions={".png"}, channels=1, **pixels)
             if name != "DiskCache":
-                kind = getattr(host, name, None) or made.get(name) or passing(host, name, given)
-                yield kind(**given)
+                yield make(name, **given)
             elif setup.cached:
                 yield self._cache(given)
             if name == "SampleVAEDistribution" and setup.masks:
-                yield host.ScaleImage("mask", "latent_mask", 0.125)
+                yield make("ScaleImage", in_name="mask", out_name="latent_mask", factor=0.125)
 
     def _cache(self, given: dict[str, Any]) -> Any:
         kind, setup = given["cache_dir"], self.setup
         masks = ["latent_mask"] if setup.masks and kind == "image" else []
         own = {"cache_dir": str(setup.cache_dir / kind), "split_names": [*given["split_names"], *masks]}
+        own["after_cache_fun"] = partial(self.begun.append, "after")
         self.caches[kind] = setup.host.LatentCacheModule(**given | own | dict(setup.changes))
         return self.caches[kind]
 
@@ -189,113 +188,3 @@ def _value(recorded: Any, objects: dict[str, Any]) -> Any:
         if kind in ("object", "set", "tuple"):
             return objects[content] if kind == "object" else {"set": set, "tuple": tuple}[kind](content)
     return recorded
-
-
-def passing(base: SimpleNamespace, name: str, taken: dict[str, Any]) -> type:
-    """A module of this name that takes these settings, and passes its values on: all that is random in it is off."""
-    names = taken.get("names") or [taken["text_out_name"]]
-
-    class Passing(random_access(base)):
-        first = names[0]
-
-        def __init__(self, **given: Any):
-            super().__init__()
-            vars(self).update(given)
-
-        def get_outputs(self) -> list[str]:
-            return names
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            assert self.ask(variation, self.enabled_in_name, index) is False, "here is no such augmentation"
-            return {each: self.ask(variation, each, index) for each in names}
-
-    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in taken]
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    Passing.__init__.__signature__ = inspect.Signature([self_parameter, *parameters])  # the cache reads it
-    Passing.__name__ = name
-    return Passing
-
-
-def stand_ins(base: SimpleNamespace) -> dict[str, type]:
-    """Modules of the list that the pipeline of the other tests lacks."""
-    Module = random_access(base)
-
-    @settings
-    class DownloadHuggingfaceDatasets(Module):
-        concept_in_name: str
-        path_in_name: str
-        enabled_in_name: str
-        concept_out_name: str
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            return {self.concept_out_name: self.ask(variation, self.concept_in_name, index)}
-
-    @settings
-    class LoadVideo(Module):
-        """None, since no file here is a video; a random stream is made for each, as in mgds."""
-
-        path_in_name: str
-        target_frame_count_in_name: str
-        video_out_name: str
-        range_min: float
-        range_max: float
-        target_frame_rate: float
-        supported_extensions: set[str]
-        dtype: torch.dtype | None = None
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            self._get_rand(variation, index)
-            self.ask(variation, self.path_in_name, index)
-            return {self.video_out_name: None}
-
-    @settings
-    class GetFilename(Module):
-        path_in_name: str
-        filename_out_name: str
-        include_extension: bool
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            return {self.filename_out_name: Path(self.ask(variation, self.path_in_name, index)).stem}
-
-    @settings
-    class SelectInput(Module):
-        setting_name: str
-        out_name: str
-        setting_to_in_name_map: dict[str, str]
-        default_in_name: str
-
-        def get_inputs(self) -> list[str]:
-            return list(self.setting_to_in_name_map.values())
-
-        def length(self) -> int:
-            return self._get_previous_length(self.get_inputs()[0])
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            chosen = self.setting_to_in_name_map[self.ask(variation, self.setting_name, index)]
-            return {self.out_name: self.ask(variation, chosen, index)}
-
-    @settings
-    class RescaleImageChannels(Module):
-        image_in_name: str
-        image_out_name: str
-        in_range_min: float
-        in_range_max: float
-        out_range_min: float
-        out_range_max: float
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            image = self.ask(variation, self.image_in_name, index)
-            factor = (self.out_range_max - self.out_range_min) / (self.in_range_max - self.in_range_min)
-            return {self.image_out_name: (image - self.in_range_min) * factor + self.out_range_min}
-
-    @settings
-    class MapData(Module):
-        in_name: str
-        out_name: str
-        map_fn: Callable[[Any], Any]
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            return {self.out_name: self.map_fn(self.ask(variation, self.in_name, index))}
-
-    own = (DownloadHuggingfaceDatasets, LoadVideo, GetFilename, SelectInput, RescaleImageChannels, MapData)
-    return {cls.__name__: cls for cls in own}

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from latentcache.models.tiny import tiny_parts
 
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
-ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
@@ -48,18 +48,8 @@ def live(setup: Setup) -> dict[str, dict[str, Any]]:
     return {Path(item["image_path"]).name: item for item in run.pipeline}
 
 
-def edit(path: Path, seed: int, *, keep_stamps: bool = False) -> None:
-    """Another photo in this file. `keep_stamps`: of the same size in bytes, and with the old mtime."""
-    before = path.stat()
-    write_photo(path, seed, (96, 64) if int(path.stem[1:]) % 2 == 0 else (64, 96), compress_level=0)
-    if keep_stamps:
-        assert path.stat().st_size == before.st_size
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert path.stat().st_mtime_ns == before.st_mtime_ns
-
-
-def pack_files(setup: Setup, kind: str) -> list[Path]:
-    return sorted((setup.cache_dir / kind).rglob("*.safetensors"))
+def add(folder: Path, name: str, seed: int) -> None:
+    write_photo(folder / f"{name}.png", seed, (96, 64)).with_suffix(".txt").write_text(name, encoding="utf-8")
 
 
 # What DiskCache does too
@@ -67,7 +57,7 @@ def pack_files(setup: Setup, kind: str) -> list[Path]:
 
 def test_fresh_values(setup: Callable[..., Setup]) -> None:
     run = setup().start()
-    assert run.encoded == EVERYTHING and run.begun == ["image", "text"]
+    assert run.encoded == EVERYTHING and run.begun == ["image", "after", "text", "after"]
     expected = live(setup())
     got = {Path(item["image_path"]).name: item for item in run.pipeline}
     assert got.keys() == expected.keys() and len(got) == NUM
@@ -104,20 +94,21 @@ def test_crop_jitter_is_on_by_default_and_makes_the_images_behind_a_new_one_new(
     setup: Callable[..., Setup], folder: Path
 ) -> None:
     assert RECORDED["concept"]["image"]["enable_crop_jitter"] is True
+    for path in folder.glob("*.png"):
+        write_photo(path, int(path.stem[1:]), (100, 130))
 
-    def start() -> Counter[str]:
-        return setup(concepts=[concept(folder, **{"image.enable_crop_jitter": True})]).start().encoded
+    def jittering() -> Setup:
+        return setup(concepts=[concept(folder, **{"image.enable_crop_jitter": True})])
 
-    assert start() == EVERYTHING
-    assert start() == Counter()
+    run, expected = jittering().start(), live(jittering())
+    assert run.encoded == EVERYTHING and len({item["crop_offset"] for item in expected.values()}) > 1
+    for name, item in run.by_photo().items():
+        assert_same(item, {key: expected[name][key] for key in item})
+    assert jittering().start().encoded == Counter()
     add(folder, "zz", 70)  # it comes last
-    assert start()["vae"] == 1
+    assert jittering().start().encoded["vae"] == 1
     add(folder, "p03b", 71)  # three come after it
-    assert start() == Counter(vae=4, text_encoder=1, text_encoder_2=1)
-
-
-def add(folder: Path, name: str, seed: int) -> None:
-    write_photo(folder / f"{name}.png", seed, (96, 64)).with_suffix(".txt").write_text(name, encoding="utf-8")
+    assert jittering().start().encoded == Counter(vae=4, text_encoder=1, text_encoder_2=1)
 
 
 def test_variations(setup: Callable[..., Setup], folder: Path) -> None:
@@ -144,9 +135,7 @@ def test_variations(setup: Callable[..., Setup], folder: Path) -> None:
     assert again.encoded == Counter() and again.begun == []
 
 
-@pytest.mark.parametrize(
-    ("strategy", "balancing", "num_out"), [("REPEATS", 2.5, 15), ("REPEATS", 0.5, 3), ("SAMPLES", 4, 4)]
-)
+@pytest.mark.parametrize(("strategy", "balancing", "num_out"), [("REPEATS", 2.5, 15), ("SAMPLES", 4, 4)])
 def test_repeats_and_samples(
     setup: Callable[..., Setup], tmp_path: Path, folder: Path, strategy: str, balancing: float, num_out: int
 ) -> None:
@@ -168,26 +157,15 @@ def test_repeats_and_samples(
 
 
 def test_two_writers(setup: Callable[..., Setup]) -> None:
-    runs: list[dict[str, dict[str, Any]]] = []
     barrier = threading.Barrier(2)
-
-    def work(own: Setup) -> None:
-        run = own.start()
-        runs.append(run.by_photo())
-        encoded.append(run.encoded)
-
-    encoded: list[Counter[str]] = []
     both = {"before": lambda kind: barrier.wait(60) if kind == "image" else None}
     setups = [setup(**both, parts=tiny_parts(0)) for _ in range(2)]  # a model that ran may hold a lock
-    threads = [threading.Thread(target=work, args=(own,)) for own in setups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert len(runs) == 2
-    assert encoded[0] + encoded[1] == EVERYTHING, "nothing is encoded by both"
-    for name, item in runs[0].items():
-        assert_same(item, runs[1][name])
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(Setup.start, setups)
+    assert one.encoded + other.encoded == EVERYTHING, "nothing is encoded by both"
+    found = other.by_photo()
+    for name, item in one.by_photo().items():
+        assert_same(item, found[name])
     assert setup().start().encoded == Counter()
 
 
@@ -198,7 +176,7 @@ def test_caption_edit(setup: Callable[..., Setup], folder: Path) -> None:
     before = setup().start().by_photo()
     (folder / "p02.txt").write_text("quite another caption", encoding="utf-8")
     run = setup().start()
-    assert run.encoded == Counter(text_encoder=1, text_encoder_2=1) and run.begun == ["text"]
+    assert run.encoded == Counter(text_encoder=1, text_encoder_2=1) and run.begun == ["text", "after"]
     after = run.by_photo()
     assert not torch.equal(after["p02.png"]["tokens_1"], before["p02.png"]["tokens_1"])
     assert_same(after["p01.png"], before["p01.png"])
@@ -207,9 +185,13 @@ def test_caption_edit(setup: Callable[..., Setup], folder: Path) -> None:
 @pytest.mark.parametrize("keep_stamps", [False, True])
 def test_image_edit(setup: Callable[..., Setup], folder: Path, keep_stamps: bool) -> None:
     """Also with the same mtime and size."""
-    edit(folder / "p04.png", 50)
-    before = setup().start().by_photo()
-    edit(folder / "p04.png", 51, keep_stamps=keep_stamps)
+    path = folder / "p04.png"
+    write_photo(path, 50, (96, 64), compress_level=0)
+    before, old = setup().start().by_photo(), path.stat()
+    write_photo(path, 51, (96, 64), compress_level=0)
+    if keep_stamps:
+        os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
     run = setup().start()
     assert run.encoded == Counter(vae=1)
     item, expected = run.by_photo()["p04.png"], live(setup())["p04.png"]
@@ -221,7 +203,7 @@ def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[.
     """With DiskCache every caption went to the wrong image: the two caches had two orders."""
     setup().start()
     (folder / "p05.png").unlink()
-    write_photo(folder / "a.png", 70, (96, 64)).with_suffix(".txt").write_text("inserted", encoding="utf-8")
+    add(folder, "a", 70)
     run = setup(concepts=[concept(folder, **{"text.keep_tags_count": 2})]).start()
     assert run.encoded == Counter(vae=1, text_encoder=1, text_encoder_2=1)
     expected = live(setup())
@@ -262,12 +244,11 @@ def test_another_model_or_setting(
     assert setup().start().encoded == Counter(), "the entries of the first models are still there"
 
 
-def test_truncated_file_recovers(setup: Callable[..., Setup]) -> None:
+def test_truncated_packs_are_encoded_again(setup: Callable[..., Setup]) -> None:
     before = setup().start().by_photo()
     for kind in ("image", "text"):
-        path = pack_files(setup(), kind)[0]
-        with open(path, "rb+") as file:
-            file.truncate(path.stat().st_size // 2)
+        path = next((setup().cache_dir / kind).rglob("*.safetensors"))
+        os.truncate(path, path.stat().st_size // 2)
     run = setup().start()
     assert run.encoded == EVERYTHING
     for name, item in run.by_photo().items():

@@ -13,54 +13,66 @@ import torch
 from latentcache.integrations.onetrainer.description import describe, part_identity
 from latentcache.models.tiny import tiny_part
 
-
-def test_tensors_that_a_hooked_layer_has_not_registered_count() -> None:
-    """A trainer's extra embeddings, in a list that torch knows nothing of."""
-
-    class Embeddings(torch.nn.Module):
-        def __init__(self, extra: list[torch.Tensor]):
-            super().__init__()
-            self.extra = extra
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return torch.cat(self.extra)[tokens]
-
-    def hooked(value: float) -> tuple[torch.nn.Module, torch.Tensor]:
-        encoder, extra = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.full((2, 2), value)
-        torch.nn.init.ones_(encoder[0].weight), torch.nn.init.zeros_(encoder[0].bias)
-        encoder[0].forward = Embeddings([extra]).forward  # type: ignore[method-assign]
-        return encoder, extra
-
-    (one, extra), (same, _), (other, _) = hooked(1.0), hooked(1.0), hooked(1.1)
-    first = part_identity("text_encoder", one)
-    assert first == part_identity("text_encoder", same) != part_identity("text_encoder", other)
-    extra.mul_(1.1)
-    assert part_identity("text_encoder", one) == part_identity("text_encoder", other)
+ROUNDED = float(torch.tensor(0.1).half())
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_weights_that_differ_below_the_precision_of_others_are_told_apart(hooked: bool) -> None:
+def linear(value: float) -> torch.nn.Linear:
+    layer = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(value)
+    return layer
+
+
+class Hooked(torch.nn.Module):
+    """A trainer's layer, whose forward takes the place of another's; of its list torch knows nothing."""
+
+    def __init__(self, value: float = ROUNDED, extra: float = 1.0, alpha: float = 1.0):
+        super().__init__()
+        self.lora, self.extra, self.alpha = linear(value), [torch.full((2, 2), extra)], alpha
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.alpha * self.lora(self.extra[0][tokens])
+
+
+def encoder(hooked: Hooked | None = None, value: float = ROUNDED) -> torch.nn.Module:
+    """A float16 encoder with a float32 layer of this value, and the hooked one."""
+    layers = torch.nn.Sequential(linear(0.1).half(), linear(value))
+    if hooked is not None:
+        layers[0].forward = hooked.forward  # type: ignore[method-assign]
+    return layers
+
+
+def identity(*given: Any) -> dict[str, Any]:
+    return part_identity("text_encoder", encoder(*given))
+
+
+def test_weights_and_hooked_layers_count_to_their_last_bit() -> None:
     """Of a part with several dtypes, or of a float32 LoRA on a float16 encoder, nothing is rounded."""
+    plain, changed = identity(), ROUNDED + 1e-6
+    assert plain == identity() != identity(None, changed)
+    found = [identity(Hooked()), identity(Hooked(changed)), identity(Hooked(extra=1.1)), identity(Hooked(alpha=0.5))]
+    assert identity(Hooked()) == found[0]
+    assert all(one != other for number, one in enumerate([plain, *found]) for other in found[number:])
+    hooked = Hooked()
+    part = encoder(hooked)
+    assert part_identity("text_encoder", part) == found[0]
+    hooked.extra[0].mul_(1.1)  # in place, after its identity was computed
+    assert part_identity("text_encoder", part) == found[2]
 
-    def part(value: float) -> torch.nn.Module:
-        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).half()
-        with torch.no_grad():
-            for parameter in layers.parameters():
-                parameter.fill_(0.1)
-        fine = torch.nn.Linear(2, 2)
-        with torch.no_grad():
-            for parameter in fine.parameters():
-                parameter.fill_(value)
-        if hooked:
-            layers[1].forward = fine.forward  # type: ignore[method-assign]
-        else:
-            layers[1] = fine
-        return layers
 
-    rounded = float(torch.tensor(0.1).half())
-    one, same, other = part(rounded), part(rounded), part(rounded + 1e-6)
-    assert part_identity("text_encoder", one) == part_identity("text_encoder", same)
-    assert part_identity("text_encoder", one) != part_identity("text_encoder", other)
+def test_bucket_shapes_of_another_release_count() -> None:
+    """They are an attribute of mgds' class, and no setting."""
+
+    class AspectBucketing:
+        all_possible_input_aspects = ((1.0, 1.0),)
+
+        def get_outputs(self) -> list[str]:
+            return ["crop_resolution"]
+
+    before = describe(AspectBucketing(), {})
+    AspectBucketing.all_possible_input_aspects = ((1.0, 1.0), (1.0, 2.0))
+    assert describe(AspectBucketing(), {}) != before
 
 
 class Tokenize:
@@ -79,6 +91,12 @@ class Tokenize:
         return ["tokens"]
 
 
+def tokenizer_with(template: str) -> Any:
+    tokenizer = tiny_part("tokenizer")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 SYSTEM = "Describe it."
 
 
@@ -91,28 +109,22 @@ def with_role(role: str) -> Callable[[str], Any]:
 
 
 def test_a_chat_template_and_the_function_that_makes_its_messages_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_part("tokenizer")
-    tokenizer.chat_template = "{{ messages[0].content }}"
+    template = "{{ messages[0].content }}"
+    tokenizer = tokenizer_with(template)
     settings = {"enable_thinking": True}
     first = describe(Tokenize(tokenizer, with_role("user"), settings), {})
-    assert first == describe(Tokenize(clip_tokenizer_with(tokenizer.chat_template), with_role("user"), settings), {})
+    assert first == describe(Tokenize(tokenizer_with(template), with_role("user"), settings), {})
     others = [
         Tokenize(tokenizer, with_role("assistant"), settings),
         Tokenize(tokenizer, lambda caption: _messages(caption, "user"), settings),
         Tokenize(tokenizer, with_role("user"), {"enable_thinking": False}),
-        Tokenize(clip_tokenizer_with("{{ messages[1].content }}"), with_role("user"), settings),
+        Tokenize(tokenizer_with("{{ messages[1].content }}"), with_role("user"), settings),
     ]
     assert all(describe(each, {}) != first for each in others)
     monkeypatch.setitem(globals(), "SYSTEM", "Another one.")
     assert describe(Tokenize(tokenizer, with_role("user"), settings), {}) != first
     plain = describe(Tokenize(tokenizer), {})
     assert "chat_template" not in plain["settings"]
-
-
-def clip_tokenizer_with(template: str) -> Any:
-    tokenizer = tiny_part("tokenizer")
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def test_functions_and_values_that_are_reached_through_a_module_count() -> None:

@@ -18,32 +18,24 @@ from latentcache.integrations import onetrainer
 from latentcache.integrations.onetrainer import LOADERS
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> ModuleType:
-    """A module of this dotted name, and its parents, for the time of a test."""
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        parent = ".".join(parts[:end])
-        if parent not in sys.modules:
-            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    module = ModuleType(name)
-    vars(module).update(attributes)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
 @pytest.fixture
 def mgds(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The own host's base classes under mgds' names."""
     own = host("own")
-    put(monkeypatch, "mgds.PipelineModule", PipelineModule=own.PipelineModule)
-    name = "SingleVariationRandomAccessPipelineModule"
-    put(monkeypatch, f"mgds.pipelineModuleTypes.{name}", **{name: own.SingleVariationRandomAccessPipelineModule})
+    single = "SingleVariationRandomAccessPipelineModule"
+    homes = {"mgds.PipelineModule": "PipelineModule", f"mgds.pipelineModuleTypes.{single}": single}
+    for name, attribute in homes.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{attribute: getattr(own, attribute)}))
     return own
 
 
 @pytest.fixture
 def loaders(monkeypatch: pytest.MonkeyPatch, mgds: SimpleNamespace) -> list[ModuleType]:
-    return [put(monkeypatch, name, DiskCache=f"the DiskCache of {name}") for name in LOADERS]
+    made = [ModuleType(name) for name in LOADERS]
+    for module in made:
+        module.DiskCache = f"the DiskCache of {module.__name__}"  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
 
 
 def test_importing_the_adapter_imports_no_mgds_and_no_release_of_diffusers() -> None:
@@ -61,68 +53,57 @@ def test_importing_the_adapter_imports_no_mgds_and_no_release_of_diffusers() -> 
     assert first == "[]" and second.startswith("mgds.PipelineModule cannot be imported (")
 
 
-def test_install_and_undo(loaders: list[ModuleType], mgds: SimpleNamespace) -> None:
-    before = [loader.DiskCache for loader in loaders]
-    undo = onetrainer.install()
-    assert all(issubclass(loader.DiskCache, mgds.LatentCacheModule) for loader in loaders)
-    undo()
-    assert [loader.DiskCache for loader in loaders] == before
-    undo()
-    assert [loader.DiskCache for loader in loaders] == before
-
-
 class Model:
     """A trainer's model with the newer functions."""
 
     def __init__(self) -> None:
         self.unet, self.vae = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).eval()
-        self.calls: list[str] = []
 
-    def materialize(self, *names: str) -> None:
-        self.calls.append(f"materialize {names}")
+    def materialize(self, *names: str) -> None: ...
 
-    def evict(self, *names: str) -> None:
-        self.calls.append(f"evict {names}")
+    evict = materialize
 
 
 def test_what_is_installed_caches_as_configured(
     loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """One folder for all, which the trainer does not empty; modes of the model are put back."""
-    model = Model()
+    """One folder for all, which the trainer does not empty; modes of the model are put back; and all can be undone."""
+    model, originals = Model(), [loader.DiskCache for loader in loaders]
     seen: list[bool] = []
 
     def before(kind: str) -> None:
         seen.append(model.unet.training)
         model.unet.eval()
 
-    undo = onetrainer.install(model=lambda: model, cache_dir=tmp_path / "shared", provenance={"build": 7})
-    pipeline = SimpleNamespace(**(vars(mgds) | {"LatentCacheModule": loaders[0].DiskCache}))
     folder = write_photos(tmp_path / "photos", 2)
 
-    def setup(place: str) -> Setup:
+    def setup(place: str, loader: ModuleType) -> Setup:
+        pipeline = SimpleNamespace(**(vars(mgds) | {"LatentCacheModule": loader.DiskCache}))
         return Setup(pipeline, tmp_path / place, [concept(folder)], before=before)
 
-    run = setup("run").start()
+    undo = onetrainer.install(model=lambda: model, cache_dir=tmp_path / "shared", provenance={"build": 7})
+    assert all(issubclass(loader.DiskCache, mgds.LatentCacheModule) for loader in loaders)
+    run = setup("run", loaders[0]).start()
     assert run.encoded["vae"] == 2 and seen == [True, True] and model.unet.training and not model.vae.training
     assert (tmp_path / "shared" / "latentcache" / "CACHE.json").exists() and not (tmp_path / "run").exists()
-    assert setup("another run").start().encoded.total() == 0
+    assert setup("another run", loaders[1]).start().encoded.total() == 0
     undo()
+    assert [loader.DiskCache for loader in loaders] == originals
     later = onetrainer.install(cache_dir=tmp_path / "shared", provenance={"build": 8})
-    pipeline.LatentCacheModule = loaders[1].DiskCache
-    assert setup("a third run").start().encoded["vae"] == 2
+    undo()  # of another installation it undoes nothing
+    assert setup("a third run", loaders[1]).start().encoded["vae"] == 2
     later()
+    assert [loader.DiskCache for loader in loaders] == originals
 
 
 def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> None:
     model = Model()
-    kept = onetrainer.PlacementGuard(model)
 
     def fail() -> None:
         raise RuntimeError("the trainer's own function")
 
-    module = SimpleNamespace(before_cache_fun=model.unet.eval, after_cache_fun=fail)
-    kept.around(module)
+    module: Any = SimpleNamespace(before_cache_fun=model.unet.eval, after_cache_fun=fail)
+    onetrainer.PlacementGuard(model).around(module)
     module.before_cache_fun()
     assert not model.unet.training
     with pytest.raises(RuntimeError, match="the trainer's own"):
@@ -130,23 +111,15 @@ def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> Non
     assert model.unet.training
 
 
-def test_a_part_that_was_on_meta_keeps_what_it_has_loaded() -> None:
+def test_weights_that_come_meanwhile_stay_and_those_that_are_lost_are_an_error() -> None:
     model = Model()
     model.vae = torch.nn.Linear(2, 2, device="meta").eval()
     kept = onetrainer.PlacementGuard(model)
     kept.before()
-    model.vae.weight = torch.nn.Parameter(torch.ones(2, 2))
+    model.vae.weight = torch.nn.Parameter(torch.ones(2, 2))  # it was loaded
     model.vae.train()
-    kept.after()
-    assert model.vae.weight.device.type == "cpu" and not model.vae.training
-
-
-def test_a_part_that_lost_its_values_is_an_error_and_the_others_come_back() -> None:
-    model = Model()
-    kept = onetrainer.PlacementGuard(model)
-    kept.before()
     model.unet.to("meta").eval()
-    model.vae.train()
     with pytest.raises(PipelineError, match=r"unet\.weight had values .* Load the model again"):
         kept.after()
-    assert model.unet.training and not model.vae.training
+    assert model.vae.weight.device.type == "cpu"
+    assert model.unet.training and not model.vae.training, "the others come back"

@@ -7,9 +7,7 @@ function that makes the messages of a chat template.
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,74 +24,37 @@ from latentcache.integrations.onetrainer.upstream import RECOGNISED
 RECORDED: dict[str, Any] = json.loads(
     Path(pipeline_host.__file__).with_name("onetrainer_families.json").read_text(encoding="utf-8")
 )["families"]
-EACH = pytest.mark.parametrize("family", sorted(RECORDED))
 
 
 def messages(caption: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": caption}]
 
 
-def without_embeddings(prompt: str) -> str:
-    return prompt
+def loaded(name: str, parts: dict[str, Any]) -> Any:
+    """What the trainer has under this name."""
+    if name.endswith("autocast_context"):
+        return nullcontext()
+    if name.endswith("train_dtype"):
+        return torch.float32
+    if name.endswith("embeddings_to_prompt"):
+        return lambda prompt: prompt
+    return parts[name] if name in parts else parts[name.removesuffix("_1")]
 
 
-def objects(parts: dict[str, Any]) -> dict[str, Any]:
-    """What the trainer loads, by its name there."""
-    named = {f"{name}_1": parts[name] for name in ("text_encoder", "tokenizer")}
-    named |= {name: part for name, part in parts.items() if name.startswith(("text_encoder", "tokenizer"))}
-    contexts = dict.fromkeys(("autocast_context", "text_encoder_autocast_context", "text_encoder_2_autocast_context"))
-    dtypes = ("train_dtype", "text_encoder_train_dtype", "text_encoder_2_train_dtype")
-    maps = (f"add_text_encoder{number}_embeddings_to_prompt" for number in ("", "_1", "_2"))
-    return (
-        named
-        | {name: nullcontext() for name in contexts}
-        | dict.fromkeys(dtypes, torch.float32)
-        | dict.fromkeys(maps, without_embeddings)
-    )
-
-
-def value(recorded: Any, known: dict[str, Any]) -> Any:
+def value(recorded: Any, parts: dict[str, Any]) -> Any:
     if isinstance(recorded, list):
-        return [value(each, known) for each in recorded]
+        return [value(each, parts) for each in recorded]
     if isinstance(recorded, dict) and len(recorded) == 1 and recorded.keys() <= {"object", "function"}:
-        return messages if "function" in recorded else known[recorded["object"]]
+        return messages if "function" in recorded else loaded(recorded["object"], parts)
     return recorded
 
 
-def made(host: SimpleNamespace, family: str, parts: dict[str, Any]) -> Iterator[Any]:
-    """The recorded modules. Where the host lacks one, it is an object of that name with the settings that it keeps."""
-    for name, recorded in RECORDED[family]["modules"]:
-        settings = {key: value(each, objects(parts)) for key, each in recorded.items()}
-        yield getattr(host, name)(**settings) if host.name == "mgds" else keeping(name, settings)
-
-
-def keeping(name: str, settings: dict[str, Any]) -> Any:
-    """An object of a class of this name. mgds' modules keep one setting under another name."""
-
-    class Keeping:
-        def __init__(self, **given: Any):
-            layers = given.pop("hidden_state_output_index", None)
-            if name in ("EncodeQwenText", "EncodeMistralText"):
-                self.hidden_state_indexes = layers if isinstance(layers, list) else [layers]
-            elif layers is not None:
-                self.hidden_state_output_index = layers
-            vars(self).update(given)
-
-        def get_outputs(self) -> list[str]:
-            return [each for setting, each in settings.items() if setting.endswith("out_name")]
-
-    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("self", *settings)]
-    Keeping.__init__.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    Keeping.__name__ = name
-    return Keeping(**settings)
-
-
 @pytest.mark.families
-@EACH
+@pytest.mark.parametrize("family", sorted(RECORDED))
 def test_every_module_is_known_and_each_of_its_settings_is_read(pipeline: SimpleNamespace, family: str) -> None:
-    for module, (name, recorded) in zip(
-        made(pipeline, family, tiny_model(family)), RECORDED[family]["modules"], strict=True
-    ):
+    parts = tiny_model(family)
+    for name, recorded in RECORDED[family]["modules"]:
         assert name in RECOGNISED
+        module = pipeline.make(name, **{key: value(each, parts) for key, each in recorded.items()})
         if name != "MapData":  # what it gives is a text, which counts as it is
             assert describe(module, {})["settings"].keys() >= recorded.keys()
