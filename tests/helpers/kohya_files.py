@@ -66,11 +66,3 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(npz_of(arrays))
     return path
-
-
-def write_cache(photos: Path, sizes: dict[str, tuple[int, int]], bucket_of: Any, widths: tuple[int, int]) -> None:
-    """kohya's files next to each image: `sizes` are (width, height) by the image's name without suffix."""
-    for seed, (stem, (width, height)) in enumerate(sizes.items()):
-        arrays = dialect_a(seed, width, height, bucket_of(width, height))
-        write_npz(photos / latents_name(stem, width, height), arrays)
-        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed, widths=widths))
