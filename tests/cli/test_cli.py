@@ -18,7 +18,7 @@ from helpers.tiny_configs import tiny_config
 
 import latentcache
 import latentcache.precache.run
-from latentcache.config_file import known_settings, load_config
+from latentcache.config_file import load_config
 from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +65,6 @@ def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any
     assert code == 0 and status["store"]["num_entries"] == {"text": 5, "image": 5} and status["num_unused"] == 0
     assert [m["role"] for m in status["manifests"]] == ["train", "prompts"]
 
-    code, found = run_json("explain", "b.png", config_file)
-    assert code == 0 and [e["status"] for e in found["datasets"][0]["entries"]] == ["hit", "hit"]
     (photos / "b.txt").write_text("a green car")
     code, found = run_json("explain", "b.png", config_file)
     entries = found["datasets"][0]["entries"]
@@ -95,10 +93,6 @@ def test_the_cache_can_be_named_in_every_way(cached: Path, run_json: Any) -> Non
     for arguments in ([cache], [cached], ["--config", cached], ["--cache.path", cache]):
         code, status = run_json("status", *arguments)
         assert code == 0 and status["path"] == str(cache), arguments
-    code, error = run_json("status")
-    assert code == 2 and "which cache?" in error["error"]
-    code, error = run_json("status", "none.yaml", "--cache.path", cache)
-    assert code == 2 and "none.yaml: no such cache directory and no such config" in error["error"]
 
 
 def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, tmp_path: Path, photos: Path) -> None:
@@ -129,77 +123,50 @@ def test_flags_reach_each_control_image_and_the_mask(
     code, report = run_json("precache", config_file, *flags, area, "1024", "--dry-run")
     reasons = report["misses_by_reason"]
     assert report["num_misses"] == 5 and all(each.startswith("control 2: bucket changed") for each in reasons)
-    code, error = run_json("precache", config_file, "--datasets.photos.control.2.path", tmp_path / "first")
-    assert code == 2 and "control: there is no '2' in the file; it has 0, 1" in error["error"]
-
-
-def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # narrower, long names are broken over two lines
-    help_text = "".join(run("precache", "--help")[1].split())
-    lists = {"cache", "datasets", "datasets.N.buckets.sizes", "model", "encode", "validation", "validation.prompts"}
-    lists |= {"datasets.N.captions.weights", "datasets.N.resolutions"}
-    sections = {
-        "datasets.N.captions",
-        "datasets.N.source",
-        "datasets.N.buckets",
-        "datasets.N.images",
-        "datasets.N.source.caption_columns",
-    }
-    for name in set(known_settings()) - lists - sections:
-        flag = "--" + name.replace(".N.", ".{NAME}.").replace("_", "-")
-        assert flag.split("{NAME}")[-1] in help_text, flag
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "arguments", "message"),
     [
-        (["--encode.batch-sise", "1"], "Did you mean --encode.batch-size?"),
-        (["--dryrun"], "Did you mean --dry-run?"),
-        (["--cache-dir", "x"], "Did you mean --cache.path?"),
-        (["--encode.vae_dtype", "fp8"], "'float16'"),
-        (["--datasets.cats.flip", "true"], "datasets: there is no 'cats' in the file; it has 0, photos"),
-        (["--cache", "x"], "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
-        (["--datasets.0.resolutions", "[256,512]"], "give a list in the file; no flag takes one"),
-        (
-            ["--datasets.0.mask", "alpha", "--datasets.0.mask.path", "masks"],
-            "--datasets.0.mask and --datasets.0.mask.path contradict each other: give one of them",
-        ),
-        (["--datasets.0.flop", "true"], "datasets.0.flop: unknown setting; did you mean 'datasets.0.flip'?"),
-        (["--datasets.photos.path", "x"], "datasets.0.path: unknown setting; did you mean 'datasets.0.source.path'?"),
-        (["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
-        (["--encode.device", "gpu"], "device 'gpu' is unknown"),
+        ("precache", ["--encode.batch-sise", "1"], "Did you mean --encode.batch-size?"),
+        ("precache", ["--cache-dir", "x"], "Did you mean --cache.path?"),
+        ("precache", ["--encode.vae_dtype", "fp8"], "'float16'"),
+        ("precache", ["--datasets.cats.flip", "true"], "datasets: there is no 'cats' in the file; it has 0, photos"),
+        ("precache", ["--cache", "x"], "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
+        ("precache", ["--datasets.0.resolutions", "[256,512]"], "give a list in the file; no flag takes one"),
+        ("precache", ["--datasets.0.mask", "alpha", "--datasets.0.mask.path", "x"], "contradict each other"),
+        ("precache", ["--datasets.0.flop", "true"], "datasets.0.flop: unknown setting; did you mean 'datasets.0.flip'"),
+        ("precache", ["--datasets.0.path", "x"], "unknown setting; did you mean 'datasets.0.source.path'?"),
+        ("precache", ["--encode.device", "gpu"], "device 'gpu' is unknown"),
+        # Not the model, which is loaded for minutes.
+        ("precache", ["--datasets.0.source.path", "nowhere", "--model.path", "no-model"], "nowhere: does not exist"),
+        ("precache", ["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
+        ("explain a.pgn", [], "did you mean 'a.png'?"),
+        ("show nothing", [], "is no sample_id of this cache, and no key"),
+        ("verify", ["--subset", "x"], "--subset is 'x'"),
     ],
 )
 def test_what_cannot_run_exits_with_2_and_says_why(
-    config_file: Path, run: Any, run_json: Any, arguments: list[str], message: str
+    cached: Path, run: Any, run_json: Any, command: str, arguments: list[str], message: str
 ) -> None:
-    code, out, err = run("precache", config_file, *arguments)
+    words = [*command.split(), cached, *arguments]
+    code, out, err = run(*words)
     assert (code, out) == (2, "") and message in err
-    code, document = run_json("precache", config_file, *arguments)
+    code, document = run_json(*words)
     assert code == 2 and message in document["error"]
 
 
-def test_a_missing_argument_says_where_to_look(run: Any) -> None:
-    for command in ("precache", "export kohya"):
+def test_what_is_missing_is_said(cached: Path, run: Any) -> None:
+    for command, message in (
+        ("precache", "`latentcache precache --help` says what it takes."),
+        ("export kohya", "`latentcache export kohya --help` says what it takes."),
+        (f"precache {cached.parent}", "is a folder, not a config"),
+        ("explain a.png", "latentcache explain SAMPLE CONFIG"),
+        ("status", "which cache?"),
+        ("status none.yaml --cache.path x", "none.yaml: no such cache directory and no such config"),
+    ):
         code, _, err = run(*command.split())
-        assert code == 2 and f"`latentcache {command} --help` says what it takes." in err
-
-
-def test_unknown_samples_and_keys(cached: Path, run: Any) -> None:
-    code, _, err = run("explain", "a.pgn", cached)
-    assert code == 2 and "did you mean 'a.png'?" in err
-    assert "is no sample_id of this cache, and no key" in run("show", "nothing", cached)[2]
-    assert run("show", "0" * 64, cached)[0] == 2
-
-
-def test_a_manifest_is_shown_as_lines(config_file: Path, run: Any, photos: Path) -> None:
-    (photos / "bad.png").write_bytes(b"")
-    run("precache", config_file)
-    code, out, _ = run("show", "photos", config_file, "--json")
-    rows = {row["sample_id"]: row for row in map(json.loads, out.splitlines())}
-    assert code == 0 and "a.png" in rows and rows["bad.png"]["refusal"]["reason"] == "empty"
-    shown = json.loads(run("show", "a.png", config_file, "--json")[1])["datasets"][0]
-    assert rows["a.png"] == {name: shown[name] for name in rows["a.png"]}
+        assert code == 2 and message in err
 
 
 def test_refusals_are_no_failure_unless_strict(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
@@ -218,20 +185,14 @@ def test_refusals_are_no_failure_unless_strict(config_file: Path, run: Any, run_
     assert "torn5.png" in run("precache", config_file, "--verbose")[1]
     assert [run_json(command, config_file)[0] for command in ("precache", "status")] == [0, 0]
     assert [run_json(command, config_file, "--strict")[0] for command in ("precache", "status")] == [1, 1]
-    code, found = run_json("explain", "bad.png", config_file)
-    assert code == 0 and found["datasets"][0]["refusal"]["reason"] == "empty"
-
-
-def test_what_is_no_config_is_said(run: Any, photos: Path) -> None:
-    code, _, err = run("precache", photos)
-    assert code == 2 and "is a folder, not a config" in err
-    code, _, err = run("explain", "a.png")
-    assert code == 2 and "latentcache explain SAMPLE CONFIG" in err
-
-
-def test_a_folder_that_is_not_there_is_said_before_the_model_is_looked_for(config_file: Path, run: Any) -> None:
-    code, _, err = run("precache", config_file, "--datasets.0.source.path", "nowhere", "--model.path", "no-model")
-    assert code == 2 and "nowhere: does not exist" in err and "no-model" not in err
+    code, out, _ = run("show", "photos", config_file, "--json")
+    rows = {row["sample_id"]: row for row in map(json.loads, out.splitlines())}
+    assert code == 0 and rows["bad.png"]["refusal"]["reason"] == "empty"
+    for sample_id, command in (("bad.png", "explain"), ("a.png", "show")):
+        code, found = run_json(command, sample_id, config_file)
+        [shown] = found["datasets"]
+        assert code == 0 and shown["refusal"] == rows[sample_id]["refusal"]
+    assert rows["a.png"] == {name: shown[name] for name in rows["a.png"]}
 
 
 def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, run_json: Any, tmp_path: Path) -> None:
@@ -252,7 +213,6 @@ def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, 
     assert run_json("verify", config_file)[1]["ok"]
     code, out, _ = run("verify", config_file, "--subset", "1/2")
     assert code == 0 and "the cache is whole" in out
-    assert run("verify", config_file, "--subset", "x")[0] == 2
 
 
 def test_rebuild_brings_everything_back(cached: Path, run_json: Any) -> None:
@@ -262,16 +222,10 @@ def test_rebuild_brings_everything_back(cached: Path, run_json: Any) -> None:
     assert run_json("precache", cached)[1]["num_hits"] == 10
 
 
-def test_prune_and_compact(
-    config_file: Path, run: Any, run_json: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_and_compact(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
     run_json("precache", config_file)
     (photos / "a.png").unlink()
     run_json("precache", config_file)
-    with monkeypatch.context() as patch:  # a cache that may only be read is described all the same
-        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-        assert run_json("compact", config_file, "--dry-run")[0] == 0
-        assert run_json("prune", config_file, "--dry-run")[1]["num_entries"] == 3
     code, expected = run_json("prune", config_file, "--dry-run")
     assert code == 0 and expected["num_entries"] == 3 and expected["num_bytes"] > 0 and expected["dry_run"]
     assert run_json("status", config_file)[1]["num_unused"] == 3
@@ -286,15 +240,8 @@ def test_prune_and_compact(
     assert run_json("verify", config_file)[1]["ok"]
 
 
-def test_prune_does_not_empty_a_cache_without_a_manifest(config_file: Path, run: Any, tmp_path: Path) -> None:
-    run("precache", config_file)
-    shutil.rmtree(tmp_path / "cache" / "manifests")
-    code, _, err = run("prune", config_file)
-    assert code == 2 and "has no manifest" in err
-
-
 def test_prune_waits_for_a_run_that_was_stopped(
-    config_file: Path, run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch
+    config_file: Path, run: Any, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("precache", config_file)
     with monkeypatch.context() as patch:
@@ -306,21 +253,18 @@ def test_prune_waits_for_a_run_that_was_stopped(
     assert run_json("precache", config_file, "--cache.salt", "x")[1]["num_hits"] == 10
     code, report = run_json("prune", config_file)
     assert code == 0 and report["num_entries"] == 9, "the old images and captions, but not the old empty prompt"
-
-
-def stopped(*arguments: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_prune_can_be_told_to_give_up_unfinished_work(
-    config_file: Path, run: Any, run_json: Any, tmp_path: Path
-) -> None:
-    run("precache", config_file)
     note = tmp_path / "cache" / "manifests" / "photos.unfinished"
     for text in ("2026-01-01T00:00:00+00:00", "no time"):  # a damaged note advises to give the work up, too
         note.write_text(text)
         assert run("prune", config_file)[0] == 2
         assert run_json("prune", config_file, "--unfinished")[1]["num_entries"] == 0
+    shutil.rmtree(tmp_path / "cache" / "manifests")
+    code, _, err = run("prune", config_file)
+    assert code == 2 and "has no manifest" in err, "it does not empty the cache"
+
+
+def stopped(*arguments: object, **named: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_fault_of_ours_is_not_taken_for_refusals(
@@ -332,10 +276,7 @@ def test_a_fault_of_ours_is_not_taken_for_refusals(
 
 
 def test_ctrl_c_says_that_nothing_is_lost(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("latentcache.remote.transfer.transfer", interrupted)
+    monkeypatch.setattr("latentcache.remote.transfer.transfer", stopped)
     code, _, err = run("push", tmp_path / "a", tmp_path / "b")
     assert code == 130 and "interrupted; sealed entries are safe" in err
 
@@ -365,18 +306,14 @@ def test_the_home_directory_is_expanded(
     assert run_json("status", "--cache.path=~/home-cache")[1]["num_unused"] == 0
 
 
-def test_logs_and_progress_stay_off_stdout_and_names_that_are_no_text_are_escaped(
-    config_file: Path, photos: Path
-) -> None:
+def test_names_that_are_no_text_are_escaped(config_file: Path, run: Any, photos: Path) -> None:
     (Path(os.fsdecode(os.fsencode(photos) + b"/b\xfed.png"))).write_bytes(b"")
+    run("precache", config_file)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "precache.py"), str(config_file)],
-        capture_output=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        [sys.executable, "-m", "latentcache", "show", "photos", str(config_file)],
+        capture_output=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert b"b\\udcfed.png: empty" in done.stdout and b"ready: 5 of 6" in done.stdout
-    assert b"encode images: 5 of 5" not in done.stdout
-    assert b"encode images: 5 of 5" in done.stderr and b"\r" not in done.stderr
+    assert b"b\\udcfed.png: " in done.stdout
 
 
 def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any, photos: Path) -> None:
@@ -384,7 +321,7 @@ def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any,
         write_photo(photos / f"more{index}.png", index, (300, 520))
     arguments = ["--json", "--datasets.0.buckets.area", "65536", "--datasets.0.buckets.step", "64"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "latentcache", "precache", str(config_file), *arguments],
+        [sys.executable, str(ROOT / "scripts" / "precache.py"), str(config_file), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert process.stderr is not None
@@ -395,7 +332,8 @@ def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any,
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT, err
-    report = json.loads(out)
+    report = json.loads(out)  # logs and progress are elsewhere
+    assert "stopping: " in err and "\r" not in err
     assert report["interrupted"] and 0 < report["num_encoded"] < report["num_misses"] == 30
     code, after = run_json("precache", config_file, *arguments[1:])
     assert code == 0 and after["num_hits"] == report["num_encoded"]

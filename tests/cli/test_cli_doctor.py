@@ -38,13 +38,6 @@ def test_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
     assert code == 1 and "error    zero_optimization.stage" in out and out.splitlines()[-1].startswith("1 error")
 
 
-def test_what_cannot_run_is_exit_code_2(run: Any, run_json: Any, tmp_path: Path) -> None:
-    code, report = run_json("--deepspeed", tmp_path / "none.json")
-    assert code == 2 and report["type"] == "ConfigError" and "none.json" in report["error"]
-    code, _, err = run("--nonsense")
-    assert code == 2 and "--nonsense" in err
-
-
 def test_a_training_step_is_audited(run_json: Any) -> None:
     random_state = torch.random.get_rng_state()
     code, report = run_json("--device", "cpu", "--training")

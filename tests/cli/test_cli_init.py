@@ -79,7 +79,7 @@ def test_folders_with_repeats_are_datasets(folder: Path, run: Run, run_json: Run
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-@pytest.mark.parametrize("name", [r"C:\Users\me", "it's: #1, {a}", "null", "two\nlines", "~tilde", "a\udcffb"])
+@pytest.mark.parametrize("name", [r"it's: C:\a #1, {b}", "two\nlines", "~tilde", "a\udcffb"])
 def test_odd_names_of_folders_are_quoted(folder: Path, run_json: RunJson, name: str) -> None:
     shutil.move(folder, folder.parent / name)
     code, told = run_json("init", folder.parent / name, "run.yaml")
@@ -87,20 +87,19 @@ def test_odd_names_of_folders_are_quoted(folder: Path, run_json: RunJson, name: 
     assert len(told["datasets"]) == 1
 
 
-def test_what_is_not_done(folder: Path, run: Run, run_json: RunJson) -> None:
-    for name in ("nothing", "notes"):
-        (folder.parent / name).mkdir()
+def test_what_is_not_done(folder: Path, run: Run) -> None:
+    (folder.parent / "notes").mkdir()
     (folder.parent / "notes" / "a.txt").write_text("a caption without an image")
-    for name, message in (("nothing", "holds no images"), ("notes", "holds no images"), ("nowhere", "No such file")):
-        code, error = run_json("init", name)
-        assert code == 2 and name in error["error"] and message in error["error"]
-        assert not Path(f"{name}.yaml").exists()
     Path("photos.yaml").write_text("mine")
-    code, _, err = run("init", "photos")
-    assert (
-        code == 2 and "photos.yaml: exists, and is left as it is" in err and Path("photos.yaml").read_text() == "mine"
-    )
-    assert "does not end in .yaml" in run("init", "photos", "photos.toml")[2] and not Path("photos.toml").exists()
-    assert '"kohya", "onetrainer"' in run("init", "photos", "--for", "comfy")[2]
-    code, _, err = run("precache", "photos")
-    assert code == 2 and "photos: is a folder, not a config; `latentcache init photos` writes one" in err
+    for command, message in (
+        ("init notes", "notes: holds no images"),
+        ("init nowhere", "No such file"),
+        ("init photos", "photos.yaml: exists, and is left as it is"),
+        ("init photos photos.toml", "does not end in .yaml"),
+        ("init photos --for comfy", '"kohya", "onetrainer"'),
+        ("precache photos", "photos: is a folder, not a config; `latentcache init photos` writes one"),
+    ):
+        code, _, err = run(*command.split())
+        assert code == 2 and message in err, command
+    assert Path("photos.yaml").read_text() == "mine"
+    assert {path.name for path in folder.parent.iterdir()} == {"notes", "photos", "photos.yaml"}

@@ -56,20 +56,16 @@ def test_what_cannot_run_on_a_cluster_is_refused(
         precache(make_config())
 
 
-def test_keys_are_planned_for_the_device_of_the_encoders(make_config: Callable[..., Config]) -> None:
-    """A laptop plans for GPUs that it lacks: the text encoders compute in float16 there."""
-    here = RayCluster(make_config(), "auto")
+def test_keys_are_planned_for_the_device_of_the_encoders(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A laptop plans for GPUs that it lacks: the text encoders compute in float16 there. Paths are absolute."""
     there = RayCluster(make_config(**{"encode.device": "cuda"}), "auto")
-    assert (here.device.type, there.device.type) == ("cpu", "cuda")
+    assert (RayCluster(make_config(), "auto").device.type, there.device.type) == ("cpu", "cuda")
     assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0}), "auto").device.type == "cpu"
     assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0.5}), "auto").device.type != "cpu"
     report = run_precache(there.config, remote_encoders=there, dry_run=True)
     assert report.num_misses == 12 and report.placement["text"].startswith("cuda float16")
-
-
-def test_paths_of_the_encoders_are_absolute(
-    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     given = make_config(**{"cache.path": "here/cache", "model.path": "model", "model.vae": "someone/a-hub-id"})

@@ -33,23 +33,18 @@ def written(config: Config, folder: Path) -> Path:
     return path
 
 
-def test_the_models_own_unet_is_validated(config_file: Path, run_json: RunJson, tmp_path: Path) -> None:
-    code, found = run_json("validate", config_file)
-    assert code == 0
-    assert isinstance(found["loss"], float) and found["num_samples"] == 5 and len(found["loss_by_timestep"]) == 2
-    assert [Path(image["path"]).is_file() for image in found["images"]] == [True]
-    assert json.loads((tmp_path / "validation/000000/metrics.json").read_text())["loss"] == found["loss"]
-    assert found["difference"] is None
-
-
 def test_two_checkpoints_are_compared_sample_by_sample(config_file: Path, run_json: RunJson, tmp_path: Path) -> None:
+    """The model's own UNet, and another in a checkpoint."""
     other = tiny_denoiser()
     with torch.no_grad():
         other.conv_out.weight.mul_(0.5)
         other.conv_out.bias.mul_(0.5)
     checkpoint = save_checkpoint(tmp_path / "run", model=other, step=30, rng=False)
-    _, first = run_json("validate", config_file)
+    code, first = run_json("validate", config_file)
+    assert code == 0 and first["num_samples"] == 5 and len(first["loss_by_timestep"]) == 2
+    assert first["difference"] is None and [Path(image["path"]).is_file() for image in first["images"]] == [True]
     metrics = tmp_path / "validation/000000/metrics.json"
+    assert json.loads(metrics.read_text())["loss"] == first["loss"]
     code, second = run_json("validate", config_file, "--unet", checkpoint, "--against", metrics)
     assert code == 0 and second["step"] == 30
     assert second["difference"]["mean"] == pytest.approx(second["loss"] - first["loss"], rel=1e-6)
