@@ -33,7 +33,6 @@ CASES = {
     "krea2": Case("krea2"),
     "wan": Case("wan", frames=True),
 }
-HAS_POOLED = ("sdxl", "flux")
 
 
 def latents_of(family: str, seed: int) -> torch.Tensor:
@@ -55,16 +54,6 @@ def pooled_of(seed: int) -> torch.Tensor:
     return torch.randn(6, generator=torch.Generator().manual_seed(seed + 80)).bfloat16()
 
 
-def zero_padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
-
-
-def write_images(folder: Path) -> None:
-    """A photo of 160 x 96 pixels for each caption, and the caption's file."""
-    for seed, (stem, caption) in enumerate(CAPTIONS.items()):
-        write_photo(folder / f"{stem}.png", seed, (96, 160)).with_suffix(".txt").write_text(caption)
-
-
 def simpletuner_text(family: str, seed: int) -> dict[str, torch.Tensor]:
     """The payload of a text: masks leave other rows out than zeros."""
     rows = own_rows(family, seed)
@@ -79,7 +68,8 @@ def simpletuner_text(family: str, seed: int) -> dict[str, torch.Tensor]:
             "attention_masks": masks,
         }
     if family == "wan":  # its mask is no mask
-        return {"prompt_embeds": zero_padded(rows, 512)[None], "attention_masks": torch.ones(1, 512, WIDTH)}
+        zeros = rows.new_zeros(512 - len(rows), WIDTH)
+        return {"prompt_embeds": torch.cat([rows, zeros])[None], "attention_masks": torch.ones(1, 512, WIDTH)}
     # T5 and LLMs give numbers for padding too. Krea 2's lies before the last five rows.
     length = {"qwen-image": len(rows) + 3}.get(family, 512)
     generator = torch.Generator().manual_seed(seed)
@@ -93,10 +83,11 @@ def simpletuner_text(family: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def write_simpletuner(folder: Path, family: str) -> None:
-    """`folder`/vae and `folder`/text."""
+    """`folder`/images, a photo of 160 x 96 pixels for each caption, and its cache in `folder`/vae and `folder`/text."""
     for name in ("vae", "text"):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir()
     for seed, (stem, caption) in enumerate(CAPTIONS.items()):
+        write_photo(folder / f"images/{stem}.png", seed, (96, 160)).with_suffix(".txt").write_text(caption)
         name = hashlib.sha256(stem.encode()).hexdigest()
         torch.save(latents_of(family, seed), folder / "vae" / f"{name}.pt")
         name = hashlib.md5(caption.encode()).hexdigest()

@@ -12,17 +12,7 @@ import torch
 from helpers.foreign_files import embeds_of, latents_of, saved, split, write
 from helpers.foreign_samples import imported
 from helpers.photo_files import write_photo
-from helpers.simpletuner_files import (
-    CAPTIONS,
-    CASES,
-    HAS_POOLED,
-    WIDTH,
-    own_rows,
-    pooled_of,
-    simpletuner_text,
-    write_images,
-    write_simpletuner,
-)
+from helpers.simpletuner_files import CAPTIONS, CASES, WIDTH, own_rows, pooled_of, simpletuner_text, write_simpletuner
 from helpers.simpletuner_files import latents_of as family_latents
 
 from latentcache.errors import ConfigError
@@ -68,14 +58,31 @@ def write_metadata(folder: Path, records: dict[str, object], name: str = "mine")
     return write(folder / f"aspect_ratio_bucket_metadata_{name}.json", json.dumps(records).encode())
 
 
-def test_latents_are_found_by_the_hash_of_the_stem_below_the_same_sub_folder(images, vae):
-    found, _, refusals = split(SimpleTunerCache(vae, images=images))
+@pytest.mark.parametrize("wrap", [lambda data: data, gzip.compress], ids=["plain", "gzip"])
+def test_files_are_found_by_hashes_in_both_wrappings_and_payloads(images, vae, tmp_path, wrap):
+    """Of an image's stem below the same sub folder, and of a caption; a text is a dict or a tuple."""
+    write(vae / FIRST, wrap(saved(LATENTS)))
+    (car, car_pooled), (bear, bear_pooled), (empty, empty_pooled) = (embeds_of(seed) for seed in range(3))
+    texts = tmp_path / "text"
+    write(texts / CAR, wrap(saved({"prompt_embeds": car[None], "pooled_prompt_embeds": car_pooled})))
+    write(texts / BEAR, wrap(saved((bear[None], bear_pooled[None]))))
+    write(texts / EMPTY, saved((empty[None], empty_pooled[None])))
+    found, found_texts, refusals = split(SimpleTunerCache(vae, images=images, text_cache=texts))
     assert refusals == []
     assert [image.sample_id for image in found] == ["img_001.png", "sub/img_002.png"]
     first = found[0]
     assert torch.equal(first.latents, LATENTS) and first.latents.dtype == torch.bfloat16
     assert (first.is_scaled, first.output) == (True, "sample")
     assert (first.path, first.image_path) == (str(vae / FIRST), images / "img_001.png")
+    by_caption = {text.caption: text for text in found_texts}
+    assert by_caption.keys() == {"", "a red car", "ein Bär"} and by_caption[""].sample_ids == ()
+    for caption, sample_id, embeds, pooled in [
+        ("a red car", "img_001.png", car, car_pooled),
+        ("ein Bär", "sub/img_002.png", bear, bear_pooled),
+    ]:
+        assert by_caption[caption].sample_ids == (sample_id,)
+        assert torch.equal(by_caption[caption].prompt_embeds, embeds)
+        assert torch.equal(by_caption[caption].pooled_prompt_embeds, pooled)
 
 
 @pytest.mark.parametrize("keys", ["absolute", "relative", "moved", "windows"])
@@ -137,53 +144,23 @@ def test_a_record_that_does_not_fit_is_refused(images, vae, changed, reason, wor
     assert words in refusal.detail
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, gzip.compress], ids=["plain", "gzip"])
-def test_both_wrappings_are_read(images, vae, wrap):
-    write(vae / FIRST, wrap(saved(LATENTS)))
-    embeds, pooled = embeds_of(0)
-    content = {"prompt_embeds": embeds[None], "pooled_prompt_embeds": pooled}
-    write(vae / CAR, wrap(saved(content)))
-    found, (text,), refusals = split(SimpleTunerCache(vae, images=images))
-    assert refusals == []
-    assert torch.equal(found[0].latents, LATENTS)
-    assert torch.equal(text.prompt_embeds, embeds) and torch.equal(text.pooled_prompt_embeds, pooled)
-
-
-def test_texts_are_found_by_the_hash_of_the_caption_in_both_payloads(images, vae, tmp_path):
-    (car, car_pooled), (bear, bear_pooled), (empty, empty_pooled) = (embeds_of(seed) for seed in range(3))
-    texts = tmp_path / "text"
-    write(texts / CAR, saved({"prompt_embeds": car[None], "pooled_prompt_embeds": car_pooled}))
-    write(texts / BEAR, saved((bear[None], bear_pooled[None])))
-    write(texts / EMPTY, saved((empty[None], empty_pooled[None])))
-    _, found, refusals = split(SimpleTunerCache(vae, images=images, text_cache=texts))
-    assert refusals == []
-    by_caption = {text.caption: text for text in found}
-    assert {caption: text.sample_ids for caption, text in by_caption.items()} == {
-        "": (),
-        "a red car": ("img_001.png",),
-        "ein Bär": ("sub/img_002.png",),
-    }
-    for caption, embeds, pooled in [("a red car", car, car_pooled), ("ein Bär", bear, bear_pooled)]:
-        assert torch.equal(by_caption[caption].prompt_embeds, embeds)
-        assert torch.equal(by_caption[caption].pooled_prompt_embeds, pooled)
-
-
 # Other families than SDXL
 
 ZERO_PADDED = torch.cat([torch.ones(1, 9, WIDTH), torch.zeros(1, 503, WIDTH)], dim=1)
 """As SimpleTuner's `t5_padding: zero` makes it: not what diffusers' FLUX.1 attends to."""
 
 
-def written(folder: Path, family: str) -> SimpleTunerCache:
-    """SimpleTuner's cache of two photos, as a reader."""
-    write_images(folder / "images")
-    write_simpletuner(folder / "made", family)
-    return SimpleTunerCache(folder / "made/vae", images=folder / "images", text_cache=folder / "made/text")
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Any]:
+    return {"root": tmp_path / "vae", "images": tmp_path / "images", "text_cache": tmp_path / "text"}
 
 
 @pytest.mark.parametrize("family", sorted(CASES))
-def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(tmp_path: Path, family: str) -> None:
-    foreign = written(tmp_path, family)
+def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(
+    tmp_path: Path, folders: dict[str, Any], family: str
+) -> None:
+    write_simpletuner(tmp_path, family)
+    foreign = SimpleTunerCache(**folders)
     assert foreign.family == family
     cache, report = imported(foreign)
     manifest, declared = cache.manifest("foreign"), family_named(family)
@@ -202,56 +179,45 @@ def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(tmp_pat
         (text,) = row.captions
         entry = cache.get(text.key)
         fields = {"prompt_embeds": own_rows(family, seed)}
-        fields |= {"pooled_prompt_embeds": pooled_of(seed)} if family in HAS_POOLED else {}
+        fields |= {"pooled_prompt_embeds": pooled_of(seed)} if family == "flux" else {}
         assert text.text == caption and entry.tensors.keys() == fields.keys()
         assert all(torch.equal(entry.tensors[name], value) for name, value in fields.items())
         assert entry.ragged == (frozenset() if family in ("sd15", "flux") else {"prompt_embeds"})
 
 
-def test_texts_of_another_model_are_refused_by_its_name(tmp_path: Path) -> None:
-    written(tmp_path, "z-image")
-    for path in list((tmp_path / "made/text").iterdir()):
+def test_texts_of_another_model_are_refused_by_its_name(tmp_path: Path, folders: dict[str, Any]) -> None:
+    write_simpletuner(tmp_path, "z-image")
+    for path in list((tmp_path / "text").iterdir()):
         (path.parent / path.name.replace("z_image", "wan")).write_bytes(path.read_bytes())
-    folders: dict[str, Any] = {"images": tmp_path / "images", "text_cache": tmp_path / "made/text"}
     with pytest.raises(ConfigError, match="of z-image, wan, and a manifest holds one family: give --family"):
-        SimpleTunerCache(tmp_path / "made/vae", **folders)
-    found, texts, refusals = split(SimpleTunerCache(tmp_path / "made/vae", **folders, family="z-image"))
+        SimpleTunerCache(**folders)
+    found, texts, refusals = split(SimpleTunerCache(**folders, family="z-image"))
     assert len(found) == len(texts) == 2 and refusals == []
     with pytest.raises(ConfigError, match="how simpletuner lays out files of the family flux2 is not known"):
-        SimpleTunerCache(tmp_path / "made/vae", **folders, family="flux2")
+        SimpleTunerCache(**folders, family="flux2")
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "words"),
+    ("family", "changed", "words"),
     [
-        ("flux", (4, 8, 12), "4 channels, and those of flux have 16: name its family"),
-        ("wan", (16, 3, 8, 12), "3 latent frames: images alone are imported"),
-        ("wan", (48, 1, 8, 12), "48 channels"),
-        ("qwen-image", (16, 1, 8, 12), "it must be float32, float16 or bfloat16 with 3 dimensions"),
-    ],
-)
-def test_latents_of_another_form_are_refused(tmp_path: Path, family: str, shape: tuple[int, ...], words: str) -> None:
-    foreign = written(tmp_path, family)
-    torch.save(torch.ones(shape), tmp_path / "made/vae" / simpletuner.latent_name("cat.png"))
-    found, _, refusals = split(foreign)
-    assert [image.sample_id for image in found] == ["dog.png"] and words in refusals[0].detail
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "words"),
-    [
+        ("flux", torch.ones(4, 8, 12), "4 channels, and those of flux have 16: name its family"),
+        ("wan", torch.ones(16, 3, 8, 12), "3 latent frames: images alone are imported"),
+        ("qwen-image", torch.ones(16, 1, 8, 12), "it must be float32, float16 or bfloat16 with 3 dimensions"),
         ("qwen-image", {"attention_masks": torch.ones(1, 3)}, "its mask is [1, 3], for 8 rows"),
         ("qwen-image", {"prompt_embeds": torch.ones(2, 8, WIDTH)}, "it holds 2 captions"),
         ("flux", {"prompt_embeds": ZERO_PADDED}, "its padding is zeros"),
         ("qwen-image", {"attention_masks": torch.zeros(1, 8)}, "prompt_embeds holds all-zero"),
     ],
-    ids=["mask", "two", "zeros-for-padding", "no-row"],
+    ids=["channels", "frames", "dimensions", "mask", "two", "zeros-for-padding", "no-row"],
 )
-def test_texts_of_another_form_or_recipe_are_refused(
-    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+def test_files_of_another_form_or_recipe_are_refused(
+    tmp_path: Path, folders: dict[str, Any], family: str, changed: Any, words: str
 ) -> None:
-    foreign = written(tmp_path, family)
-    path = tmp_path / "made/text" / simpletuner.text_name(CAPTIONS["cat"], CASES[family].model)
-    torch.save(simpletuner_text(family, 0) | changes, path)
-    _, report = imported(foreign)
-    assert report.num_texts == 1 and words in report.refused[0].detail
+    write_simpletuner(tmp_path, family)
+    if isinstance(changed, dict):
+        name = simpletuner.text_name(CAPTIONS["cat"], CASES[family].model)
+        torch.save(simpletuner_text(family, 0) | changed, tmp_path / "text" / name)
+    else:
+        torch.save(changed, tmp_path / "vae" / simpletuner.latent_name("cat.png"))
+    _, report = imported(SimpleTunerCache(**folders))
+    assert report.num_images + report.num_texts == 3 and words in report.refused[0].detail
