@@ -28,6 +28,7 @@ def subjects(report: dict[str, Any], level: str) -> list[str]:
 
 def test_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
+    assert run_json("--deepspeed", path)[0] == 2  # it is not there
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}))
     code, report = run_json("--device", "cpu", "--deepspeed", path)
     assert code == 0 and subjects(report, "warning") == ["zero_optimization.offload_param"]

@@ -73,6 +73,7 @@ def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Run, run_j
     code, status = run_json("status", cache)
     assert [manifest["name"] for manifest in status["manifests"]] == ["again", "kohya"]
     assert {(each["imported_from"], each["num_unverified"]) for each in status["manifests"]} == {("kohya", 2)}
+    assert "imported from kohya, 2 unverified" in run("status", cache)[1]
     # One import's entries are another's: nothing is stored twice.
     assert status["store"]["num_entries"] == {"image": 2, "text": 2}
 
