@@ -96,33 +96,26 @@ def test_the_cache_can_be_named_in_every_way(cached: Path, run_json: Any) -> Non
 
 
 def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, tmp_path: Path, photos: Path) -> None:
-    photos.rename(tmp_path / "elsewhere")
-    code, report = run_json(
-        "precache", config_file, "--cache.path", tmp_path / "other", "--encode.batch_size", "3",
-        "--encode.image-output=mean", "--datasets.photos.source.path", tmp_path / "elsewhere",
-        "--datasets.0.flip", "true",
-    )  # fmt: skip
-    assert code == 0 and report["cache"]["path"] == str(tmp_path / "other") and report["num_encoded"] == 15
-    assert "batch_size is 3" in report["placement"]["vae"]
-
-
-def test_flags_reach_each_control_image_and_the_mask(
-    config_file: Path, run_json: Any, tmp_path: Path, photos: Path
-) -> None:
+    """Also those of each control image and of the mask, whose paths the file need not have."""
     settings = yaml.safe_load(config_file.read_text())
     settings["datasets"][0]["control"] = [{"path": "nowhere"}, {"path": str(tmp_path / "second")}]
     config_file.write_text(yaml.safe_dump(settings))
     for name in ("first", "second", "masks"):
         shutil.copytree(photos, tmp_path / name)
-    first, area = ("--datasets.photos.control.0.path", tmp_path / "first"), "--datasets.0.control.1.area"
-    flags = (*first, "--datasets.photos.mask.path", tmp_path / "masks")
-    code, report = run_json("precache", config_file, *flags, area, "4096")
-    assert code == 0 and not report["refused"]
-    assert {"control 1: new": 5, "control 2: new": 5, "mask: new": 5}.items() <= report["misses_by_reason"].items()
-    assert len(report["notes"]) == 1 and report["notes"][0].startswith("photos: control images are cached for code")
-    code, report = run_json("precache", config_file, *flags, area, "1024", "--dry-run")
+    photos.rename(tmp_path / "elsewhere")
+    flags = [
+        "--cache.path", tmp_path / "other", "--encode.batch_size", "3", "--encode.image-output=mean",
+        "--datasets.photos.source.path", tmp_path / "elsewhere", "--datasets.0.flip", "true",
+        "--datasets.photos.control.0.path", tmp_path / "first", "--datasets.photos.mask.path", tmp_path / "masks",
+    ]  # fmt: skip
+    code, report = run_json("precache", config_file, *flags, "--datasets.0.control.1.area", "4096")
+    assert code == 0 and not report["refused"] and report["cache"]["path"] == str(tmp_path / "other")
+    assert "batch_size is 3" in report["placement"]["vae"]
+    # The first control image is the image itself.
+    assert report["misses_by_reason"] == {"new": 15, "control 2: new": 10, "mask: new": 10}
+    code, report = run_json("precache", config_file, *flags, "--datasets.0.control.1.area", "1024", "--dry-run")
     reasons = report["misses_by_reason"]
-    assert report["num_misses"] == 5 and all(each.startswith("control 2: bucket changed") for each in reasons)
+    assert report["num_misses"] == 10 and all(each.startswith("control 2: bucket changed") for each in reasons)
 
 
 @pytest.mark.parametrize(

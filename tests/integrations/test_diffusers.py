@@ -141,8 +141,8 @@ def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path])
     assert not set(drawn(0, seed=2)) & set(first)
 
 
-OLD_ACCELERATE = Version(version("accelerate")) < Version("1.14")
-NEEDS_DROP_LAST = pytest.mark.skipif(OLD_ACCELERATE, reason="accelerate before 1.14 shares batches of one size only")
+IS_OLD = Version(version("accelerate")) < Version("1.14")
+NEEDS_DROP_LAST = pytest.mark.skipif(IS_OLD, reason="accelerate before 1.14 shares batches of one size only")
 
 
 @pytest.mark.parametrize("drop_last", [pytest.param(False, marks=NEEDS_DROP_LAST), True])
@@ -229,19 +229,15 @@ def test_images_without_encoders_are_those_with_them(
     whole = tiny_pipeline()
     whole.register_to_config(force_zeros_for_empty_prompt=force_zeros)
     bare = without_encoders(whole, force_zeros_for_empty_prompt=force_zeros)
-    assert bare.text_encoder is bare.text_encoder_2 is bare.tokenizer is bare.tokenizer_2 is None
-    images = []
     with LatentCache(make_cache()) as cache:
-        for prompt in PROMPTS:
-            kwargs = prompt_kwargs(cache, prompt, negative, device=bare)
-            images.append(images_of(bare, **kwargs))
-            assert np.array_equal(images[-1], images_of(whole, prompt=prompt, negative_prompt=negative))
-    assert not np.array_equal(*images)
+        kwargs = prompt_kwargs(cache, PROMPTS[0], negative, device=bare)
+    made = images_of(bare, **kwargs)
+    assert np.array_equal(made, images_of(whole, prompt=PROMPTS[0], negative_prompt=negative))
+    assert not np.array_equal(made, images_of(whole, prompt=PROMPTS[1], negative_prompt=negative))
 
 
 def test_a_batch_of_prompts_with_a_negative_for_each(make_cache: Callable[..., Path]) -> None:
-    whole = tiny_pipeline()
-    bare, negatives = without_encoders(whole), ["ugly", ""]
+    whole, negatives = tiny_pipeline(), ["ugly", ""]
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     # One by one: the last bits of a CPU's matrix products depend on the batch.
     encoded = [
@@ -250,37 +246,27 @@ def test_a_batch_of_prompts_with_a_negative_for_each(make_cache: Callable[..., P
     ]
     expected = {name: torch.cat(tensors) for name, tensors in zip(names, zip(*encoded, strict=True), strict=True)}
     with LatentCache(make_cache()) as cache:
-        kwargs = prompt_kwargs(cache, PROMPTS, negatives, device=bare)
+        kwargs = prompt_kwargs(cache, PROMPTS, negatives, device="cpu")
         shared = prompt_kwargs(cache, PROMPTS, "ugly", device="cpu")
         zeros = prompt_kwargs(cache, PROMPTS, device="cpu")
     assert kwargs.keys() == expected.keys()
     assert all(torch.equal(kwargs[name], expected[name]) for name in names)
-    assert np.array_equal(images_of(bare, **kwargs), images_of(whole, **expected))
     assert torch.equal(shared["negative_prompt_embeds"], kwargs["negative_prompt_embeds"][:1].expand(2, -1, -1))
     assert not zeros["negative_prompt_embeds"].any() and not zeros["negative_pooled_prompt_embeds"].any()
 
 
-def test_a_pipeline_asks_in_the_dtype_of_its_unet(make_cache: Callable[..., Path]) -> None:
+def test_a_pipeline_asks_in_the_dtype_of_its_unet_and_where_it_will_run(make_cache: Callable[..., Path]) -> None:
     whole = tiny_pipeline().to(torch.bfloat16)
-    bare = without_encoders(whole)
+    bare, encoded = without_encoders(whole), whole.encode_prompt(PROMPTS[0], device="cpu", negative_prompt="ugly")
     bare.vae.float()  # as people have it, and what pipe.dtype then says is not what the UNet computes in
+    # What enable_sequential_cpu_offload does, which wants an accelerator.
+    cpu_offload(bare.unet, execution_device=torch.device("cpu"))
+    assert {parameter.device.type for parameter in bare.unet.parameters()} == {"meta"}
     with LatentCache(make_cache(text_dtype="bfloat16")) as cache:
         kwargs = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
-    assert {tensor.dtype for tensor in kwargs.values()} == {torch.bfloat16}
-    encoded = whole.encode_prompt(PROMPTS[0], device="cpu", negative_prompt="ugly")
+    assert {(tensor.device.type, tensor.dtype) for tensor in kwargs.values()} == {("cpu", torch.bfloat16)}
     assert torch.equal(kwargs["prompt_embeds"], encoded[0])
     assert torch.equal(kwargs["negative_pooled_prompt_embeds"], encoded[3])
-
-
-def test_an_offloaded_pipeline_gets_them_where_its_unet_will_run(make_cache: Callable[..., Path]) -> None:
-    bare = without_encoders(tiny_pipeline())
-    with LatentCache(make_cache()) as cache:
-        expected = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
-        # What enable_sequential_cpu_offload does, which wants an accelerator.
-        cpu_offload(bare.unet, execution_device=torch.device("cpu"))
-        assert {parameter.device.type for parameter in bare.unet.parameters()} == {"meta"}
-        kwargs = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in kwargs.items())
 
 
 def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:
