@@ -11,28 +11,48 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from helpers.foreign_samples import BUCKET, Foreign, imported
-from helpers.musubi_files import LAYOUTS, SHORT, latents_of, texts_of, write_cache
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from latentcache import unpadded
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.row_table import Ref
+from latentcache.families import FAMILIES
 from latentcache.interop.formats import musubi
-from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText, layouts_of
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Size
 
 CAPTIONS = {"cat": "a cat", "dog": "a dog, that sits"}
+LAYOUTS = {family: layout for family, layout in layouts_of("musubi").items() if family in FAMILIES}
+SHORT = {family: layout.architecture for family, layout in LAYOUTS.items()}
+"""Family -> the architecture in the names of its files."""
+
+
+def latents_of(family: str, seed: int) -> torch.Tensor:
+    """Of a bucket of 64 x 128 pixels: [16, h, w], or [16, 1, h, w] with frames; scaled but for z-image."""
+    frames = [1] if family in ("qwen-image", "krea2", "wan") else []
+    std = 2.8 if family == "z-image" else 1.0  # of unscaled latents of FLUX.1's VAE
+    values = torch.randn(16, *frames, 8, 16, generator=torch.Generator().manual_seed(seed)) * std
+    return values.to(torch.float32 if family in ("z-image", "flux") else torch.bfloat16)
+
+
+def texts_of(family: str, seed: int) -> dict[str, torch.Tensor]:
+    """Key without dtype -> tensor, of few features: 5 rows and more, which follow from the seed; of FLUX.1 512."""
+    generator = torch.Generator().manual_seed(seed)
+    names = list(LAYOUTS[family].texts)
+    shape = (512 if family == "flux" else 5 + seed, *([3] if family == "krea2" else []), 8)
+    found = {names[0]: torch.randn(shape, generator=generator).bfloat16()}
+    return found | {name: torch.randn(6, generator=generator).bfloat16() for name in names[1:]}
 
 
 def cache_of(family: str, folder: str = "") -> LatentCache:
-    """The samples that `write_cache` writes."""
+    """A sample for each caption, of an image of 320 x 160 pixels (width, height)."""
     found: list[ForeignItem] = []
     for seed, (stem, caption) in enumerate(CAPTIONS.items()):
         name, is_scaled = f"{folder}{stem}.png", family != "z-image"
-        latents = latents_of(family, seed)
-        found.append(ForeignImage(name, "f", None, latents, is_scaled, "mean", fit(Size(160, 320), BUCKET)))
+        latents, geometry = latents_of(family, seed), fit(Size(160, 320), BUCKET)
+        found.append(ForeignImage(name, "f", None, latents, is_scaled, "mean", geometry))
         fields = LAYOUTS[family].texts
         texts = {fields[key]: tensor for key, tensor in texts_of(family, seed).items()}
         found.append(ForeignText((name,), "f", caption, texts["prompt_embeds"], texts.get("pooled_prompt_embeds")))
@@ -44,17 +64,23 @@ def cache_of(family: str, folder: str = "") -> LatentCache:
 @pytest.mark.parametrize("family", sorted(set(SHORT) - {"flux", "wan-i2v"}))
 def test_the_files_are_as_the_specification_has_them(tmp_path: Path, family: str) -> None:
     """To the last bit, with the names and the metadata that musubi-tuner asks for."""
-    write_cache(tmp_path / "made", family, CAPTIONS)
-    dtype = latents_of(family, 0).dtype
-    report = musubi.export(cache_of(family, "sub/"), "foreign", tmp_path / "out", dtype=dtype)
+    dtype, short = latents_of(family, 0).dtype, SHORT[family]
+    of_all = {"architecture": LAYOUTS[family].title, "format_version": "1.0.1"}
+    expected = {}
+    for seed, (stem, caption) in enumerate(CAPTIONS.items()):
+        latents, texts = latents_of(family, seed), texts_of(family, seed)
+        name = f"latents_1x8x16_{str(dtype).removeprefix('torch.')}"
+        size = {"width": "320", "height": "160"}
+        expected[f"{stem}_0320x0160_{short}.safetensors"] = {name: latents}, of_all | size
+        named = {f"{name}_bfloat16": tensor for name, tensor in texts.items()}
+        expected[f"{stem}_{short}_te.safetensors"] = named, of_all | {"caption1": caption}
+    report = musubi.export(cache_of(family, "sub/"), "foreign", tmp_path, dtype=dtype)
     assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (2, 2, 4, [])
-    names = sorted(path.name for path in (tmp_path / "made").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
-    for name in names:
-        left, right = (load_file(tmp_path / folder / name) for folder in ("made", "out"))
-        assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left), name
-        made, out = (safe_open(tmp_path / folder / name, "pt").metadata() for folder in ("made", "out"))
-        assert made == out
+    assert {path.name for path in tmp_path.iterdir()} == expected.keys()
+    for name, (tensors, metadata) in expected.items():
+        found = load_file(tmp_path / name)
+        assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in found), name
+        assert safe_open(tmp_path / name, "pt").metadata() == metadata
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own
