@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import torch
 from helpers.foreign_files import embeds_of, latents_of, saved, split, write
 from helpers.foreign_samples import imported
 from helpers.photo_files import write_photo
-from helpers.simpletuner_files import CAPTIONS, CASES, WIDTH, own_rows, pooled_of, simpletuner_text, write_simpletuner
-from helpers.simpletuner_files import latents_of as family_latents
 
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
@@ -146,6 +145,78 @@ def test_a_record_that_does_not_fit_is_refused(images, vae, changed, reason, wor
 
 # Other families than SDXL
 
+WIDTH = 8
+"""Of a row, in place of the thousands of the published models."""
+CAPTIONS = {"cat": "a cat", "dog": "a dog that sits"}
+MODELS = {
+    "sd15": "sd1x",
+    "flux": "flux",
+    "chroma": "chroma",
+    "z-image": "z_image",
+    "qwen-image": "qwen_image",
+    "krea2": "krea2",
+    "wan": "wan",
+}
+"""Family -> SimpleTuner's word for its texts."""
+
+
+def scaled_latents(family: str, seed: int) -> torch.Tensor:
+    """For a bucket of 64 x 96 pixels: [C, h, w], of Wan with one frame."""
+    shape = (4 if family == "sd15" else 16, *([1] if family == "wan" else []), 8, 12)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def own_rows(family: str, seed: int) -> torch.Tensor:
+    """The embeddings of a text without padding, or with it where the family attends to it: [L, (layers,) D]."""
+    num_rows = {"sd15": 77, "flux": 512}.get(family, 5 + seed)
+    shape = (num_rows, *([12] if family == "krea2" else []), WIDTH)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 40)).bfloat16()
+
+
+def pooled_of(seed: int) -> torch.Tensor:
+    return torch.randn(6, generator=torch.Generator().manual_seed(seed + 80)).bfloat16()
+
+
+def simpletuner_text(family: str, seed: int) -> dict[str, torch.Tensor]:
+    """The payload of a text: masks leave other rows out than zeros."""
+    rows = own_rows(family, seed)
+    if family == "sd15":
+        return {"prompt_embeds": rows[None]}
+    if family == "flux":
+        masks = (torch.arange(512) < 9).long()[None]
+        return {
+            "prompt_embeds": rows[None],
+            "pooled_prompt_embeds": pooled_of(seed),
+            "time_ids": torch.zeros(512, 3),
+            "attention_masks": masks,
+        }
+    if family == "wan":  # its mask is no mask
+        zeros = rows.new_zeros(512 - len(rows), WIDTH)
+        return {"prompt_embeds": torch.cat([rows, zeros])[None], "attention_masks": torch.ones(1, 512, WIDTH)}
+    # T5 and LLMs give numbers for padding too. Krea 2's lies before the last five rows.
+    length = {"qwen-image": len(rows) + 3}.get(family, 512)
+    generator = torch.Generator().manual_seed(seed)
+    padding = torch.randn(length - len(rows), *rows.shape[1:], generator=generator).bfloat16()
+    last = 5 if family == "krea2" else 0
+    first = len(rows) - last
+    mask = torch.cat([torch.ones(first), torch.zeros(len(padding)), torch.ones(last)])[None]
+    dtype = {"qwen-image": torch.int64, "chroma": torch.bfloat16}.get(family, torch.bool)
+    embeds = torch.cat([rows[:first], padding, rows[first:]])[None]
+    return {"prompt_embeds": embeds, "attention_mask" if family == "z-image" else "attention_masks": mask.to(dtype)}
+
+
+def write_simpletuner(folder: Path, family: str) -> None:
+    """`folder`/images, a photo of 160 x 96 pixels for each caption, and its cache in `folder`/vae and `folder`/text."""
+    for name in ("vae", "text"):
+        (folder / name).mkdir()
+    for seed, (stem, caption) in enumerate(CAPTIONS.items()):
+        write_photo(folder / f"images/{stem}.png", seed, (96, 160)).with_suffix(".txt").write_text(caption)
+        name = hashlib.sha256(stem.encode()).hexdigest()
+        torch.save(scaled_latents(family, seed), folder / "vae" / f"{name}.pt")
+        name = hashlib.md5(caption.encode()).hexdigest()
+        torch.save(simpletuner_text(family, seed), folder / "text" / f"{name}-{MODELS[family]}.pt")
+
+
 ZERO_PADDED = torch.cat([torch.ones(1, 9, WIDTH), torch.zeros(1, 503, WIDTH)], dim=1)
 """As SimpleTuner's `t5_padding: zero` makes it: not what diffusers' FLUX.1 attends to."""
 
@@ -155,7 +226,7 @@ def folders(tmp_path: Path) -> dict[str, Any]:
     return {"root": tmp_path / "vae", "images": tmp_path / "images", "text_cache": tmp_path / "text"}
 
 
-@pytest.mark.parametrize("family", sorted(CASES))
+@pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(
     tmp_path: Path, folders: dict[str, Any], family: str
 ) -> None:
@@ -169,10 +240,10 @@ def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(
     for seed, (stem, caption) in enumerate(sorted(CAPTIONS.items())):
         row = manifest.rows[f"{stem}.png"]
         (ref,) = row.images
-        latents, expected = cache.get(ref.key).tensors["latents"], family_latents(family, seed)
+        latents, expected = cache.get(ref.key).tensors["latents"], scaled_latents(family, seed)
         assert ref.geometry.target_size == Size(64, 96)
         frames = [1] if declared.latent.is_video else []
-        assert latents.shape == (CASES[family].channels, *frames, 8, 12)
+        assert latents.shape == (declared.latent.channels, *frames, 8, 12)
         assert torch.equal(cache.scaling(manifest).apply(latents).bfloat16().reshape(expected.shape), expected)
         output = cache.get(ref.key).record.identity["imported"]["output"]
         assert output == ("mean" if family == "wan" else "sample")
@@ -215,7 +286,7 @@ def test_files_of_another_form_or_recipe_are_refused(
 ) -> None:
     write_simpletuner(tmp_path, family)
     if isinstance(changed, dict):
-        name = simpletuner.text_name(CAPTIONS["cat"], CASES[family].model)
+        name = simpletuner.text_name(CAPTIONS["cat"], MODELS[family])
         torch.save(simpletuner_text(family, 0) | changed, tmp_path / "text" / name)
     else:
         torch.save(changed, tmp_path / "vae" / simpletuner.latent_name("cat.png"))
