@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +33,21 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
 
 
-@dataclass
-class Copy:
-    """A cache of ours as a foreign one, its values changed by `change`."""
-
-    samples: list[ExportSample]
-    folder: Path
-    change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-    output: Any = "mean"
-    format: str = "copy"
-    family: str = "sdxl"
-
-    def items(self) -> Iterator[ForeignItem]:
-        for sample in self.samples:
-            twins = [(False, sample.latents), (True, sample.flipped)]
-            for flip, latents in twins:
-                if latents is not None:
-                    yield ForeignImage(
-                        sample_id=sample.row.sample_id,
-                        path=sample.row.path,
-                        image_path=self.folder / sample.row.sample_id,
-                        latents=self.change(latents),
-                        is_scaled=False,
-                        output=self.output,
-                        geometry=replace(sample.geometry, flip=flip),
-                    )
-            for caption, entry in sample.captions:
-                tensors = {name: self.change(tensor) for name, tensor in entry.tensors.items()}
-                yield ForeignText((sample.row.sample_id,), sample.row.path, caption, **tensors)
+def copy(
+    samples: list[ExportSample], folder: Path, change: Any = lambda tensor: tensor, output: Any = "mean", **of: str
+) -> Foreign:
+    """These samples as a foreign cache, their values changed."""
+    items: list[ForeignItem] = []
+    for each in samples:
+        name, image_path = each.row.sample_id, folder / each.row.sample_id
+        for flip, latents in ((False, each.latents), (True, each.flipped)):
+            if latents is not None:
+                geometry = replace(each.geometry, flip=flip)
+                items.append(ForeignImage(name, "f", image_path, change(latents), False, output, geometry))
+        for caption, entry in each.captions:
+            tensors = {field: change(tensor) for field, tensor in entry.tensors.items()}
+            items.append(ForeignText((name,), "f", caption, **tensors))
+    return Foreign(items, **of)
 
 
 def samples_of(config: Config, seed: int | None = None) -> list[ExportSample]:
@@ -123,7 +110,7 @@ def test_what_encoding_gives_is_equal_whatever_is_stored(
     expected: dict[str, tuple[int, int]],
 ) -> None:
     config = target.model_copy(update={"encode": target.encode.model_copy(update=encode)})
-    report = verified(config, Copy(samples, photos), num_entries=num_entries)
+    report = verified(config, copy(samples, photos), num_entries=num_entries)
     assert report.unequal == [] and compared(report) == expected
     assert max(found.largest_share for found in report.differences.values()) < 1
     assert report.notes == ({} if "text" in expected else {NO_TEXTS: 1})
@@ -141,7 +128,7 @@ def test_what_is_not_equal_stays_unverified_and_is_encoded(
         changed.view(-1)[7] += 0.05
         return changed
 
-    report = verified(target, Copy(samples, photos, shifted))
+    report = verified(target, copy(samples, photos, shifted))
     assert len(report.unequal) == 15
     assert {refusal.reason for refusal in report.unequal} == {"unequal"}
     assert all(found.largest == pytest.approx(0.05, abs=1e-3) for found in report.differences.values())
@@ -158,7 +145,7 @@ def test_rounding_is_equal_where_the_file_is_rounded(target: Config, samples: li
         replace(item, latents=(item.latents * 0.13025).bfloat16(), is_scaled=True)
         if isinstance(item, ForeignImage)
         else replace(item, **{name: getattr(item, name).half() for name in ("prompt_embeds", "pooled_prompt_embeds")})
-        for item in Copy(samples, photos).items()
+        for item in copy(samples, photos).items()
     ]
     report = verified(target, Foreign(items))
     assert report.unequal == [] and compared(report) == {"image": (10, 10), "text": (5, 5)}
@@ -178,18 +165,19 @@ def test_draws_of_resized_images_are_compared_with_the_trainers_own_filter(
     models = LoadedModels(**parts)
     of_kohya = make_config(**{"cache.path": tmp_path / "origin", "datasets.0.buckets": KOHYA})
     run_precache(of_kohya, models=models)
-    drawn = Copy(samples_of(of_kohya, seed=3), photos, output="sample", format="kohya")
-    report = verified(target, drawn, models=models)
+    drawn = samples_of(of_kohya, seed=3)
+    report = verified(target, copy(drawn, photos, output="sample", format="kohya"), models=models)
     found = report.differences["image"]
     assert found.largest_deviations == pytest.approx(1.0, abs=0.1)
     assert (found.num_compared, found.num_equal, found.num_draws) == (5, 0, 5)
     assert report.unequal == []
     assert "5 draws of the posterior, at most" in report.to_text() and "deviations off" in report.to_text()
     # A draw that is the mean is one.
-    report = verified(target, replace(drawn, samples=samples_of(of_kohya)), models=models)
+    means = copy(samples_of(of_kohya), photos, output="sample", format="kohya")
+    report = verified(target, means, models=models)
     assert report.unequal == [] and compared(report)["image"] == (5, 5)
     # Without that filter they are no draws of what encoding gives: so it was for every trainer.
-    report = verified(target, replace(drawn, format="copy"), models=models)
+    report = verified(target, copy(drawn, photos, output="sample"), models=models)
     far = report.differences["image"]
     assert far.num_draws == 0 and far.largest_deviations is not None and far.largest_deviations > 5
     assert len(report.unequal) == 5 and "a draw of the posterior is 1 deviation from its mean" in report.to_text()
@@ -201,7 +189,7 @@ def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[Exp
     write_photo(photos / "c.png", 2, (100, 80))
     items = [
         replace(item, caption=None) if isinstance(item, ForeignText) and item.sample_ids == ("sub/e.png",) else item
-        for item in Copy(samples, photos).items()
+        for item in copy(samples, photos).items()
     ]
     report = verified(target, Foreign(items))
     details = {(refusal.sample_id, refusal.reason): refusal.detail for refusal in report.unequal}
@@ -222,10 +210,10 @@ def test_the_config_must_say_which_images_policy(target: Config, samples: list[E
         update={"datasets": (dataset.model_copy(update={"name": "x"}), dataset.model_copy(update={"name": "y"}))}
     )
     with pytest.raises(ConfigError, match="none of the datasets x, y is named 'photos'"):
-        verified(two, Copy(samples, photos))
+        verified(two, copy(samples, photos))
     with Workspace() as workspace:
         import_cache(
-            Copy(samples, photos), workspace, name="y", scale_check=False, verification=Verification(two, None, 1)
+            copy(samples, photos), workspace, name="y", scale_check=False, verification=Verification(two, None, 1)
         )
 
 
@@ -233,7 +221,7 @@ def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: lis
     components = tiny_parts()
     for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
         torch.nn.init.constant_(module.weight, math.nan)
-    report = verified(target, Copy(samples, photos), models=LoadedModels(**components))
+    report = verified(target, copy(samples, photos), models=LoadedModels(**components))
     assert report.differences == {}
     assert {refusal.reason for refusal in report.unequal} == {"bad-output"}
     details = "; ".join(refusal.detail for refusal in report.unequal)
