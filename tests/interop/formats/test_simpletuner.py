@@ -119,9 +119,10 @@ def test_the_order_of_a_crop_is_that_of_the_records_with_room_for_one(images, va
     assert refusals == []
     assert [tuple(image.geometry.crop_top_left) for image in found] == [(4, 2), (3, 0)]
     assert [image.note for image in found] == [None, None]
-    write_metadata(images, {"img_001.png": records["img_001.png"]})
-    first = split(SimpleTunerCache(vae, images=images))[0][0]
-    assert first.geometry.crop_top_left == (4, 2)[::order] and first.note == NOTE_ORDER
+    for crop, note in (((2, 4)[::order], NOTE_ORDER), ((0, 0), None)):
+        write_metadata(images, {"img_001.png": records["img_001.png"] | {"crop_coordinates": list(crop)}})
+        first = split(SimpleTunerCache(vae, images=images))[0][0]
+        assert first.geometry.crop_top_left == crop[::-1] and first.note == note
 
 
 @pytest.mark.parametrize(
