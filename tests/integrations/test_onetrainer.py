@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_sdxl import RECORDED, Setup, concept, write_photos
+from helpers.pipeline_sdxl import RECORDED, Run, Setup, concept, write_photos
 
 from latentcache.models.tiny import tiny_parts
 
@@ -42,9 +42,20 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value == other[name], name
 
 
+def assert_same_items(run: Run, expected: dict[str, dict[str, Any]]) -> None:
+    """The items of a cache are those of another, by photo; a pipeline has further values."""
+    found = run.by_photo()
+    assert found.keys() == expected.keys()
+    for name, item in found.items():
+        assert_same(item, {key: expected[name][key] for key in item})
+
+
 def live(setup: Setup) -> dict[str, dict[str, Any]]:
     """The items of the same pipeline without a cache, by photo."""
-    run = Setup(**(vars(setup) | {"cached": False})).start()
+    return of_pipeline(Setup(**(vars(setup) | {"cached": False})).start())
+
+
+def of_pipeline(run: Run) -> dict[str, dict[str, Any]]:
     return {Path(item["image_path"]).name: item for item in run.pipeline}
 
 
@@ -58,8 +69,7 @@ def add(folder: Path, name: str, seed: int) -> None:
 def test_fresh_values(setup: Callable[..., Setup]) -> None:
     run = setup().start()
     assert run.encoded == EVERYTHING and run.begun == ["image", "after", "text", "after"]
-    expected = live(setup())
-    got = {Path(item["image_path"]).name: item for item in run.pipeline}
+    expected, got = live(setup()), of_pipeline(run)
     assert got.keys() == expected.keys() and len(got) == NUM
     for name, item in got.items():
         assert_same(item, expected[name])
@@ -70,8 +80,7 @@ def test_warm_reuse(setup: Callable[..., Setup]) -> None:
     for parts in (models(0), tiny_parts(0)):  # the same objects, and the same weights in others, as in another process
         run = setup(parts=parts).start()
         assert run.encoded == Counter() and run.begun == []
-        for name, item in run.by_photo().items():
-            assert_same(item, first[name])
+        assert_same_items(run, first)
 
 
 def test_a_renamed_file_costs_nothing_and_of_added_ones_only_these_are_encoded(
@@ -102,8 +111,7 @@ def test_crop_jitter_is_on_by_default_and_makes_the_images_behind_a_new_one_new(
 
     run, expected = jittering().start(), live(jittering())
     assert run.encoded == EVERYTHING and len({item["crop_offset"] for item in expected.values()}) > 1
-    for name, item in run.by_photo().items():
-        assert_same(item, {key: expected[name][key] for key in item})
+    assert_same_items(run, expected)
     assert jittering().start().encoded == Counter()
     add(folder, "zz", 70)  # it comes last
     assert jittering().start().encoded["vae"] == 1
@@ -163,9 +171,7 @@ def test_two_writers(setup: Callable[..., Setup]) -> None:
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(Setup.start, setups)
     assert one.encoded + other.encoded == EVERYTHING, "nothing is encoded by both"
-    found = other.by_photo()
-    for name, item in one.by_photo().items():
-        assert_same(item, found[name])
+    assert_same_items(one, other.by_photo())
     assert setup().start().encoded == Counter()
 
 
@@ -194,9 +200,8 @@ def test_image_edit(setup: Callable[..., Setup], folder: Path, keep_stamps: bool
         assert (path.stat().st_size, path.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
     run = setup().start()
     assert run.encoded == Counter(vae=1)
-    item, expected = run.by_photo()["p04.png"], live(setup())["p04.png"]
-    assert_same(item, {name: expected[name] for name in item})
-    assert not torch.equal(item["latent_image"], before["p04.png"]["latent_image"])
+    assert_same_items(run, live(setup()))
+    assert not torch.equal(run.by_photo()["p04.png"]["latent_image"], before["p04.png"]["latent_image"])
 
 
 def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[..., Setup], folder: Path) -> None:
@@ -206,9 +211,7 @@ def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[.
     add(folder, "a", 70)
     run = setup(concepts=[concept(folder, **{"text.keep_tags_count": 2})]).start()
     assert run.encoded == Counter(vae=1, text_encoder=1, text_encoder_2=1)
-    expected = live(setup())
-    for name, item in run.by_photo().items():
-        assert_same(item, {key: expected[name][key] for key in item})
+    assert_same_items(run, live(setup()))
 
 
 # The outputs of both text encoders are one item of the pipeline.
@@ -237,10 +240,8 @@ def test_another_model_or_setting(
     before, changed = setup().start().by_photo(), changes()
     run = setup(**changed).start()
     assert run.encoded == encoded
-    expected = live(setup(**changed))
-    for photo, item in run.by_photo().items():
-        assert not torch.equal(item[name], before[photo][name])
-        assert_same(item, {key: expected[photo][key] for key in item})
+    assert_same_items(run, live(setup(**changed)))
+    assert not any(torch.equal(item[name], before[photo][name]) for photo, item in run.by_photo().items())
     assert setup().start().encoded == Counter(), "the entries of the first models are still there"
 
 
@@ -251,5 +252,4 @@ def test_truncated_packs_are_encoded_again(setup: Callable[..., Setup]) -> None:
         os.truncate(path, path.stat().st_size // 2)
     run = setup().start()
     assert run.encoded == EVERYTHING
-    for name, item in run.by_photo().items():
-        assert_same(item, before[name])
+    assert_same_items(run, before)
