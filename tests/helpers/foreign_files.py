@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,6 @@ def split(cache: ForeignCache) -> tuple[list[ForeignImage], list[ForeignText], l
         [item for item in items if isinstance(item, ForeignText)],
         [item for item in items if isinstance(item, Refusal)],
     )
-
-
-def reasons(refusals: Iterable[Refusal]) -> list[str]:
-    return [refusal.reason for refusal in refusals]
 
 
 @st.composite

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.foreign_files import reasons, split
+from helpers.foreign_files import split
 from helpers.foreign_samples import imported
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
@@ -306,7 +306,7 @@ def test_a_folder_with_files_of_two_families_needs_the_family(tmp_path: Path) ->
         (image,), (text,), refused = split(KohyaCache(tmp_path, family=family))
         assert image.latents.shape[0] == channels and image.is_scaled == (family == "flux")
         assert text.path.endswith(layouts_of("kohya")[family].text_suffix)
-        assert reasons(refused) == ["unsupported-format"] * 2
+        assert [each.reason for each in refused] == ["unsupported-format"] * 2
 
 
 def test_sd15_has_unscaled_latents_and_no_texts(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_sd15_has_unscaled_latents_and_no_texts(tmp_path: Path) -> None:
     arrays = dialect_a(0, 320, 160, (128, 64), latents=normal_latents(0, channels=4, std=5.5))
     write_npz(tmp_path / "a_0320x0160_sd.npz", arrays)
     cache, report = imported(KohyaCache(tmp_path))
-    assert not report.refused and reasons(report.incomplete) == ["missing"]
+    assert not report.refused and [each.reason for each in report.incomplete] == ["missing"]
     manifest = cache.manifest("foreign")
     assert manifest.common["family"] == "sd15" and cache.scaling(manifest).scaling_factor == 0.18215
     stored = cache.get(next(iter(manifest.keys()))).tensors["latents"]
