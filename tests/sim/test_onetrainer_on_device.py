@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,27 @@ from latentcache.models.tiny import tiny_denoiser, tiny_parts
 
 CPU = torch.device("cpu")
 ENCODERS = ("text_encoder", "text_encoder_2")
+NAMES = ("unet", *ENCODERS, "vae")
 
 
 class Model:
-    """A trainer's model: the UNet and the first text encoder are trained on the device, all else is parked."""
+    """A trainer's model: the UNet and the first text encoder are trained on the device, all else is parked.
 
-    def __init__(self, device: torch.device):
-        parts = tiny_parts(0)
+    Older releases move a part by `<part>_to`, newer ones by `materialize` and `evict`.
+    """
+
+    def __init__(self, device: torch.device, *, is_older: bool):
         self.device = device
-        self.tokenizer, self.tokenizer_2 = parts["tokenizer"], parts["tokenizer_2"]
-        self.vae, self.text_encoder, self.text_encoder_2 = (parts[name] for name in ("vae", *ENCODERS))
-        self.unet = tiny_denoiser(0)
-        self.unet_lora = torch.nn.Linear(4, 4)
-        self.unet.train().to(device)
-        self.unet_lora.train().to(device)
+        self.loaded = tiny_parts(0) | {"unet": tiny_denoiser(0)}
+        self.vae, self.text_encoder, self.text_encoder_2 = (self.loaded[name] for name in ("vae", *ENCODERS))
+        self.unet = self.loaded["unet"].to(device)
+        self.unet_lora = torch.nn.Linear(4, 4).to(device)
         self.text_encoder.train().to(device)
-
-    def parts(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "device"}
+        if is_older:
+            for name in NAMES:
+                setattr(self, f"{name}_to", partial(self.move, name))
+        else:
+            self.materialize, self.evict = partial(self.move, device=device), partial(self.move, device=CPU)
 
     def modules(self) -> dict[str, torch.nn.Module]:
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.nn.Module)}
@@ -42,95 +46,43 @@ class Model:
         return {name: (next(m.parameters()).device, m.training) for name, m in self.modules().items()}
 
     def move(self, name: str, device: torch.device) -> None:
+        assert name in NAMES
         getattr(self, name).to(device)
         if name == "unet":
             self.unet_lora.to(device)
 
-    def eval(self) -> None:
+    def prepare(self, kind: str) -> None:
+        """What OneTrainer does before it encodes."""
+        needed = ("vae",) if kind == "image" else ENCODERS
+        for name in NAMES:
+            self.move(name, self.device if name in needed else CPU)
         for module in self.modules().values():
             module.eval()
 
 
-class OlderModel(Model):
-    """`vae_to`, `text_encoder_to`, ... and `to`."""
-
-    def to(self, device: torch.device) -> None:
-        for name in ("vae", "unet", *ENCODERS):
-            self.move(name, device)
-
-    def prepare(self, kind: str) -> None:
-        self.to(CPU)
-        for name in ("vae",) if kind == "image" else ENCODERS:
-            getattr(self, f"{name}_to")(self.device)
-        self.eval()
+@pytest.fixture(params=[True, False], ids=["older", "newer"])
+def model(request: pytest.FixtureRequest, device: torch.device) -> Model:
+    return Model(device, is_older=request.param)
 
 
-for _name in ("vae", "unet", *ENCODERS):
-    setattr(OlderModel, f"{_name}_to", lambda self, device, name=_name: self.move(name, device))
-
-
-class NewerModel(Model):
-    """`materialize`, `evict` and `materialize_only`."""
-
-    NAMES = ("unet", *ENCODERS, "vae")
-
-    def materialize(self, *names: str) -> None:
-        for name in names or self.NAMES:
-            assert name in self.NAMES
-            self.move(name, self.device)
-
-    def evict(self, *names: str) -> None:
-        for name in names or self.NAMES:
-            assert name in self.NAMES
-            self.move(name, CPU)
-
-    def materialize_only(self, *names: str) -> None:
-        self.evict(*(name for name in self.NAMES if name not in names))
-        self.materialize(*names)
-
-    def prepare(self, kind: str) -> None:
-        self.materialize_only(*(("vae",) if kind == "image" else ENCODERS))
-        self.eval()
-
-
-@pytest.fixture(params=[OlderModel, NewerModel])
-def model(request: pytest.FixtureRequest, device: torch.device) -> Any:
-    return request.param(device)
-
-
-def setup_of(model: Any, tmp_path: Path, **changes: Any) -> Setup:
+def setup_of(model: Model, tmp_path: Path, cache: str = "cache") -> Setup:
     folder = tmp_path / "photos"
-    return Setup(
-        host("own"),
-        tmp_path / "cache",
-        [concept(folder if folder.exists() else write_photos(folder, 2))],
-        parts=model.parts(),
-        device=model.device,
-        before=model.prepare,
-        changes=changes,
-    )
+    concepts = [concept(folder if folder.exists() else write_photos(folder, 2))]
+    return Setup(host("own"), tmp_path / cache, concepts, parts=model.loaded, device=model.device, before=model.prepare)
 
 
-def train_step(model: Any, run: Any) -> torch.Tensor:
+def train_step(model: Model, run: Any) -> torch.Tensor:
     """As OneTrainer predicts: tokens on the device, the trained text encoder live, all else from the cache."""
     item = next(iter(run.pipeline))
     hidden_states = model.text_encoder(item["tokens_1"][None], output_hidden_states=True).hidden_states[-2]
     embeds = torch.cat([hidden_states, item["text_encoder_2_hidden_state"][None]], -1)
-    conditions = {
-        "text_embeds": item["text_encoder_2_pooled_state"][None],
-        "time_ids": torch.zeros(1, 6, device=model.device),
-    }
+    time_ids = torch.zeros(1, 6, device=model.device)
+    conditions = {"text_embeds": item["text_encoder_2_pooled_state"][None], "time_ids": time_ids}
     timesteps = torch.tensor([5], device=model.device)
     return model.unet(item["latent_image"][None], timesteps, embeds, added_cond_kwargs=conditions).sample.mean()
 
 
-def test_without_restoring_the_bug_is_there(model: Any, tmp_path: Path) -> None:
-    run = setup_of(model, tmp_path).start()
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        train_step(model, run)
-
-
-def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> None:
+def test_a_cold_cache_leaves_the_model_as_it_was(model: Model, tmp_path: Path) -> None:
     kept = PlacementGuard(model)
     before = model.placement()
     run = Run(setup_of(model, tmp_path))
@@ -146,10 +98,12 @@ def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> 
             assert not isinstance(value, torch.Tensor) or value.device == model.device, name
     warm = setup_of(model, tmp_path).start()
     assert warm.encoded.total() == 0 and model.placement() == before
-    train_step(model, warm)
+    unguarded = setup_of(model, tmp_path, "another").start()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        train_step(model, unguarded)
 
 
-def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) -> None:
+def test_an_error_while_encoding_leaves_it_so_too(model: Model, tmp_path: Path) -> None:
     kept = PlacementGuard(lambda: model)
     before = model.placement()
     run = Run(setup_of(model, tmp_path))
@@ -161,8 +115,8 @@ def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) ->
     assert model.placement() == before
 
 
-@pytest.mark.parametrize("older", [True, False])
-def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, older: bool) -> None:
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, is_older: bool) -> None:
     """If another function moved them, the conductor would take layers on the device for layers that are away."""
 
     class Conductor:
@@ -179,12 +133,11 @@ def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.dev
             self.unet = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
             self.unet_offload_conductor = Conductor(self.unet)
             self.unet[1].to(device)
-            if older:
-                self.unet_to = self.unet_offload_conductor.to
-
-        def materialize(self, name: str) -> None:
-            assert name == "unet" and not older
-            self.unet_offload_conductor.to(device)
+            move = self.unet_offload_conductor.to
+            if is_older:
+                self.unet_to = move
+            else:
+                self.materialize = lambda name: move(device)
 
     model = Offloaded()
     kept = PlacementGuard(model)
