@@ -1,4 +1,4 @@
-"""The audit where no second device is needed: `meta` and two-device logic are in tests/sim."""
+"""The audit where no second device is needed. Shards of two processes are in tests/checkpoints/test_fsdp.py."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers.training_utils import EMAModel
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from latentcache.devices.audit import AuditReport, audit
 from latentcache.errors import DeviceError, DeviceMismatchError
 
 
 def model() -> torch.nn.Sequential:
-    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
 
 
-def trained(net: torch.nn.Module, **flags: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, **flags)
+def trained(net: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     net(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     return optimizer
@@ -42,22 +37,21 @@ class Batch:
 
 def test_a_run_on_one_device_is_clean() -> None:
     net = model()
-    report = audit(
-        {
-            "net": net,
-            "optimizer": trained(net),
-            "scaler": torch.amp.GradScaler("cpu"),
-            "ema": EMAModel(net.parameters()),
-            "batch": Batch(torch.zeros(2), ["a cat"]),
-            "nested": {"a": [torch.zeros(1), None, 3]},
-        },
-        device="cpu",
-        training={"net": True},
-    )
+    parts = {
+        "net": net,
+        "optimizer": trained(net),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "ema": EMAModel(net.parameters()),
+        "batch": Batch(torch.zeros(2), ["a cat"]),
+        "nested": {"a": [torch.zeros(1), None, 3]},
+    }
+    report = audit(parts, device="cpu", training={"net": True})
     assert report.ok and not report.findings and not report.notes
     report.raise_for_errors()
     # 6 parameters with gradients, 3 buffers, 6 EMA shadows, 2 in batches, 3 state tensors for each parameter.
     assert report.num_tensors == 12 + 3 + 6 + 2 + 18
+    with pytest.raises(DeviceError, match=r"part nested\.a\.3 is a object: a part is a module, an optimizer"):
+        audit({"nested": {"a": [None, None, None, object()]}})
 
 
 def test_meta_tensors_are_named_each() -> None:
@@ -74,15 +68,13 @@ def test_orphans_and_parameters_that_are_never_stepped() -> None:
     optimizer = trained(net)
     net[2] = torch.nn.Linear(4, 2)
     report = audit({"net": net, "optimizer": optimizer})
-    assert names(report, "orphan") == [
-        "optimizer.param_groups.0.params.4",
-        "optimizer.param_groups.0.params.5",
-        "net.2.weight",
-        "net.2.bias",
-    ]
+    orphans = ["optimizer.param_groups.0.params.4", "optimizer.param_groups.0.params.5"]
+    assert names(report, "orphan") == [*orphans, "net.2.weight", "net.2.bias"]
     assert [finding.level for finding in report.findings] == ["error", "error", "warning", "warning"]
-    with pytest.raises(DeviceMismatchError, match="no module has it"):
+    with pytest.raises(DeviceMismatchError, match="no module has it") as caught:
         report.raise_for_errors()
+    assert (caught.value.module, caught.value.argument) == ("optimizer", "param_groups.0.params.4")
+    assert report.to_text().endswith("tensors: 2 errors, 2 warnings")
 
 
 def test_train_and_eval_flags_are_compared_by_submodule() -> None:
@@ -92,20 +84,15 @@ def test_train_and_eval_flags_are_compared_by_submodule() -> None:
     assert [(f.path, f.kind, f.found, f.expected) for f in report.errors] == [("net.1", "mode", "eval", "train")]
     assert audit({"net": net}, training={"net": True, "net.1": False}).ok
     assert names(audit({"net": net}, training={"net": False}), "mode") == ["net", "net.0", "net.2"]
-
-
-@pytest.mark.parametrize("argument", ["device", "training"])
-@pytest.mark.parametrize("key", ["unet", "net.9", "net2"])
-def test_keys_that_name_nothing_are_refused(argument: str, key: str) -> None:
-    value = {"device": "cpu", "training": True}[argument]
-    with pytest.raises(DeviceError, match=key):
-        audit({"net": model()}, **{argument: {key: value}})
+    for key in ("unet", "net.9", "net2"):
+        with pytest.raises(DeviceError, match=key):
+            audit({"net": net}, training={key: True})
+        with pytest.raises(DeviceError, match=key):
+            audit({"net": net}, device={key: "cpu"})
 
 
 def test_a_scaler_for_another_device_is_named() -> None:
-    net = model()
-    scaler = torch.amp.GradScaler("cpu")
-    assert audit({"net": net, "scaler": scaler}).ok
+    net, scaler = model(), torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     assert audit({"net": net, "scaler": scaler}).ok
     scaler._scale = scaler._scale.to("meta")
@@ -114,51 +101,43 @@ def test_a_scaler_for_another_device_is_named() -> None:
     assert audit({"net": net, "scaler": scaler}).ok
 
 
-def test_partitions_of_zero_3_are_left_alone() -> None:
+# What other software places
+
+
+class Params4bit(torch.nn.Parameter):
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def partitioned_by_zero_3(net: torch.nn.Sequential) -> None:
     """DeepSpeed leaves an empty tensor on a device of its own, with the partition in `ds_tensor`."""
-    net = model()
     for number, parameter in enumerate(net.parameters()):
         parameter.data = torch.empty(0)
         parameter.ds_id, parameter.ds_tensor = number, torch.zeros(4, device="meta")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
-    report = audit({"net": net, "optimizer": optimizer}, device="cpu")
-    assert not report.findings
-    assert report.notes == (
-        "net: 6 left where they are, partitions of DeepSpeed ZeRO-3, empty between forwards (the first is 0.weight)",
-    )
 
 
-def test_shards_that_fsdp_offloads_are_left_alone() -> None:
+def offloaded_by_fsdp(net: torch.nn.Sequential) -> None:
     """A DTensor whose mesh is of another type than the CPU, on which its shard waits."""
-    net = model()
     for parameter in net.parameters():
         parameter.device_mesh = SimpleNamespace(device_type="cuda")
-    report = audit({"net": net}, device="cpu")
-    assert not report.findings
-    assert "shards that FSDP offloads to the CPU and gathers on cuda" in report.notes[0]
 
 
-def test_fsdp_shards_are_audited_by_what_this_rank_holds() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        net = model()
-        stale = torch.optim.AdamW(net.parameters(), lr=0.1)
-        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = trained(net)
-        assert any(isinstance(value, DTensor) for value in optimizer.state[net[0].weight].values())
-        report = audit({"net": net, "optimizer": optimizer}, device="cpu")
-        assert not report.findings, report.to_text()
-        assert len(names(audit({"net": net, "optimizer": stale}), "orphan")) == 6, "built before the shards"
-    finally:
-        dist.destroy_process_group()
-
-
-def test_quantised_weights_are_noted_not_moved() -> None:
-    class Params4bit(torch.nn.Parameter):
-        __module__ = "bitsandbytes.nn.modules"
-
-    net = model()
+def quantised(net: torch.nn.Sequential) -> None:
     net[0].weight = Params4bit(torch.zeros(4, 3, device="meta"), requires_grad=False)
-    report = audit({"net": net}, device="cpu")
-    assert not report.findings
-    assert "a bitsandbytes Params4bit, which its package places (the first is 0.weight)" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("manage", "note"),
+    [
+        (partitioned_by_zero_3, "6 left where they are, partitions of DeepSpeed ZeRO-3, empty between forwards"),
+        (offloaded_by_fsdp, "6 left where they are, shards that FSDP offloads to the CPU and gathers on cuda"),
+        (quantised, "1 left where they are, a bitsandbytes Params4bit, which its package places"),
+    ],
+)
+def test_what_other_software_places_is_noted_and_no_error(manage: Any, note: str) -> None:
+    net = model()
+    manage(net)
+    parts: dict[str, Any] = {"net": net}
+    if manage is partitioned_by_zero_3:  # it steps copies of its own, which are no orphans
+        parts["optimizer"] = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
+    report = audit(parts, device="cpu")
+    assert not report.findings and report.notes == (f"net: {note} (the first is 0.weight)",)
