@@ -11,17 +11,17 @@ from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer
 from latentcache.errors import CheckpointError, DeviceError
 
 
-def trained(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained(dtype: torch.dtype = torch.float32, **flags: Any) -> torch.optim.Optimizer:
     model = torch.nn.Linear(3, 2).to(dtype)
     optimizer = torch.optim.AdamW(model.named_parameters(), **flags)
     model(torch.ones(1, 3, dtype=dtype)).sum().backward()
     optimizer.step()
-    return model, optimizer
+    return optimizer
 
 
 def test_state_in_place_stays_the_same_objects() -> None:
     lr = torch.tensor(0.1)
-    _, optimizer = trained(lr=lr, fused=True)
+    optimizer = trained(lr=lr, fused=True)
     tensors = [state.value for state in state_tensors(optimizer)]
     assert repair_optimizer(optimizer).moved == ()
     assert all(a is state.value for a, state in zip(tensors, state_tensors(optimizer), strict=True))
@@ -31,7 +31,7 @@ def test_state_in_place_stays_the_same_objects() -> None:
 
 def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() -> None:
     def with_exact_moments() -> torch.optim.Optimizer:
-        _, optimizer = trained(torch.bfloat16)
+        optimizer = trained(torch.bfloat16)
         for param, state in optimizer.state.items():
             state["exp_avg"] = torch.full_like(param, 1 / 3, dtype=torch.float32)
         return optimizer
@@ -40,7 +40,7 @@ def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() 
     plain.load_state_dict(plain.state_dict())
     assert {state["exp_avg"].dtype for state in plain.state.values()} == {torch.bfloat16}
 
-    repaired, (_, loaded) = with_exact_moments(), trained(torch.bfloat16)
+    repaired, loaded = with_exact_moments(), trained(torch.bfloat16)
     seen: list[torch.optim.Optimizer] = []
     for each in (repaired, loaded):  # a hook changes nothing about it, and repairing is no load
         each.register_load_state_dict_post_hook(seen.append)
@@ -54,35 +54,24 @@ def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() 
             assert state["exp_avg_sq"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("flags", [{}, {"fused": True}], ids=["default", "fused"])
-def test_loaded_state_shares_no_memory_with_its_source(flags: dict[str, Any]) -> None:
-    _, source = trained(**flags)
-    _, optimizer = trained(**flags)
-    load_optimizer_state(optimizer, source.state_dict())
-    addresses = {state.value.data_ptr() for state in state_tensors(source)}
-    assert addresses.isdisjoint(state.value.data_ptr() for state in state_tensors(optimizer))
-    values = zip(state_tensors(source), state_tensors(optimizer), strict=True)
-    assert all(torch.equal(a.value, b.value) for a, b in values)
-
-
-def test_loaded_settings_of_groups_share_nothing_with_their_source() -> None:
-    (_, source), (_, optimizer) = trained(), trained()
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_is_loaded_shares_no_memory_with_its_source(is_fused: bool) -> None:
+    source, optimizer = trained(fused=is_fused), trained(fused=is_fused)
     source.param_groups[0]["history"] = [1.0]
     load_optimizer_state(optimizer, source.state_dict())
+    states = [*zip(state_tensors(source), state_tensors(optimizer), strict=True)]
+    assert all(torch.equal(a.value, b.value) for a, b in states)
+    assert {a.value.data_ptr() for a, _ in states}.isdisjoint(b.value.data_ptr() for _, b in states)
     optimizer.param_groups[0]["history"].append(2.0)
     assert source.param_groups[0]["history"] == [1.0]
 
 
 def test_the_optimizers_own_hooks_see_what_is_loaded() -> None:
     """They may undo what a hook of `state_dict` did."""
-    (_, source), (_, optimizer) = trained(), trained()
-    seen = []
+    source, optimizer, seen = trained(), trained(), []
 
     def halved(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state = {
-            number: {key: value / 2 for key, value in values.items()} for number, values in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": torch.utils._pytree.tree_map(lambda value: value / 2, state_dict["state"])}
 
     def renamed(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict["param_groups"] = [{**group, "name": "all"} for group in state_dict["param_groups"]]
@@ -97,24 +86,19 @@ def test_the_optimizers_own_hooks_see_what_is_loaded() -> None:
 
 
 def test_flags_stay_and_settings_come() -> None:
-    _, source = trained(fused=True, lr=0.5, betas=(0.7, 0.8))
-    _, optimizer = trained(foreach=True, lr=0.1)
-    load_optimizer_state(optimizer, source.state_dict())
+    optimizer = trained(foreach=True, lr=0.1)
+    load_optimizer_state(optimizer, trained(fused=True, lr=0.5, betas=(0.7, 0.8)).state_dict())
     group = optimizer.param_groups[0]
     assert (group["fused"], group["foreach"], group["lr"], group["betas"]) == (None, True, 0.5, (0.7, 0.8))
 
 
-def test_what_cannot_be_repaired_is_named() -> None:
+def test_what_cannot_be_repaired_or_loaded_is_named_and_nothing_has_changed() -> None:
     with pytest.raises(DeviceError, match=r"Linear is not a torch\.optim\.Optimizer"):
         repair_optimizer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1, device="meta").parameters())
     with pytest.raises(DeviceError, match="2 of 2 optimizer parameters are on meta"):
         repair_optimizer(optimizer)
-
-
-def test_other_groups_are_refused_and_nothing_has_changed() -> None:
-    _, source = trained()
     optimizer = torch.optim.AdamW(torch.nn.Linear(3, 2, bias=False).parameters(), lr=0.7)
     with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, the optimizer has \[1\]"):
-        load_optimizer_state(optimizer, source.state_dict())
+        load_optimizer_state(optimizer, trained().state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.7 and not optimizer.state
