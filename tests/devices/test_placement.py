@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from accelerate.hooks import remove_hook_from_module
 
 from latentcache.devices.placement import device_named, device_of, dtype_of, placed
 from latentcache.errors import DeviceError
 from latentcache.models.tiny import tiny_denoiser
 
+CPU = torch.device("cpu")
+
 
 def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
-    cpu = torch.device("cpu")
-    for requester in ("cpu", cpu, torch.zeros(1), torch.nn.Linear(1, 1)):
-        assert device_of(requester) == cpu
+    offloaded = cpu_offload(torch.nn.Linear(1, 1), execution_device=CPU)
+    assert offloaded.weight.device.type == "meta"
+    for requester in ("cpu", CPU, torch.zeros(1), torch.nn.Linear(1, 1), offloaded):
+        assert device_of(requester) == CPU
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta"])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(DeviceError, match=f"device {name!r}"):
-        device_named(name)
+@pytest.mark.parametrize(
+    ("requester", "message"),
+    [
+        ("gpu", "device 'gpu'"),
+        ("cuda:x", "device 'cuda:x'"),
+        ("", "device ''"),
+        ("meta", "device 'meta'"),
+        (torch.zeros(1, device="meta"), "tensor is on meta"),
+        (torch.nn.Linear(1, 1, device="meta"), r"Linear\.weight is on meta"),
+        (torch.nn.ReLU(), "ReLU has no parameters"),
+        (
+            torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")),
+            r"lies on 2 devices \(0\.weight on cpu, 1\.weight on meta\)",
+        ),
+    ],
+)
+def test_what_names_no_device_is_refused(requester: Any, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        device_of(requester)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -39,63 +57,53 @@ def test_each_rank_has_its_own_accelerator(monkeypatch: pytest.MonkeyPatch) -> N
     assert device_named("auto", 1) == torch.device("cuda:1")
     assert device_named("cuda", 0) == torch.device("cuda:0")
     assert device_named("cuda:0", 1) == torch.device("cuda:0"), "a number that is given wins"
-    assert device_named("cpu", 1) == torch.device("cpu")
+    assert device_named("cpu", 1) == CPU
     with pytest.raises(DeviceError, match="cuda:2 does not exist: this machine has 2"):
         device_named("auto", 2)
+    # SLURM and containers set CUDA_VISIBLE_DEVICES for each rank: its number is not that of its device.
+    module.device_count = lambda: 1
+    assert device_named("cuda", 3) == torch.device("cuda:0")
 
 
-def test_dtype_follows_the_requester() -> None:
-    assert dtype_of(torch.nn.Linear(1, 1).half()) == torch.float16
-    assert dtype_of(torch.zeros(1, dtype=torch.bfloat16)) == torch.bfloat16
-    assert dtype_of(torch.zeros(1, dtype=torch.int64)) is None
-    assert dtype_of("cpu") is None
-    assert dtype_of(torch.nn.ReLU()) is None
-
-
-def test_the_dtype_that_weights_are_only_stored_in_does_not_count() -> None:
+def test_dtype_is_the_one_that_the_requester_computes_in() -> None:
     stored = torch.nn.Sequential(torch.nn.Linear(1, 1).to(torch.float8_e4m3fn), torch.nn.Linear(1, 1).bfloat16())
-    assert dtype_of(stored) == torch.bfloat16
-    assert dtype_of(stored[0]) is None and dtype_of(stored[0].weight) is None
     unet = tiny_denoiser()
     unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float16)
-    assert dtype_of(unet) == torch.float16
-
-
-def test_a_module_on_two_devices_names_a_tensor_of_each() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta"))
-    with pytest.raises(DeviceError, match=r"0\.weight on cpu, 1\.weight on meta"):
-        device_of(module)
-
-
-def test_an_offloaded_module_asks_for_its_execution_device() -> None:
-    module = torch.nn.Linear(1, 1)
-    cpu_offload(module, execution_device=torch.device("cpu"))
-    assert module.weight.device.type == "meta"
-    assert device_of(module) == torch.device("cpu")
-    remove_hook_from_module(module)
+    expected = [
+        (torch.nn.Linear(1, 1).half(), torch.float16),
+        (torch.zeros(1, dtype=torch.bfloat16), torch.bfloat16),
+        (torch.zeros(1, dtype=torch.int64), None),
+        ("cpu", None),
+        (torch.nn.ReLU(), None),
+        (stored, torch.bfloat16),  # in the other one weights are only stored
+        (stored[0], None),
+        (stored[0].weight, None),
+        (unet, torch.float16),
+    ]
+    assert [dtype_of(requester) for requester, _ in expected] == [dtype for _, dtype in expected]
 
 
 def test_placed_puts_back_device_and_every_training_flag() -> None:
     module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(1, 1)).train()
     module[0].eval()
     weight = module[1].weight
-    with pytest.raises(RuntimeError, match="inside"), placed(module, torch.device("cpu")) as inside:
+    with pytest.raises(RuntimeError, match="inside"), placed(module, CPU) as inside:
         assert not any(part.training for part in inside.modules())
         raise RuntimeError("inside")
     assert [part.training for part in module.modules()] == [True, False, True]
     assert module[1].weight is weight
 
 
-def test_a_module_that_does_not_fit_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Large(torch.nn.Linear):
-        calls = 0
+def test_a_module_that_does_not_fit_is_put_back() -> None:
+    calls: list[torch.device] = []
 
+    class Large(torch.nn.Linear):
         def to(self, device: torch.device) -> torch.nn.Module:
-            Large.calls += 1
-            if Large.calls == 1:
+            calls.append(device)
+            if len(calls) == 1:
                 raise torch.OutOfMemoryError("injected")
             return self
 
-    with pytest.raises(DeviceError, match="Large does not fit into the free memory of cpu"), placed(Large(1, 1), "cpu"):
-        raise AssertionError("never inside")
-    assert Large.calls == 2
+    with pytest.raises(DeviceError, match="Large does not fit into the free memory of meta"):
+        placed(Large(1, 1), torch.device("meta")).__enter__()
+    assert calls == [torch.device("meta"), CPU]
