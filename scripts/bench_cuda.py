@@ -17,9 +17,8 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import islice, product
 from pathlib import Path
@@ -41,7 +40,7 @@ from bench_precache import (
     make_vae,
     models_of,
 )
-from benchmarking import environment, in_turns, make_cache, make_parser, run_in_folder, seconds_of, spread
+from benchmarking import in_turns, make_cache, make_parser, run_in_folder, seconds_of, spread
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, Phases, run_precache
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -62,18 +61,6 @@ SLEEP_CYCLES = 20_000_000
 """How long the device sleeps before each upload in the check for races: some 10 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure. `goal` says what was wanted, and `reached` whether it was; both are None where nothing was."""
-
-    part: str
-    name: str
-    value: float
-    unit: str
-    goal: str | None
-    reached: bool | None
-
-
 class NotTriedError(Exception):
     """This device lacks what a check needs."""
 
@@ -87,16 +74,19 @@ class Bench:
         self.module = torch.get_device_module(self.device)
         self.overlaps = transfer_to(self.device).overlaps
         self.side = 64 if self.tiny else 1024
-        self.rows: list[Row] = []
+        self.half = torch.float32 if self.device.type == "cpu" else torch.float16
+        self.train_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.rows: list[dict[str, Any]] = []
         self.part = ""
 
     def add(self, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> None:
-        """Note a figure. `least` and `most` are goals for real sizes."""
+        """Note a figure. `least` and `most` are goals for real sizes; a row without one has None for it."""
         goal = reached = None
         if not self.tiny and (least is not None or most is not None):
             goal = f">= {least:g}" if least is not None else f"<= {most:g}"
             reached = value >= least if least is not None else value <= (most or 0)
-        self.rows.append(Row(self.part, name, value, unit, goal, reached))
+        row = {"part": self.part, "name": name, "value": value, "unit": unit, "goal": goal, "reached": reached}
+        self.rows.append(row)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -118,6 +108,22 @@ class Bench:
             method()
         taken = in_turns(methods, self.options.repetitions, warm=not self.tiny, clock=timed)
         return {name: spread(values)["median"] for name, values in taken.items()}
+
+    def need(self, function: str, lacking: str) -> None:
+        """NotTriedError where the device's module in torch has no such function."""
+        if not hasattr(self.module, function):
+            raise NotTriedError(lacking)
+
+    @contextmanager
+    def limited(self, num_bytes: float) -> Iterator[None]:
+        """The device gives this process no more bytes in the block."""
+        total = self.module.mem_get_info(self.device)[1]
+        self.free()
+        self.module.set_per_process_memory_fraction(num_bytes / total, self.device)
+        try:
+            yield
+        finally:
+            self.module.set_per_process_memory_fraction(1.0, self.device)
 
     def free(self) -> None:
         """Let go of what a part left on the device."""
@@ -176,8 +182,9 @@ class Bench:
 
     def case(self, name: str, models: LoadedModels) -> Case:
         """Runs of precache over these models."""
-        settings = vars(self.options) | {"dtype": "float16" if self.device.type != "cpu" else "float32"}
-        return Case(self.folder / name, models, self.side, argparse.Namespace(**settings))
+        dtype = str(self.half).removeprefix("torch.")
+        settings = argparse.Namespace(**vars(self.options) | {"dtype": dtype})
+        return Case(self.folder / name, models, self.side, settings)
 
     def dataset(self, name: str, num_samples: int, scale: int) -> LatentDataset:
         """A cache of random samples of SDXL's shapes; `scale` divides their sides."""
@@ -255,8 +262,7 @@ def check_batches(bench: Bench) -> str:
 
 def check_syncs(bench: Bench) -> str:
     """The loader makes the host wait for nothing on the device."""
-    if not hasattr(bench.module, "set_sync_debug_mode"):
-        raise NotTriedError("this device does not tell when the host waits for it")
+    bench.need("set_sync_debug_mode", "this device does not tell when the host waits for it")
     loader = LatentLoader(BucketBatchSampler(bench.dataset("syncs", 16, 16), 4, seed=0), device=bench.device)
     with loader:
         batches = loader.forever()
@@ -272,8 +278,7 @@ def check_syncs(bench: Bench) -> str:
 
 def check_memory(bench: Bench) -> str:
     """Forty epochs reserve no more of the device than four."""
-    if not hasattr(bench.module, "memory_reserved"):
-        raise NotTriedError("this device does not count its memory")
+    bench.need("memory_reserved", "this device does not count its memory")
     sampler = BucketBatchSampler(bench.dataset("memory", 16, 8), 4, seed=0)
     reserved = []
     with LatentLoader(sampler, device=bench.device) as loader:
@@ -339,8 +344,7 @@ def check_numbers(bench: Bench) -> str:
 
 def check_halving(bench: Bench) -> str:
     """A batch that does not fit is halved, and the entries are those of smaller batches."""
-    if not hasattr(bench.module, "set_per_process_memory_fraction"):
-        raise NotTriedError("the device's memory cannot be limited")
+    bench.need("set_per_process_memory_fraction", "the device's memory cannot be limited")
     vae = bench.vae(torch.float16).to(bench.device)
     pixels = torch.randint(0, 256, (8, bench.side, bench.side, 3), dtype=torch.uint8, device=bench.device)
     peaks = []
@@ -349,10 +353,7 @@ def check_halving(bench: Bench) -> str:
         bench.module.reset_peak_memory_stats(bench.device)
         encode_images(vae, pixels[:size])
         peaks.append(bench.peak())
-    total = bench.module.mem_get_info(bench.device)[1]
-    bench.free()
-    bench.module.set_per_process_memory_fraction(sum(peaks) / 2 / total, bench.device)
-    try:
+    with bench.limited(sum(peaks) / 2):
         try:
             encode_images(vae, pixels)
         except RuntimeError as error:
@@ -363,8 +364,6 @@ def check_halving(bench: Bench) -> str:
         case = bench.case("halving", models_of(vae=vae.cpu()))
         make_photos(bench.folder / "halving" / "photos", 8, bench.side)
         case.run()
-    finally:
-        bench.module.set_per_process_memory_fraction(1.0, bench.device)
     return "8 images stored where 8 do not fit at once"
 
 
@@ -413,21 +412,14 @@ def check_ddp(bench: Bench) -> str:
 
 def check_leaving(bench: Bench) -> str:
     """A phase that swaps two parts, of which the device holds one, ends with the first one back in its place."""
-    if not hasattr(bench.module, "set_per_process_memory_fraction"):
-        raise NotTriedError("the device's memory cannot be limited")
+    bench.need("set_per_process_memory_fraction", "the device's memory cannot be limited")
     size = 1 << (6 if bench.tiny else 14)  # a part of 1 GiB
     parts = {name: torch.nn.Linear(size, size, bias=False, device="cpu") for name in ("unet", "vae")}
     parts["vae"].requires_grad_(False)
     phases = Phases(parts, device=bench.device)
     phases.start("train")  # with the part that is trained on the device
-    bench.free()
-    total = bench.module.mem_get_info(bench.device)[1]
-    bench.module.set_per_process_memory_fraction(1.5 * parts["vae"].weight.nbytes / total, bench.device)
-    try:
-        with phases.enter(Phase(on_device=("vae",))):
-            assert parts["vae"].weight.device == bench.device and parts["unet"].weight.device.type == "cpu"
-    finally:
-        bench.module.set_per_process_memory_fraction(1.0, bench.device)
+    with bench.limited(1.5 * parts["vae"].weight.nbytes), phases.enter(Phase(on_device=("vae",))):
+        assert parts["vae"].weight.device == bench.device and parts["unet"].weight.device.type == "cpu"
     assert parts["unet"].weight.device == bench.device and parts["vae"].weight.device.type == "cpu"
     return "one part at a time"
 
@@ -522,7 +514,7 @@ def vae(bench: Bench) -> None:
         bench.add(name, rate, "images/s")
     if not bench.tiny:
         bench.add(f"best ({best}) over a convolution", rates[best] * VAE_TFLOP["encode"] * 1e12 / bench.conv_flops, "")
-    case = bench.case("vae", models_of(vae=bench.vae(torch.float16 if bench.device.type != "cpu" else torch.float32)))
+    case = bench.case("vae", models_of(vae=bench.vae(bench.half)))
     chosen = choose_encodings(case.config(), case.models, {}).vae
     model = case.models.vae(chosen.dtype)
     with placed(model, bench.device):
@@ -534,15 +526,15 @@ def vae(bench: Bench) -> None:
     bench.free()
     paths = make_photos(case.folder / "photos", 4 if bench.tiny else 256, bench.side)
     found = images_case(case, paths)
-    bench.add("precache", found["images_per_s"]["run"], "images/s")
-    bench.add("precache over the encoder alone", found["fraction_of_encoder"]["median"], "", least=0.95)
-    bench.add("decoding threads over the encoder", 1 / found["decode_share"]["median"], "", least=1.0)
+    per_s = found["per_s"]
+    bench.add("precache", per_s["run"], "images/s")
+    bench.add("precache over the encoder alone", found["fraction_of"]["encoder"]["median"], "", least=0.95)
+    bench.add("decoding threads over the encoder", per_s["decode"] / per_s["encoder"], "", least=1.0)
 
 
 def text(bench: Bench) -> None:
     """Captions per second of both text encoders, by batch; and of precache with what it chooses."""
-    dtype = torch.float16 if bench.device.type != "cpu" else torch.float32
-    parts = bench.texts(dtype)
+    parts = bench.texts(bench.half)
     case = bench.case("text", models_of(texts=parts))
     sizes = (2, 4) if bench.tiny else (16, 32, 64, 128, 256)
     chosen = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
@@ -570,8 +562,8 @@ def text(bench: Bench) -> None:
     (path,) = make_photos(case.folder / "photos", 1, bench.side)
     path.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
     found = captions_case(case, captions)
-    bench.add("precache", found["captions_per_s"]["run"], "captions/s")
-    bench.add("precache over the encoders alone", found["fraction_of_encoder"]["median"], "", least=0.9)
+    bench.add("precache", found["per_s"]["run"], "captions/s")
+    bench.add("precache over the encoders alone", found["fraction_of"]["encoder"]["median"], "", least=0.9)
 
 
 def copies(bench: Bench) -> None:
@@ -606,9 +598,8 @@ class Step:
         from diffusers.training_utils import cast_training_params
         from peft import LoraConfig
 
-        dtype = torch.bfloat16 if bench.device.type != "cpu" else torch.float32
-        self.bench, self.dtype = bench, dtype
-        self.unet = bench.unet(dtype).requires_grad_(False).train()
+        self.bench = bench
+        self.unet = bench.unet(bench.train_dtype).requires_grad_(False).train()
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
         self.unet.add_adapter(LoraConfig(r=4 if bench.tiny else 16, target_modules=targets))
         cast_training_params(self.unet, torch.float32)
@@ -669,10 +660,9 @@ def step(bench: Bench) -> None:
 
 def phases(bench: Bench) -> None:
     """Switches between phases, with SDXL's parts: the UNet trained on the device, the others parked."""
-    dtype = torch.bfloat16 if bench.device.type != "cpu" else torch.float32
     training = Step(bench)
     parts = {"unet": training.unet, "optimizer": training.optimizer, "vae": bench.vae(torch.float32)}
-    parts |= {name: part for name, part in bench.texts(dtype).items() if isinstance(part, torch.nn.Module)}
+    parts |= {name: part for name, part in bench.texts(bench.train_dtype).items() if isinstance(part, torch.nn.Module)}
     switch = Phases(parts, device=bench.device)
     switch.start("train")
     sizes = {name: weight_bytes(part) for name, part in parts.items() if isinstance(part, torch.nn.Module)}
@@ -705,17 +695,13 @@ def phases(bench: Bench) -> None:
     bench.synchronize()
     first = seconds_of(lambda: bench.end(partial(training.run, batch)))
     bench.add("first step after a phase over a usual one", first / usual, "", most=1.3)
-    bench.add("allocations that were tried again", _num_retries(bench), "", most=0)
-
-
-def _num_retries(bench: Bench) -> int:
-    stats = getattr(bench.module, "memory_stats", None)
-    return 0 if stats is None else int(stats(bench.device).get("num_alloc_retries", 0))
+    stats: Callable[[torch.device], dict[str, int]] = getattr(bench.module, "memory_stats", lambda device: {})
+    bench.add("allocations that were tried again", stats(bench.device).get("num_alloc_retries", 0), "", most=0)
 
 
 def decode(bench: Bench) -> None:
     """Decoding a sample image, and saving and loading a LoRA's training."""
-    model = bench.vae(torch.float16 if bench.device.type != "cpu" else torch.float32).to(bench.device)
+    model = bench.vae(bench.half).to(bench.device)
     latents = torch.randn(1, 4, bench.side // 8, bench.side // 8, device=bench.device)
     seconds = bench.seconds({"decode": partial(decode_fitting, model, latents)})["decode"]
     bench.add("decode an image", seconds * 1e3, "ms")
@@ -757,13 +743,8 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             failed[name] = f"{type(error).__name__}: {error}"
         seconds[name] = time.perf_counter() - start
         bench.free()
-    return {
-        "rows": [asdict(row) for row in bench.rows],
-        "failed": failed,
-        "missed": [f"{row.part}: {row.name}" for row in bench.rows if row.reached is False],
-        "seconds": seconds,
-        "environment": environment(bench.device, folder),
-    }
+    missed = [f"{row['part']}: {row['name']}" for row in bench.rows if row["reached"] is False]
+    return {"rows": bench.rows, "failed": failed, "missed": missed, "seconds": seconds}
 
 
 def to_text(result: Mapping[str, Any]) -> str:
@@ -782,25 +763,14 @@ def to_text(result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, PARTS)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser.add_argument("--device", default=str(accelerator or "cpu"))
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    parser.set_defaults(repetitions=5)
+    parser.set_defaults(repetitions=5, part=list(PARTS))
     options = parser.parse_args(arguments)
-    if options.repetitions < 1:
-        parser.error(f"--repetitions {options.repetitions}: at least 1")
     if torch.device(options.device).type == "cpu" and not options.tiny:
         parser.error("there is no accelerator here, and a CPU takes hours at these sizes: give --tiny --device cpu")
-    failed: dict[str, str] = {}
-
-    def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-        result = run(folder, options)
-        failed.update(result["failed"])
-        return result
-
-    run_in_folder(measured, options, to_text)
-    return 1 if failed else 0
+    return 1 if run_in_folder(run, options, to_text)["failed"] else 0
 
 
 if __name__ == "__main__":

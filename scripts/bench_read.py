@@ -1,24 +1,24 @@
-"""How long a batch takes to come back: against a copy from memory, against the disk, and against trainers' files.
+"""How long a batch takes to come back: against a copy from memory, trainers' files, the disk, and a step of training.
 
     python scripts/bench_read.py                   # all parts; minutes, 15 GB of disk, as much of page cache
     python scripts/bench_read.py --part warm       # one part
     python scripts/bench_read.py --json            # one document
     python scripts/bench_read.py --tiny            # for correctness only
 
-The samples are those of 1024x1024: mean latents, prompt_embeds and pooled_prompt_embeds in float16, 438.5 KiB. Orders
-are random, a new one in each round, and what is read is compared with what was stored. Peers keep a file of latents and
-a file of text embeddings for each sample, as kohya's sd-scripts, SimpleTuner, ai-toolkit and OneTrainer do.
+The samples are those of 1024x1024: mean latents, prompt_embeds and pooled_prompt_embeds in float16, 438.5 KiB, in
+random order; what is read is compared with what was stored. Peers keep a file of latents and a file of text embeddings
+for each sample, as kohya's sd-scripts, SimpleTuner, ai-toolkit and OneTrainer do.
 
-warm       each pass comes directly after an untimed one over the same samples. The limit copies the same rows in the
-           same order, in one thread, from anonymous memory into tensors that are there already. The first epoch, in
-           which each entry is compared with its digest, is timed apart. A pass at the memory's pace takes some 20 ms,
-           in which a virtual machine is often disturbed, so there are five times as many rounds of them
-cold       before each pass the files are dropped from the page cache, free memory is touched (`take_back` says why),
-           and the cache is opened again, so digests are compared too. `preadv` reads as many ranges of these sizes, at
-           random places of the same packs, with the read-ahead that the system does by itself
-ragged     warm batches of captions of natural length, as Qwen-Image's: padded to the longest of each batch, and so is
-           what the limit copies
-packs      pack order, cold, over a whole epoch, against `cat` of the packs to /dev/null and against random order
+warm   each pass comes directly after an untimed one. The limit copies the same rows in the same order, in one thread,
+       from anonymous memory into tensors that are there already. A pass at the memory's pace takes some 20 ms, in which
+       a virtual machine is often disturbed, so there are five times as many rounds of them
+cold   before each pass the files are dropped from the page cache, free memory is touched (`take_back` says why), and
+       the cache is opened again, so digests are compared too
+packs  pack order, cold, over a whole epoch, against `cat` of the packs to /dev/null
+wait   how long `next` on a loader takes, as a part of a step of 40 ms, which sleeps, as the host does while an
+       accelerator works; from dropped files, and in the epoch after that. The first batch does not count
+tier   an epoch of LatentLoader on `latentcache serve`, with a local tier that has all samples, against the cache's own
+       directory
 
 The host of a virtual machine may still hold files that were dropped: trust the ratios.
 """
@@ -26,62 +26,72 @@ The host of a virtual machine may still hold files that were dropped: trust the 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import json
 import mmap
 import os
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diskcache
 import numpy as np
+import safetensors.torch
 import torch
 from benchmarking import (
-    FILE_FORMATS,
     SHAPES,
-    TINY_SHAPES,
     Tensors,
     in_turns,
     make_parser,
     parse,
-    pickling_diskcache,
     ratios,
     run_parts,
     seconds_of,
+    spread,
     write_cache,
 )
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
-from latentcache.families import family_named
-from latentcache.store.entry import as_array
 
 BATCH = 16
-PEERS = (*FILE_FORMATS, "diskcache_pickle")
 NUM_REPEATED = 256
 """Values of which samples of the cold parts are made: how many there are says how much memory is needed."""
 ROUNDS_AT_PACE = 5
 """How many times as many rounds what reads at the memory's pace gets."""
+STOP_S = 30.0
+TINY_SHAPES = {
+    "image": {"latents": (4, 8, 8)},
+    "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
+}
 WANTED = {
-    "ratio_to_limit": {"4": 2.0, "16": 1.35, "64": 1.25},
-    "times_faster": {"torch_load": 15, "npz": 15, "safetensors_file": 5, "diskcache_pickle": 10},
-    "cold_times_faster_than_torch_load": 3,
-    "ragged_ratio_to_limit": 1.25,
-    "of_cat": 0.6,
+    "warm": {
+        "ratio_to_limit": {"4": 2.0, "16": 1.35, "64": 1.25},
+        "times_faster": {"torch_load": 15, "npz": 15, "safetensors_file": 5, "diskcache_pickle": 10},
+    },
+    "cold": {"times_faster_than_torch_load": 3},
+    "packs": {"of_cat": 0.6},
+    "wait": {"share_at_most": 0.01},
+    "tier": {"ratio_at_most": 1.1},
 }
 
 Batches = Sequence[Sequence[int]]
 Method = Callable[[Batches], None]
+Save = Callable[[Tensors, Path], Any]
+Load = Callable[[Path], Tensors]
 
 
 class Samples:
     """The values: for each field a tensor [n, *shape]. Sample `number` has row `number % n`."""
 
-    def __init__(self, num_samples: int, num_values: int, *, tiny: bool):
-        self.num_samples = num_samples
-        self.shapes = TINY_SHAPES if tiny else SHAPES
+    def __init__(self, options: argparse.Namespace, num_values: int):
+        self.num_samples = options.num_samples
+        self.shapes = TINY_SHAPES if options.tiny else SHAPES
         generator = torch.Generator().manual_seed(0)
         self.fields = {
             name: torch.empty((num_values, *shape), dtype=torch.float16).normal_(generator=generator)
@@ -89,15 +99,17 @@ class Samples:
             for name, shape in shapes.items()
         }
         self.rows = {name: list(as_rows(field)) for name, field in self.fields.items()}
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(rows[0].nbytes for rows in self.rows.values())
+        self.row_bytes = sum(rows[0].nbytes for rows in self.rows.values())
 
     def values(self, number: int) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by kind. They are copies: of a view, all that it is a view of would be saved."""
         row = number % len(next(iter(self.fields.values())))
         return {kind: {name: self.fields[name][row].clone() for name in names} for kind, names in self.shapes.items()}
+
+    def write(self, path: Path) -> list[Path]:
+        """A cache of all samples. Returns its packs."""
+        write_cache(path, self.num_samples, self.values)
+        return sorted((path / "packs").glob("*/*"))
 
     def check(self, batch: Mapping[str, Any]) -> None:
         """A benchmark of wrong values is worth nothing."""
@@ -105,29 +117,14 @@ class Samples:
             assert torch.equal(batch[name], field[[int(each) % len(field) for each in batch["sample_id"]]]), name
 
 
-class Rounds:
-    """The samples of each round, the same for all methods: random ones, none twice, in whole batches."""
-
-    def __init__(self, num_samples: int, num_read: int, num_rounds: int):
-        source = random.Random(1)
-        self.orders = [source.sample(range(num_samples), num_read) for _ in range(num_rounds)]
-
-    def batches(self, number: int, batch_size: int = BATCH) -> Batches:
-        order = self.orders[number]
-        return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
-
-    def warm(self, ways: Mapping[str, Method], batch_size: int = BATCH) -> dict[str, list[float]]:
-        """Seconds of each way in each round, directly after an untimed pass over the same samples."""
-
-        def method(read: Method) -> Callable[[], None]:
-            numbers = iter([number for number in range(len(self.orders)) for _ in range(2)])
-            return lambda: read(self.batches(next(numbers), batch_size))
-
-        return in_turns({name: method(read) for name, read in ways.items()}, len(self.orders), warm=True)
-
-
 def as_rows(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
+
+
+def batches_of(options: argparse.Namespace, seed: int, batch_size: int = BATCH) -> Batches:
+    """Random samples, none twice, in whole batches."""
+    order = random.Random(seed).sample(range(options.num_samples), options.num_read)
+    return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
 
 
 def limit(samples: Samples, batch_size: int) -> Method:
@@ -151,18 +148,8 @@ def ours(cache: LatentCache) -> Method:
     return read
 
 
-def items_of(dataset: LatentDataset) -> Method:
-    """What a DataLoader calls, without its collate."""
-
-    def read(batches: Batches) -> None:
-        for numbers in batches:
-            dataset.__getitems__(numbers)
-
-    return read
-
-
 def loader(dataset: LatentDataset, batch_size: int, check: Callable[[Mapping[str, Any]], None]) -> Method:
-    """Batches in the sampler's own order, without prefetch, each checked once."""
+    """Batches in the sampler's own order, without prefetch. Those of two epochs are checked first."""
     made = LatentLoader(BucketBatchSampler(dataset, batch_size, drop_last=True), device="cpu", prefetch=0)
     batches = made.forever()
     for _ in range(2 * len(made)):
@@ -175,98 +162,97 @@ def loader(dataset: LatentDataset, batch_size: int, check: Callable[[Mapping[str
     return read
 
 
-def make_peers(folder: Path, samples: Samples, names: Iterable[str]) -> dict[str, Method]:
-    """The samples as peers keep them, a file (or a value) of latents and one of text embeddings; what reads them."""
-    ways: dict[str, Method] = {}
-    for name in names:
-        place = folder / name
-        place.mkdir()
-        save: Callable[[Tensors, Any], Any]
-        if name == "diskcache_pickle":
-            cache = pickling_diskcache(place)
-            suffix, save, load = "", partial(put, cache), cache.__getitem__
-        else:
-            suffix, save, load = FILE_FORMATS[name]
-        keys = [[f"{number}.{kind}{suffix}" for kind in samples.shapes] for number in range(samples.num_samples)]
-        places: list[list[Any]] = [[place / key if suffix else key for key in row] for row in keys]
-        for number, row in enumerate(places):
-            for values, where in zip(samples.values(number).values(), row, strict=True):
-                save(values, where)
-        ways[name] = partial(stack, load, places)
-    return ways
+# Peers ----------------------------------------------------------------------------------------------------------------
 
 
-def put(cache: Any, values: Tensors, key: Any) -> None:
-    cache[key] = values
+def save_npz(tensors: Tensors, path: Path) -> None:
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
 
 
-def stack(load: Callable[[Any], Tensors], places: Sequence[Sequence[Any]], batches: Batches) -> None:
-    """Read samples one by one, and stack them."""
-    for numbers in batches:
-        loaded = [{name: value for at in places[number] for name, value in load(at).items()} for number in numbers]
-        for name in loaded[0]:
-            torch.stack([tensors[name] for tensors in loaded])
+def load_npz(path: Path) -> Tensors:
+    with np.load(path) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
-def packs_of(cache: Path) -> list[Path]:
-    return sorted((cache / "packs").glob("*/*"))
+def pickling_diskcache(folder: Path) -> tuple[Save, Load]:
+    """A diskcache with its default pickling. Nothing is ever evicted: by default it drops entries beyond 1 GiB."""
+    cache = diskcache.Cache(str(folder), size_limit=1 << 50, cull_limit=0)
+    return lambda tensors, path: cache.set(path.name, tensors), lambda path: cache[path.name]
 
 
-def us_per_sample(seconds: Mapping[str, Sequence[float]], num_read: int) -> dict[str, float]:
-    return {name: statistics.median(values) / num_read * 1e6 for name, values in seconds.items()}
+PEERS: dict[str, Callable[[Path], tuple[Save, Load]]] = {
+    "torch_load": lambda folder: (torch.save, torch.load),
+    "npz": lambda folder: (save_npz, load_npz),
+    "safetensors_file": lambda folder: (
+        lambda tensors, path: safetensors.torch.save_file(dict(tensors), path),
+        safetensors.torch.load_file,
+    ),
+    "diskcache_pickle": pickling_diskcache,
+}
+
+
+def make_peer(folder: Path, samples: Samples, name: str) -> Method:
+    """Keep the samples as a peer does, a file (or a value) of latents and one of text embeddings; what reads them."""
+    folder.mkdir()
+    save, load = PEERS[name](folder)
+    places = [[folder / f"{number}.{kind}" for kind in samples.shapes] for number in range(samples.num_samples)]
+    for number, row in enumerate(places):
+        for values, place in zip(samples.values(number).values(), row, strict=True):
+            save(values, place)
+
+    def read(batches: Batches) -> None:
+        for numbers in batches:
+            loaded = [{name: value for at in places[number] for name, value in load(at).items()} for number in numbers]
+            for field in loaded[0]:
+                torch.stack([tensors[field] for tensors in loaded])
+
+    return read
 
 
 # Warm -----------------------------------------------------------------------------------------------------------------
 
 
 def warm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    samples = Samples(options.num_samples, options.num_samples, tiny=options.tiny)
-    write_cache(folder / "cache", samples.num_samples, samples.values)
-    peers = make_peers(folder, samples, PEERS)
-    dataset = LatentDataset(folder / "cache")
-    result: dict[str, Any] = {
-        "sample_bytes": samples.row_bytes,
-        "first_epoch": first_epoch(folder / "cache", dataset.cache, samples),
-    }
-    ratio: dict[str, dict[str, Any]] = {"batch": {}, "loader": {}, "dataset": {}}
+    samples = Samples(options, options.num_samples)
+    samples.write(folder / "cache")
+    peers = {name: make_peer(folder / name, samples, name) for name in PEERS}
+    ratio: dict[str, dict[str, Any]] = {"batch": {}, "loader": {}}
     times: dict[str, dict[str, float]] = {}
+
+    def in_rounds(ways: Mapping[str, Method], num_rounds: int, label: str, size: int = BATCH) -> dict[str, list[float]]:
+        batches = batches_of(options, 0, size)
+        seconds = in_turns({name: partial(read, batches) for name, read in ways.items()}, num_rounds, warm=True)
+        times[label] = us_per_sample(seconds, options.num_read)
+        return seconds
+
+    dataset = LatentDataset(folder / "cache")
     for size in options.batch_sizes:
         ways = {
             "limit": limit(samples, size),
             "batch": ours(dataset.cache),
             "loader": loader(dataset, size, samples.check),
-            "dataset": items_of(dataset),
         }
         num_rounds = options.repetitions * (1 if options.tiny else ROUNDS_AT_PACE)
-        seconds = Rounds(samples.num_samples, options.num_read, num_rounds).warm(ways, size)
-        times[str(size)] = us_per_sample(seconds, options.num_read)
+        seconds = in_rounds(ways, num_rounds, str(size), size)
         for name, found in ratio.items():
             found[str(size)] = ratios(seconds[name], seconds["limit"])
-    rounds = Rounds(samples.num_samples, options.num_read, options.repetitions)
-    seconds = rounds.warm({"limit": limit(samples, BATCH), "ours": ours(dataset.cache)} | peers)
-    times["beside_peers"] = us_per_sample(seconds, options.num_read)
+    ways = {"limit": limit(samples, BATCH), "ours": ours(dataset.cache)}
+    seconds = in_rounds(ways | peers, options.repetitions, "beside_peers")
     dataset.cache.close()
-    return result | {
+    return {
+        "sample_bytes": samples.row_bytes,
         "ratio_to_limit": ratio,
         "times_faster": {name: ratios(seconds[name], seconds["ours"]) for name in PEERS},
         "times_faster_limit": {name: ratios(seconds[name], seconds["limit"]) for name in PEERS},
         "us_per_sample": times,
-        "wanted": {name: WANTED[name] for name in ("ratio_to_limit", "times_faster")},
+        "wanted": WANTED["warm"],
     }
 
 
-def first_epoch(path: Path, cache: LatentCache, samples: Samples) -> dict[str, float]:
-    """The epoch in which every entry is compared with its digest. The page cache is warm, as for the limit."""
-    num_read = samples.num_samples // BATCH * BATCH
-    batches = Rounds(samples.num_samples, num_read, 1).batches(0)
-    for file in packs_of(path):
-        file.read_bytes()
-    read = limit(samples, BATCH)
-    read(batches)
-    limit_s, first_s = (seconds_of(partial(method, batches)) for method in (read, ours(cache)))
-    for numbers in batches:
-        samples.check(cache.batch([str(number) for number in numbers], device="cpu"))
-    return {"us_per_sample": first_s / num_read * 1e6, "ratio_to_limit": first_s / limit_s}
+def us_per_sample(seconds: Mapping[str, Sequence[float]], num_read: int) -> dict[str, float]:
+    return {name: statistics.median(values) / num_read * 1e6 for name, values in seconds.items()}
 
 
 # Cold -----------------------------------------------------------------------------------------------------------------
@@ -278,23 +264,6 @@ def drop(paths: Iterable[Path]) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def cached_share(paths: Iterable[Path]) -> float:
-    """The share of the pages of some files that lie in the page cache. OSError where the system does not say.
-
-    `mincore` says it without reading: a read with RWF_NOWAIT begins to read what is not there, and sometimes finds it.
-    """
-    shares = []
-    for path in paths:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-            pages = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
-            start = ctypes.c_void_p(np.frombuffer(memory, np.uint8).ctypes.data)
-            mincore = ctypes.CDLL(None, use_errno=True).mincore
-            if mincore(start, ctypes.c_size_t(len(memory)), ctypes.c_void_p(pages.ctypes.data)):
-                raise OSError(ctypes.get_errno(), "mincore failed", str(path))
-        shares.append(pages & 1)
-    return float(np.concatenate(shares).mean())
 
 
 def take_back(num_bytes: int) -> None:
@@ -312,25 +281,20 @@ class Cold:
     """Ways of reading a cache, each pass over files that were dropped. They return the seconds of a pass."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
-        self.folder, self.path, self.options = folder, folder / "cache", options
-        self.samples = Samples(options.num_samples, min(NUM_REPEATED, options.num_samples), tiny=options.tiny)
-        write_cache(self.path, options.num_samples, self.samples.values)
-        self.packs = packs_of(self.path)
-        self.num_bytes = sum(path.stat().st_size for path in self.packs)
-        self.rounds = Rounds(options.num_samples, options.num_read, options.repetitions)
-        self.shares: list[float] = []
+        self.path, self.options = folder / "cache", options
+        self.samples = Samples(options, min(NUM_REPEATED, options.num_samples))
+        self.packs = self.samples.write(self.path)
 
     def timed(self, files: Sequence[Path], read: Callable[[], Any]) -> float:
         drop(files)
         take_back(2 * self.options.num_read * self.samples.row_bytes)  # for the page cache, and for what is made of it
-        self.shares.append(cached_share(files[:64]))
         return seconds_of(read)
 
     def batch(self, number: int) -> float:
         drop(self.packs)  # before they are mapped
         with LatentCache(self.path) as cache:
             cache.sample_ids()
-            batches = self.rounds.batches(number)
+            batches = batches_of(self.options, number)
             taken = self.timed(self.packs, lambda: ours(cache)(batches))
             self.samples.check(cache.batch([str(each) for each in batches[-1]], device="cpu"))
         return taken
@@ -353,24 +317,7 @@ class Cold:
         dataset.cache.close()
         return taken
 
-    def preadv(self, number: int) -> float:
-        source = random.Random(number)
-        files = [os.open(path, os.O_RDONLY) for path in self.packs]
-        sizes = [sum(self.samples.rows[name][0].nbytes for name in names) for names in self.samples.shapes.values()]
-        ranges = []
-        for _ in range(self.options.num_read):
-            for size in sizes:
-                fd = source.choice(files)
-                ranges.append((fd, source.randrange(max(1, os.fstat(fd).st_size - size)), memoryview(bytearray(size))))
-        taken = self.timed(self.packs, lambda: [os.preadv(fd, [out], offset) for fd, offset, out in ranges])
-        for fd in files:
-            os.close(fd)
-        return taken
-
-    def peer(self, files: Sequence[Path], read: Method, number: int) -> float:
-        return self.timed(files, partial(read, self.rounds.batches(number)))
-
-    def cat(self) -> float:
+    def cat(self, number: int) -> float:
         command = ["cat", *map(str, self.packs)]
         return self.timed(self.packs, lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
 
@@ -383,121 +330,117 @@ class Cold:
 
 def cold(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     ways = Cold(folder, options)
-    peers = make_peers(folder, ways.samples, ["torch_load", "safetensors_file"])
-    files = {name: sorted((folder / name).iterdir()) for name in peers}
-    runs: dict[str, Callable[[int], float]] = {
-        "batch": ways.batch,
-        "loader": partial(ways.loader, num_read=options.num_read),
-        "preadv": ways.preadv,
-    }
-    for name, read in peers.items():
-        runs[name] = partial(ways.peer, files[name], read)
-    seconds = ways.measure(runs)
+    peer = make_peer(folder / "peer", ways.samples, "torch_load")
+    files = sorted((folder / "peer").iterdir())
+    seconds = ways.measure(
+        {
+            "batch": ways.batch,
+            "loader": partial(ways.loader, num_read=options.num_read),
+            "torch_load": lambda number: ways.timed(files, partial(peer, batches_of(options, number))),
+        }
+    )
     return {
-        "ratio_to_preadv": {name: ratios(seconds[name], seconds["preadv"]) for name in ("batch", "loader")},
-        "times_faster": {
-            way: {name: ratios(seconds[name], seconds[way]) for name in peers} for way in ("batch", "loader")
+        "times_faster_than_torch_load": {
+            way: ratios(seconds["torch_load"], seconds[way]) for way in ("batch", "loader")
         },
         "us_per_sample": us_per_sample(seconds, options.num_read),
-        "cached_before_at_most": max(ways.shares),
-        "wanted": {"times_faster_than_torch_load": WANTED["cold_times_faster_than_torch_load"]},
+        "wanted": WANTED["cold"],
     }
 
 
 def packs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    ways, num_samples, num_read = Cold(folder, options), options.num_samples, options.num_read
+    ways, num_samples = Cold(folder, options), options.num_samples
     seconds = ways.measure(
-        {
-            "cat": lambda number: ways.cat() / num_samples,
-            "packs": lambda number: ways.loader(number, num_samples, "packs") / num_samples,
-            "random": lambda number: ways.loader(number, num_read) / num_read,
-        }
+        {"cat": ways.cat, "packs": partial(ways.loader, num_read=num_samples, order="packs")},
     )
     # Bytes a second against those of cat, which reads keys and records too.
-    payload, in_packs = ways.samples.row_bytes, ways.num_bytes / num_samples
+    payload = ways.samples.row_bytes * num_samples / sum(path.stat().st_size for path in ways.packs)
     return {
-        "of_cat": {
-            name: ratios([s * payload for s in seconds["cat"]], [s * in_packs for s in seconds[name]])
-            for name in ("packs", "random")
-        },
-        "times_faster_than_random": ratios(seconds["random"], seconds["packs"]),
-        "us_per_sample": us_per_sample(seconds, 1),
+        "of_cat": ratios([each * payload for each in seconds["cat"]], seconds["packs"]),
+        "us_per_sample": us_per_sample(seconds, num_samples),
         "num_packs": len(ways.packs),
-        "cached_before_at_most": max(ways.shares),
-        "wanted": {"of_cat": WANTED["of_cat"]},
+        "wanted": WANTED["packs"],
     }
 
 
-# Captions of natural length -------------------------------------------------------------------------------------------
+# Beside a step --------------------------------------------------------------------------------------------------------
 
 
-def ragged(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    shape, width, lengths = (
-        ((4, 1, 8, 8), 16, range(2, 9)) if options.tiny else ((16, 1, 128, 128), 3584, range(20, 81))
-    )
-    num_samples = 64 if options.tiny else 512
-    num_read, source = num_samples // BATCH * BATCH, random.Random(0)
-    num_rows = [source.choice(lengths) for _ in range(num_samples)]
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.empty((num_samples, *shape), dtype=torch.float16).normal_(generator=generator)
-    texts = torch.zeros((num_samples, lengths[-1], width), dtype=torch.bfloat16)
-    for number, length in enumerate(num_rows):
-        texts[number, :length] = torch.randn((length, width), generator=generator)
-
-    def values(number: int) -> dict[str, dict[str, torch.Tensor]]:
-        return {
-            "image": {"latents": latents[number]},
-            "text": {"prompt_embeds": texts[number, : num_rows[number]]},
-        }
-
-    def check(batch: Mapping[str, Any]) -> None:
-        numbers = [int(each) for each in batch["sample_id"]]
-        longest = max(num_rows[number] for number in numbers)
-        assert torch.equal(batch["latents"], latents[numbers])
-        assert torch.equal(batch["prompt_embeds"], texts[numbers, :longest])
-        assert batch["prompt_embeds_mask"].sum(1).tolist() == [num_rows[number] for number in numbers]
-
-    sources = (as_array(latents), as_array(texts))
-    memory = tuple(np.zeros((BATCH, *values.shape[1:]), values.dtype) for values in sources)
-
-    def copy(batches: Batches) -> None:
-        for numbers in batches:
-            longest = max(num_rows[number] for number in numbers)
-            targets = (memory[0], memory[1].reshape(-1)[: BATCH * longest * width].reshape(BATCH, longest, width))
-            for place, number in enumerate(numbers):
-                np.copyto(targets[0][place], sources[0][number])
-                np.copyto(targets[1][place], sources[1][number, :longest])
-
-    common = {
-        "schema": 1,
-        "salt": "",
-        "family": "qwen-image",
-        "text_encoding": family_named("qwen-image").text_recipe(),
-        "image_encoding": {"scaling_factor": 1.0, "shift_factor": None},
-    }
-    write_cache(folder / "cache", num_samples, values, ragged=frozenset({"prompt_embeds"}), common=common)
-    dataset = LatentDataset(folder / "cache")
-    rounds = Rounds(num_samples, num_read, options.repetitions * (1 if options.tiny else 3))
-    for numbers in rounds.batches(0):
-        check(dataset.cache.batch([str(each) for each in numbers], device="cpu"))
-    ways = {"limit": copy, "batch": ours(dataset.cache), "loader": loader(dataset, BATCH, check)}
-    seconds = rounds.warm(ways)
-    dataset.cache.close()
-    padded = [
-        max(num_rows[each] for each in numbers)
-        for number in range(len(rounds.orders))
-        for numbers in rounds.batches(number)
-    ]
+def wait(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The share of waiting in training steps, by epochs that come from the disk and from memory."""
+    ways, step_s = Cold(folder, options), 0.002 if options.tiny else 0.04
+    means: dict[str, list[float]] = {"cold": [], "warm": []}
+    waits: dict[str, list[float]] = {"cold": [], "warm": []}
+    for seed in range(options.repetitions):
+        drop(ways.packs)
+        sampler = BucketBatchSampler(LatentDataset(ways.path), BATCH, seed=seed)
+        with LatentLoader(sampler, device="cpu") as made:
+            for name in means:
+                batches = iter(made)  # of the same epoch
+                next(batches)
+                taken = []
+                for _ in range(options.num_read // BATCH - 1):
+                    time.sleep(step_s)
+                    taken.append(seconds_of(partial(next, batches)))
+                means[name].append(statistics.mean(taken) / step_s)
+                waits[name] += taken
+        made.dataset.cache.close()
     return {
-        "ratio_to_limit": {name: ratios(seconds[name], seconds["limit"]) for name in ("batch", "loader")},
-        "us_per_sample": us_per_sample(seconds, num_read),
-        "mean_rows": statistics.mean(num_rows),
-        "mean_rows_padded": statistics.mean(padded),
-        "wanted": {"ratio_to_limit": WANTED["ragged_ratio_to_limit"]},
+        "step_s": step_s,
+        "share": {name: spread(values) for name, values in means.items()},
+        "share_p99": {name: float(np.quantile(values, 0.99)) / step_s for name, values in waits.items()},
+        "wanted": WANTED["wait"],
     }
 
 
-PARTS = {"warm": warm, "cold": cold, "ragged": ragged, "packs": packs}
+# A service ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(cache: Path, log: Path) -> Iterator[str]:
+    """The URL of `latentcache serve` for the block."""
+    line = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
+    with open(log, "wb") as errors:
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server ended with {process.wait()}: {log.read_text()}")
+        yield json.loads(answer)["url"]
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+
+
+def tier(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    samples, cache = Samples(options, options.num_samples), folder / "cache"
+    samples.write(cache)
+
+    def epoch(made: LatentLoader) -> None:
+        made.set_epoch(0)
+        for batch in made:
+            del batch
+
+    with served(cache, folder / "server.log") as url:
+        datasets = {"local_cache": LatentDataset(cache), "local_tier": LatentDataset(url, local=folder / "local")}
+        ways = {}
+        for name, dataset in datasets.items():
+            made = LatentLoader(BucketBatchSampler(dataset, BATCH, seed=0), device="cpu")
+            for batch in made:  # which fills the tier
+                samples.check(batch)
+            ways[name] = partial(epoch, made)
+        seconds = in_turns(ways, options.repetitions, warm=True)
+        for dataset in datasets.values():
+            dataset.cache.close()
+    return {
+        "us_per_sample": us_per_sample(seconds, options.num_samples),
+        "ratio": ratios(seconds["local_tier"], seconds["local_cache"]),
+        "wanted": WANTED["tier"],
+    }
+
+
+PARTS = {"warm": warm, "cold": cold, "packs": packs, "wait": wait, "tier": tier}
 
 
 def main() -> None:

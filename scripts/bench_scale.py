@@ -1,20 +1,17 @@
-"""How a cache grows: its index, planning an unchanged dataset, and what ten million samples cost.
+"""How a cache grows: its index, a manifest, and planning an unchanged dataset.
 
-    python scripts/bench_scale.py                  # all parts; an hour, 12 GB of disk
+    python scripts/bench_scale.py                  # all parts; half an hour, 1 GB of disk
     python scripts/bench_scale.py --part index     # one part: a minute and 100 MB
     python scripts/bench_scale.py --json           # one document
     python scripts/bench_scale.py --tiny           # for correctness only
 
-index   opening, memory, finding, looking up and adding, from ten thousand entries to a million. The rows are those of
-        1024x1024 samples: half image entries (moments), half text entries (two fields), in packs of 64 MiB. The packs
-        themselves are empty files of the right size: nothing here reads a payload. `x` is the largest cache to the
-        smallest
-replan  a folder of 10,000 and of 100,000 small PNG files with captions whose entries are in the cache:
-        `run_precache(dry_run=True)`, which is what `latentcache precache --dry-run` does before it says that there is
-        nothing to do
-huge    the index, the manifest and the plan of --samples samples are really made, as in `index`, each once. The plan is
-        what precache does with a dataset whose files it knows: it looks up all keys, counts hits, and makes the
-        manifest again. Reading and hashing files is not in it
+index     opening, memory, finding, looking up and adding, from ten thousand entries to a million. The rows are those of
+          1024x1024 samples: half image entries (moments), half text entries (two fields), in packs of 64 MiB. The packs
+          themselves are empty files of the right size: nothing here reads a payload
+manifest  a manifest of a million samples is read, and compared with its digest
+replan    a folder of 10,000 and of 100,000 small PNG files with captions whose entries are in the cache:
+          `run_precache(dry_run=True)`, which is what `latentcache precache --dry-run` does before it says that there is
+          nothing to do
 
 Each measurement runs in a process of its own, the page cache being warm. `peak_mb` is that of the whole process, of
 which Python with the package takes some 500.
@@ -32,7 +29,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +53,15 @@ from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 INDEX_SIZES, TINY_INDEX_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)
 REPLAN_SIZES, TINY_REPLAN_SIZES = (10_000, 100_000), (20,)
-SAMPLES, TINY_SAMPLES = 10_000_000, 3_000
-WANTED_REPLAN_S = 20.0
-"""For 100,000 files on two cores."""
+NUM_ROWS, TINY_NUM_ROWS = 1_000_000, 3_000
+WANTED = {
+    "index": {"open_s": 0.5, "memory_mb": 130, "index_mb": 60, "add_pack_ms": 20},
+    "manifest": {"read_s": 0.5, "bytes_per_sample": 300},
+    "replan": {"seconds_for_100000": 3},
+}
 BATCH = 16
 NUM_BATCHES = 500
 PACK_ROWS = 512
-CHUNK = 1024
 Fields = dict[str, tuple[str, tuple[int, ...]]]
 IMAGE: Fields = {"moments": ("float16", (8, 128, 128))}
 TEXT: Fields = {"pooled_prompt_embeds": ("float16", (1280,)), "prompt_embeds": ("float16", (77, 2048))}
@@ -76,17 +75,16 @@ def repeat(part: str, repetitions: int, *arguments: object) -> dict[str, dict[st
     return {name: spread([each[name] for each in found]) for name in found[0]}
 
 
-# Rows without payload -------------------------------------------------------------------------------------------------
+# The index, whose rows have no payload --------------------------------------------------------------------------------
 
 
 def key_of(number: int) -> str:
     return hashlib.sha256(b"%d" % number).hexdigest()
 
 
-def rows(first: int, end: int) -> Iterator[PackRow]:
-    """What packs of 64 MiB with the entries first ... end - 1 would say, half of them images."""
-    middle = (first + end) // 2
-    for fields, start, stop in ((IMAGE, first, middle), (TEXT, middle, end)):
+def rows(end: int) -> Iterator[PackRow]:
+    """What packs of 64 MiB with the entries 0 ... end - 1 would say, half of them images."""
+    for fields, start, stop in ((IMAGE, 0, end // 2), (TEXT, end // 2, end)):
         num_rows = PACK_BYTES // sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in fields.values())
         for begin in range(start, stop, num_rows):
             yield row_of(fields, range(begin, min(begin + num_rows, stop)))
@@ -110,30 +108,19 @@ def make_file(store: DiskStore, row: PackRow) -> None:
     os.truncate(path, row.pack.file_bytes)
 
 
-def build(root: Path, num_entries: int) -> None:
-    with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
-        for row in rows(0, num_entries) if num_entries else ():
-            make_file(store, row)
-            transaction.put(row)
-
-
-# The index ------------------------------------------------------------------------------------------------------------
-
-
 def index(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     by_size: dict[str, Any] = {}
     for num_entries in TINY_INDEX_SIZES if options.tiny else INDEX_SIZES:
         root = folder / str(num_entries)
-        build_s = seconds_of(lambda root=root, num=num_entries: build(root, num))  # type: ignore[misc]
+        with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
+            for row in rows(num_entries):
+                make_file(store, row)
+                transaction.put(row)
         by_size[str(num_entries)] = repeat("index", options.repetitions, root, num_entries)
-        by_size[str(num_entries)]["build_s"] = spread([build_s])
-    first, *_, last = by_size.values()
-    growth = {name: last[name]["median"] / max(1e-9, value["median"]) for name, value in first.items()}
-    return by_size | {"x": growth}
+    return by_size | {"wanted": WANTED["index"]}
 
 
 def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
-    source = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         DiskStore(folder).close()  # imports and first calls
     gc.collect()
@@ -144,14 +131,11 @@ def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     figures["open_s"] = time.perf_counter() - start
     gc.collect()
     figures["memory_mb"] = (memory_bytes("VmRSS") - before) / 1e6
-    numbers = source.sample(range(num_entries), min(num_entries, BATCH * NUM_BATCHES))
+    numbers = random.Random(seed).sample(range(num_entries), min(num_entries, BATCH * NUM_BATCHES))
     wanted = [key_of(number) for number in numbers]
     store.look_up([key_of(num_entries // 2)])
-    for name in ("look_up_us_per_key", "look_up_again_us_per_key"):
-        taken = seconds_of(
-            lambda: [store.look_up(wanted[at : at + BATCH]) for at in range(0, len(wanted), BATCH)],
-        )
-        figures[name] = taken * 1e6 / len(wanted)
+    taken = seconds_of(lambda: [store.look_up(wanted[at : at + BATCH]) for at in range(0, len(wanted), BATCH)])
+    figures["look_up_us_per_key"] = taken * 1e6 / len(wanted)
     keys = [key_of(number) for number in range(num_entries)]
     start = time.perf_counter()
     found = store.find(keys)
@@ -172,6 +156,33 @@ def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     return figures
 
 
+# A manifest -----------------------------------------------------------------------------------------------------------
+
+
+def manifest(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    num_samples = TINY_NUM_ROWS if options.tiny else NUM_ROWS
+    builder = RowTableBuilder()
+    for number in range(num_samples):
+        sample_id, size = f"{number // 1000:06d}/{number}.jpg", SIZES[number % len(SIZES)]
+        image = Ref(key_of(number), Geometry(size, size, Crop(0, 0), size))
+        text = f"photo number {number}, of a grey wall in the evening"
+        caption = Ref.of_text(text, key_of(num_samples + number))
+        builder.add(Row(sample_id, f"/data/photos/{sample_id}", key_of(-1 - number), (image,), (caption,)))
+    folder, common = ManifestFolder(root), {"schema": 1, "salt": "", "text_encoding": {}}
+    folder.write(Manifest("photos", "train", 1, common, builder.finish()))
+    found = repeat("manifest", options.repetitions, root, num_samples)
+    num_bytes = (folder.path / "photos.safetensors").stat().st_size
+    return found | {"bytes_per_sample": num_bytes / num_samples, "wanted": WANTED["manifest"]}
+
+
+def measure_manifest(root: Path, num_samples: int, seed: int) -> dict[str, float]:
+    start = time.perf_counter()
+    found = ManifestFolder(root).read("photos")
+    seconds = time.perf_counter() - start
+    assert found is not None and len(found.rows) == num_samples
+    return {"read_s": seconds}
+
+
 # Planning again -------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +194,7 @@ def config_of(root: Path) -> Config:
 
 
 def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {"wanted_s_for_100000": WANTED_REPLAN_S}
+    results: dict[str, Any] = {"wanted": WANTED["replan"]}
     first = 0
     for size in TINY_REPLAN_SIZES if options.tiny else REPLAN_SIZES:
         make_photos(folder / "photos", first, size)
@@ -222,8 +233,8 @@ def fill(config: Config) -> None:
         workspace.store.add(
             Entry(Record(task.key, task.identity.kind, task.identity.to_json(), {}), tiny) for task in tasks
         )
-        for manifest in plan.manifests:
-            workspace.manifests.write(manifest)
+        for each in plan.manifests:
+            workspace.manifests.write(each)
 
 
 def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
@@ -238,104 +249,16 @@ def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
     return {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples, "peak_mb": memory_bytes("VmHWM") / 1e6}
 
 
-# Ten million samples --------------------------------------------------------------------------------------------------
-
-
-def huge(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    num_samples = options.samples or (TINY_SAMPLES if options.tiny else SAMPLES)
-    steps = {name: run_script(__file__, "--worker", name, folder, num_samples, 0) for name in STEPS}
-    return {"num_samples": num_samples, "steps": steps}
-
-
-def sample_row(number: int, num_samples: int) -> Row:
-    sample_id = f"{number // 1000:06d}/{number}.jpg"
-    size = SIZES[number % len(SIZES)]
-    image = Ref(key_of(number), Geometry(size, size, Crop(0, 0), size))
-    caption = Ref.of_text(f"photo number {number}, of a grey wall in the evening", key_of(num_samples + number))
-    return Row(sample_id, f"/data/photos/{sample_id}", key_of(-1 - number), (image,), (caption,))
-
-
-def make_index(root: Path, num_samples: int) -> dict[str, float]:
-    build(root, 2 * num_samples)
-    return {"bytes": sum(file.stat().st_size for file in (root / "index").rglob("*"))}
-
-
-def open_index(root: Path, num_samples: int) -> dict[str, float]:
-    with DiskStore(root) as store:
-        assert sum(store.stats().num_entries.values()) == 2 * num_samples
-    return {}
-
-
-def make_manifest(root: Path, num_samples: int) -> dict[str, float]:
-    builder = RowTableBuilder()
-    for start in range(0, num_samples, CHUNK):
-        for at in range(start, min(start + CHUNK, num_samples)):
-            builder.add(sample_row(at, num_samples))
-    folder, common = ManifestFolder(root / "manifests"), {"schema": 1, "salt": "", "text_encoding": {}}
-    folder.write(Manifest("photos", "train", 1, common, builder.finish()))
-    return {"bytes": (folder.path / "photos.safetensors").stat().st_size}
-
-
-def read(root: Path) -> Manifest:
-    manifest = ManifestFolder(root / "manifests").read("photos")
-    assert manifest is not None
-    return manifest
-
-
-def read_manifest(root: Path, num_samples: int) -> dict[str, float]:
-    before = memory_bytes("VmRSS")
-    manifest = read(root)
-    assert len(manifest.rows) == num_samples
-    return {"bytes_per_sample": (memory_bytes("VmRSS") - before) / num_samples}
-
-
-def plan(root: Path, num_samples: int) -> dict[str, float]:
-    # It imports the models' code: only this step pays for it.
-    from latentcache.precache.tasks import Plan, Shard
-
-    with DiskStore(root, read_only=True) as store:
-        rows, entries, new = read(root).rows, Plan(store, Shard()), RowTableBuilder()
-        for start in range(0, len(rows), CHUNK):
-            chunk = [*map(rows.row, range(start, min(start + CHUNK, len(rows))))]
-            present = store.find({key for row in chunk for key in row.keys()})
-            for row in chunk:
-                found = [entries.is_miss(ref.key, present, "image", ref.geometry.extent, 16) for ref in row.images]
-                found += [entries.is_miss(ref.key, present, "text", "", 16) for ref in row.captions]
-                assert not any(found), "an entry of the manifest is not in the index"
-                new.add(row)
-        assert entries.finish().report.num_hits == 2 * num_samples and len(new.finish()) == num_samples
-    return {}
-
-
-STEPS: dict[str, Callable[[Path, int], dict[str, float]]] = {
-    step.__name__: step for step in (make_index, open_index, make_manifest, read_manifest, plan)
-}
-
-
-def run_step(name: str, root: Path, num_samples: int) -> dict[str, float]:
-    start = time.perf_counter()
-    figures = STEPS[name](root, num_samples)
-    seconds = time.perf_counter() - start
-    figures |= {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples}
-    return figures | {"peak_mb": memory_bytes("VmHWM") / 1e6}
-
-
-PARTS = {"index": index, "replan": replan, "huge": huge}
-MEASUREMENTS = {"index": measure_index, "replan": measure_replan}
+PARTS = {"index": index, "manifest": manifest, "replan": replan}
+MEASUREMENTS = {"index": measure_index, "manifest": measure_manifest, "replan": measure_replan}
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        name, root, *numbers = sys.argv[2:]
-        number, seed = map(int, numbers)
-        in_step = name in STEPS
-        print(
-            json.dumps(run_step(name, Path(root), number) if in_step else MEASUREMENTS[name](Path(root), number, seed))
-        )
-        return
-    parser = make_parser(__doc__, PARTS)
-    parser.add_argument("--samples", type=int, help=f"how many samples `huge` has (default: {SAMPLES:,})")
-    run_parts(PARTS, parse(parser))
+        name, root, number, seed = sys.argv[2:]
+        print(json.dumps(MEASUREMENTS[name](Path(root), int(number), int(seed))))
+    else:
+        run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
 
 
 if __name__ == "__main__":

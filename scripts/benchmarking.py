@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, rounds, ratios, the document, where it ran, caches, a server, peers' files."""
+"""What the benchmarks share: options, rounds, ratios, the document, where it ran, and caches of random values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import diskcache
 import numpy as np
@@ -35,19 +34,12 @@ from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 MIN_REPETITIONS = 7
-STOP_S = 30.0
 BUCKETS = (Size(1024, 1024), Size(832, 1216))
-Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-SHAPES: Shapes = {
+SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "image": {"latents": (4, 128, 128)},
     "text": {"prompt_embeds": (77, 2048), "pooled_prompt_embeds": (1280,)},
 }
 """The entries of an SDXL sample of 1024x1024, whose latents are drawn already."""
-TINY_SHAPES: Shapes = {
-    "image": {"latents": (4, 8, 8)},
-    "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
-}
-
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -131,9 +123,12 @@ def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 def run_in_folder(
     run: Callable[[Path, argparse.Namespace], Mapping[str, Any]],
     options: argparse.Namespace,
-    to_text: Callable[[Mapping[str, Any]], str] | None = None,
-) -> None:
-    """Run a benchmark in a new folder, which is deleted afterwards; print one JSON document with --json, else text."""
+    to_text: Callable[[Mapping[str, Any]], str] = lambda document: "\n".join(lines_of(document)),
+) -> dict[str, Any]:
+    """Run a benchmark in a new folder, which is deleted afterwards. Print and return what it found.
+
+    With --json that is one JSON document, else text.
+    """
     with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
         where = environment(getattr(options, "device", None), folder)
         result = {"environment": where, **run(Path(folder), options)}
@@ -142,7 +137,8 @@ def run_in_folder(
     if options.json:
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
-        print(to_text(document) if to_text is not None else "\n".join(lines_of(document)))
+        print(to_text(document))
+    return document
 
 
 def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> None:
@@ -165,9 +161,9 @@ def run_script(*arguments: object) -> Any:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables).stdout)
 
 
-def memory_bytes(name: str, process: int | str = "self") -> int:
-    """A process' memory as the kernel calls it: VmRSS, VmHWM (its peak), or RssAnon (without mapped files)."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+def memory_bytes(name: str) -> int:
+    """This process' memory as the kernel calls it: VmRSS, or VmHWM (its peak)."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) << 10
 
@@ -221,32 +217,23 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
     return spread([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
-# Caches and servers ---------------------------------------------------------------------------------------------------
+# Caches ---------------------------------------------------------------------------------------------------------------
 
 
 def write_cache(
     path: Path,
     num_samples: int,
     values: Callable[[int], Mapping[str, Tensors]],
-    *,
     size_of: Callable[[int], Size] = lambda number: BUCKETS[0],
-    ragged: frozenset[str] = frozenset(),
-    common: Mapping[str, Any] | None = None,
 ) -> None:
     """A cache of samples 0, 1 ...: all images, then all captions, as precache writes them, and a manifest, `bench`.
 
-    `values` gives the tensors of a sample's entries by kind. Fields in `ragged` have a length of their own.
+    `values` gives the tensors of a sample's entries by kind.
     """
 
     def record(kind: str, number: int) -> Record:
         identity = {"bench": kind, "number": number}
         return Record(key_of(identity), kind, identity, {"path": f"{number}.jpg"})
-
-    def entries() -> Iterator[Entry]:
-        for kind in SHAPES:
-            for number in range(num_samples):
-                tensors = values(number)[kind]
-                yield Entry(record(kind, number), tensors, ragged & tensors.keys())
 
     rows = {}
     for number in range(num_samples):
@@ -255,9 +242,10 @@ def write_cache(
         caption = Ref.of_text(f"photo {number}", record("text", number).key)
         rows[name] = Row(name, name, None, (image,), (caption,))
     with DiskStore(path) as store:
-        store.add(entries())
+        for kind in SHAPES:
+            store.add(Entry(record(kind, number), values(number)[kind]) for number in range(num_samples))
     scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
-    common = common or {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
+    common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
     ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, RowTable.of(rows)))
 
 
@@ -273,68 +261,14 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
         return Size(height // scale, width // scale)
 
     def values(number: int) -> dict[str, dict[str, torch.Tensor]]:
-        size = size_of(number)
-        shapes: dict[str, dict[str, tuple[int, ...]]] = {
-            "image": {"moments": (8, size.height // 8, size.width // 8)},
-            "text": {"prompt_embeds": (77, 2048 // scale), "pooled_prompt_embeds": (1280 // scale,)},
-        }
+        def half(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).half()
+
+        height, width = size_of(number)
+        embeds, pooled = half(77, 2048 // scale), half(1280 // scale)
         return {
-            kind: {name: torch.randn(shape, generator=generator).half() for name, shape in fields.items()}
-            for kind, fields in shapes.items()
+            "image": {"moments": half(8, height // 8, width // 8)},
+            "text": {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled},
         }
 
-    write_cache(path, num_samples, values, size_of=size_of)
-
-
-@contextmanager
-def served(cache: Path, log: Path) -> Iterator[str]:
-    """The URL of `latentcache serve` for the block."""
-    line = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
-    with open(log, "wb") as errors:
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
-    try:
-        assert process.stdout is not None
-        answer = process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the server ended with {process.wait()}; its log is {log}")
-        yield json.loads(answer)["url"]
-    finally:
-        process.terminate()
-        process.wait(STOP_S)
-
-
-# Files as trainers keep them ------------------------------------------------------------------------------------------
-
-
-class FileFormat(NamedTuple):
-    """A file of tensors. `save` writes tensors to a path, `load` reads them back."""
-
-    suffix: str
-    save: Callable[[Tensors, Path], Any]
-    load: Callable[[Path], Tensors]
-
-
-def _save_npz(tensors: Tensors, path: Path) -> None:
-    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
-    np.savez(path, **arrays)
-
-
-def _load_npz(path: Path) -> dict[str, torch.Tensor]:
-    with np.load(path) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-
-
-FILE_FORMATS = {
-    "torch_load": FileFormat(".pt", lambda tensors, path: torch.save(dict(tensors), path), torch.load),
-    "npz": FileFormat(".npz", _save_npz, _load_npz),
-    "safetensors_file": FileFormat(
-        ".safetensors",
-        lambda tensors, path: safetensors.torch.save_file(dict(tensors), path),
-        safetensors.torch.load_file,
-    ),
-}
-
-
-def pickling_diskcache(folder: Path) -> diskcache.Cache:
-    """A diskcache with its default pickling. Nothing is ever evicted: by default it drops entries beyond 1 GiB."""
-    return diskcache.Cache(str(folder), size_limit=1 << 50, cull_limit=0)
+    write_cache(path, num_samples, values, size_of)

@@ -45,15 +45,12 @@ def spreads(document: Any) -> Iterator[dict[str, float]]:
 @pytest.mark.parametrize(
     ("script", "parts"),
     [
-        benchmark("bench_read", "warm", "ragged"),
-        benchmark("bench_read", "cold", "packs", marks=[pytest.mark.bench, COLD]),
+        benchmark("bench_read", "warm", "tier"),
+        benchmark("bench_read", "cold", "packs", "wait", marks=[pytest.mark.bench, COLD]),
         benchmark("bench_write"),
-        benchmark("bench_loader"),
         benchmark("bench_precache"),
         benchmark("bench_onetrainer"),
-        benchmark("bench_scale", "index", "huge"),
-        benchmark("bench_scale", "replan"),
-        benchmark("bench_service", "packs", "memory", "tier"),
+        benchmark("bench_scale"),
     ],
 )
 def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], tmp_path: Path) -> None:
