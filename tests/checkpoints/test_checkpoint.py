@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.training_run import SCHEDULERS, Run, assert_same_bits
+from helpers.training_run import SCHEDULERS, Run, Trap, assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.swa_utils import AveragedModel
@@ -27,8 +27,10 @@ def weights(module: torch.nn.Module) -> list[torch.Tensor]:
     return [value.detach().clone() for value in module.state_dict().values()]
 
 
-@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True, "amsgrad": True}], ids=str)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+FLAGS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True, "amsgrad": True}, {}]
+
+
+@pytest.mark.parametrize(("scheduler", "flags"), [*zip(SCHEDULERS, FLAGS, strict=True)])
 def test_resumes_bit_identically(scheduler: str, flags: dict[str, Any], tmp_path: Path) -> None:
     whole = Run(scheduler=scheduler, **flags)
     whole_losses = whole.train(6)
@@ -42,7 +44,7 @@ def test_resumes_bit_identically(scheduler: str, flags: dict[str, Any], tmp_path
     losses += second.train(3)
 
     assert (state.epoch, state.step) == (1, 3)
-    assert state.extra["seen"] == ("a", 2) and torch.equal(state.extra["best"], torch.tensor(0.5))
+    assert state.extra == {"best": torch.tensor(0.5), "seen": ("a", 2)}
     assert_same_bits(losses, whole_losses)
     assert_same_bits(second.tensors(), whole.tensors())
     assert second.numbers() == expected
@@ -70,46 +72,36 @@ class Tied(torch.nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
-    model, other = Tied(), Tied()
-    folder = save_checkpoint(tmp_path / "checkpoint", model=model)
-    load_checkpoint(folder, model=other)
-    assert other.head.weight is other.embedding.weight
-    assert torch.equal(other.head.weight, model.head.weight)
-    saved = torch.load(folder, weights_only=True)["parts"]["model"]
+def test_tied_weights_are_written_once_stay_tied_and_fit_untied_ones(tmp_path: Path) -> None:
+    model, tied, untied = Tied(), Tied(), Tied(tie=False)
+    path = save_checkpoint(tmp_path / "tied", model=model)
+    for other in (tied, untied):
+        load_checkpoint(path, model=other)
+        assert torch.equal(other.head.weight, model.head.weight)
+        assert torch.equal(other.embedding.weight, model.head.weight)
+    assert tied.head.weight is tied.embedding.weight and untied.head.weight is not untied.embedding.weight
+    saved = torch.load(path, weights_only=True)["parts"]["model"]
     assert saved["head.weight"].data_ptr() == saved["embedding.weight"].data_ptr()
-
-
-def test_tied_weights_load_into_several_tensors(tmp_path: Path) -> None:
-    model, other = Tied(), Tied(tie=False)
-    load_checkpoint(save_checkpoint(tmp_path / "tied", model=model), model=other)
-    assert other.head.weight is not other.embedding.weight
-    assert_same_bits(weights(other), weights(model))
-
-
-def test_one_tensor_takes_no_two_values(tmp_path: Path) -> None:
-    untied = save_checkpoint(tmp_path / "untied", model=Tied(tie=False))
+    other = save_checkpoint(tmp_path / "untied", model=Tied(tie=False))
     with pytest.raises(CheckpointError, match=r"embedding\.weight, head\.weight are one tensor here, and have two"):
-        load_checkpoint(untied, model=Tied())
+        load_checkpoint(other, model=tied)
 
 
 def test_every_offender_is_named_and_nothing_has_changed(tmp_path: Path) -> None:
-    names = torch.nn.ModuleDict
-    saved = names({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 3), "old": torch.nn.Linear(1, 1)})
+    def linear(rows: int) -> torch.nn.Module:
+        return torch.nn.Linear(2, rows, bias=False)
+
+    saved = torch.nn.ModuleDict({"a": linear(2), "b": linear(3), "old": linear(1)})
     folder = save_checkpoint(tmp_path / "checkpoint", model=saved)
-    live = names({"a": torch.nn.Linear(2, 2).half(), "b": torch.nn.Linear(2, 2), "new": torch.nn.Linear(1, 1)})
+    live = torch.nn.ModuleDict({"a": linear(2).half(), "b": linear(2), "new": linear(1)})
     before = weights(live)
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(folder, model=live)
     assert set(caught.value.offenders) == {
-        "model.a.bias: float32 2 in the file, float16 2 here",
         "model.a.weight: float32 2x2 in the file, float16 2x2 here",
-        "model.b.bias: float32 3 in the file, float32 2 here",
         "model.b.weight: float32 3x2 in the file, float32 2x2 here",
-        "model.new.bias: missing in the file, float32 1 here",
-        "model.new.weight: missing in the file, float32 1x1 here",
-        "model.old.bias: float32 1 in the file, missing here",
-        "model.old.weight: float32 1x1 in the file, missing here",
+        "model.new.weight: missing in the file, float32 1x2 here",
+        "model.old.weight: float32 1x2 in the file, missing here",
     }
     assert all(line in str(caught.value) for line in caught.value.offenders)
     assert_same_bits(weights(live), before)
@@ -153,7 +145,6 @@ def test_names_do_not_depend_on_torch_compile(tmp_path: Path) -> None:
 
     whole, inner, plain = torch.compile(build(), backend="eager"), build(), build()
     inner[0] = torch.compile(inner[0], backend="eager")
-    assert any("_orig_mod." in key for key in inner.state_dict())
     save_checkpoint(tmp_path / "whole", model=whole)
     for number, target in enumerate((plain, inner)):
         load_checkpoint(tmp_path / "whole", model=target)
@@ -176,8 +167,6 @@ def test_a_checkpoint_inside_a_phase_is_refused(tmp_path: Path) -> None:
     run.ema.copy_to(run.model.parameters())
     with pytest.raises(CheckpointError, match="EMA weights are in the model now"):
         run.save(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="ema: is a list: give a module, or an EMA with shadow_params"):
-        save_checkpoint(tmp_path / "checkpoint", model=run.model, ema=[])
     run.ema.restore(run.model.parameters())
     run.save(tmp_path / "checkpoint")
 
@@ -196,14 +185,6 @@ def test_counters_are_written_as_plain_numbers(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "last.pt", model=model, epoch=torch.tensor(2), step=np.int64(5))
     state = load_checkpoint(path, model=model)
     assert (state.epoch, state.step) == (2, 5) and type(state.epoch) is type(state.step) is int
-    with pytest.raises(CheckpointError, match=r"step 0\.5: each is a whole number"):
-        save_checkpoint(path, model=model, step=0.5)  # type: ignore[arg-type]
-
-
-def test_modules_whose_tensors_would_have_equal_names_are_refused(tmp_path: Path) -> None:
-    inner, outer = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))
-    with pytest.raises(CheckpointError, match=r"unet\.0 would have names of tensors of unet"):
-        save_checkpoint(tmp_path / "last.pt", model={"unet": outer, "unet.0": inner})
 
 
 class Migrating(torch.nn.Module):
@@ -228,88 +209,60 @@ def test_a_module_with_versions_and_a_sparse_buffer_comes_back(tmp_path: Path) -
     assert live[0].weight.item() == 3 and torch.equal(live[0].table.to_dense(), 3 * torch.eye(2))
 
 
-def test_views_that_read_one_memory_in_other_ways_stay_apart_and_empty_ones_take_no_space(tmp_path: Path) -> None:
-    numbers = torch.randn(4, dtype=torch.complex64)
-    extra = {"all": numbers, "conjugate": numbers.conj(), "imaginary": numbers.imag, "negative": numbers.conj().imag}
-    model = torch.nn.Linear(1, 1)
-    path = save_checkpoint(tmp_path / "last.pt", model=model, extra={**extra, "none": torch.zeros(1 << 20)[:0]})
-    found = load_checkpoint(path, model=model).extra
-    assert all(torch.equal(found[name], value) for name, value in extra.items())
-    assert found["none"].shape == (0,) and path.stat().st_size < 100_000
-
-
 class Named(torch.Tensor):
     """As quantised and sharded tensors are: a subclass, whose own data are not its values."""
 
 
+def partition_of_zero_3() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0
+    return model
+
+
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    ("arguments", "problem"),
     [
-        (lambda: 1, "extra.x: a builtins.function"),
-        (Path("."), "extra.x: a pathlib.PosixPath"),
-        (torch.zeros(2, device="meta"), "extra.x: on meta"),
-        (np.zeros(2), "extra.x: a numpy.ndarray"),
-        (torch.zeros(2).as_subclass(Named), "extra.x: a Named, whose values are not a plain tensor"),
+        ({"extra": {"x": np.zeros(2)}}, "extra.x: a numpy.ndarray"),
+        ({"extra": {"x": torch.zeros(2, device="meta")}}, "extra.x: on meta"),
+        ({"extra": {"x": torch.zeros(2).as_subclass(Named)}}, "extra.x: a Named, whose values are not a plain tensor"),
+        ({"step": 0.5}, r"step 0\.5: each is a whole number"),
+        ({"ema": []}, "ema: is a list: give a module, or an EMA with shadow_params"),
+        (
+            {"model": {"unet": torch.nn.Sequential(torch.nn.Linear(1, 1)), "unet.0": torch.nn.Linear(1, 1)}},
+            r"unet\.0 would have names of tensors of unet",
+        ),
+        ({"model": partition_of_zero_3()}, r"weight: a partition of DeepSpeed ZeRO-3; save through the engine"),
     ],
-    ids=["function", "path", "meta", "array", "subclass"],
+    ids=["array", "meta", "subclass", "step", "ema", "equal names", "partition"],
 )
-def test_what_cannot_be_written_is_named(value: object, problem: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named(arguments: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=problem):
-        save_checkpoint(tmp_path / "checkpoint", model=torch.nn.Linear(1, 1), extra={"x": value})
+        save_checkpoint(tmp_path / "checkpoint", **({"model": torch.nn.Linear(1, 1)} | arguments))
     assert os.listdir(tmp_path) == []
 
 
-def test_partitions_of_zero_3_are_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    model.weight.ds_id = 0
-    with pytest.raises(CheckpointError, match=r"weight: a partition of DeepSpeed ZeRO-3; save through the engine"):
-        save_checkpoint(tmp_path / "checkpoint", model=model)
-
-
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=4) | st.integers() | st.tuples(st.integers()), inner, max_size=3)
-        | st.dictionaries(st.text(max_size=3), st.integers(), max_size=3).map(Counter)
-        | st.sets(st.integers(), max_size=1)  # more have no order that repr keeps
-    ),
-    max_leaves=12,
-)
-
-
-@given(PLAIN)
-def test_plain_data_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
+    value = [None, True, -1, 1 << 70, 2.5, "é", (1, [2]), {3: {"a": ()}, (4,): b"5"}, Counter("aab"), {6}]
     model = torch.nn.Linear(1, 1)
-    path = save_checkpoint(tmp_path_factory.getbasetemp() / "plain.pt", model=model, rng=False, extra=value)
+    path = save_checkpoint(tmp_path / "plain.pt", model=model, rng=False, extra=value)
     found = load_checkpoint(path, model=model, rng=False).extra
     assert found == value and repr(found) == repr(value)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.zeros(0, 3),
-        torch.arange(12.0).reshape(3, 4).T,
-        torch.arange(10)[3:5],
-        torch.zeros(2, 2, dtype=torch.float8_e4m3fn),
-        torch.tensor([True, False]),
-        torch.tensor([float("nan"), float("inf")]),
-        torch.tensor([1 + 2j]),
-        torch.randn(3, requires_grad=True),
-    ],
-    ids=["scalar", "empty", "transposed", "view", "fp8", "bool", "nan", "complex", "requires-grad"],
-)
-def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tensor: torch.Tensor, tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "c", model=torch.nn.Linear(1, 1), extra=[tensor, tensor.detach().reshape(-1)])
-    found, flat = load_checkpoint(folder, model=torch.nn.Linear(1, 1)).extra
-    assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, False)
-    expected = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    assert torch.equal(found.reshape(-1).view(torch.uint8), expected)
-    assert torch.equal(flat.view(torch.uint8), expected)
-    assert found.untyped_storage().nbytes() == found.nbytes
+def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tmp_path: Path) -> None:
+    numbers = torch.randn(4, dtype=torch.complex64)
+    tensors = [
+        *(torch.tensor(1.5), torch.zeros(0, 3), torch.arange(12.0).reshape(3, 4).T, torch.arange(10)[3:5]),
+        *(torch.zeros(2, 2, dtype=torch.float8_e4m3fn), torch.tensor([True, False])),
+        *(torch.tensor([float("nan"), float("inf")]), torch.randn(3, requires_grad=True), torch.zeros(1 << 20)[:0]),
+        *(numbers, numbers.conj(), numbers.imag, numbers.conj().imag),  # one memory that is read in other ways
+    ]
+    path = save_checkpoint(tmp_path / "c", model=torch.nn.Linear(1, 1), extra=tensors)
+    for found, tensor in zip(load_checkpoint(path, model=torch.nn.Linear(1, 1)).extra, tensors, strict=True):
+        assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, False)
+        there, here = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (found, tensor))
+        assert torch.equal(there.reshape(-1).view(torch.uint8), here.reshape(-1).view(torch.uint8))
+    assert path.stat().st_size < 100_000, "an empty view takes no space"
 
 
 def test_replacing_leaves_one_file(tmp_path: Path) -> None:
@@ -334,15 +287,10 @@ def test_what_was_loaded_does_not_depend_on_the_file(tmp_path: Path) -> None:
     assert_same_bits(other.tensors(), run.tensors())
 
 
-@pytest.mark.parametrize("exists", [True, False], ids=["replacing", "new"])
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_save_that_fails_leaves_what_was_there(
-    exists: bool, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, model = tmp_path / "last.pt", torch.nn.Linear(2, 2)
-    if exists:
-        save_checkpoint(path, model=model, step=1)
-    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+def test_a_save_that_fails_leaves_what_was_there(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2), step=1)
+    before = path.read_bytes()
 
     def failing(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -351,7 +299,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     with pytest.raises(CheckpointError, match=r"last\.pt: .* bytes cannot be written"):
         save_checkpoint(path, model=torch.nn.Linear(2, 2), step=2)
     monkeypatch.undo()
-    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+    assert os.listdir(tmp_path) == ["last.pt"] and path.read_bytes() == before
 
 
 KILLED = """
@@ -377,17 +325,18 @@ def test_a_writer_that_is_killed_leaves_the_earlier_checkpoint_and_the_next_save
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save_checkpoint(tmp_path / "folder", model=model)
     torch.save(model.state_dict(), tmp_path / "foreign.pt")
-    with pytest.raises(CheckpointError, match="was not written by save_checkpoint; import_checkpoint reads"):
-        load_checkpoint(tmp_path / "foreign.pt", model=model)
     torch.save({"note": "latentcache checkpoint"}, tmp_path / "alike.pt")
-    with pytest.raises(CheckpointError, match="has format None"):
-        load_checkpoint(tmp_path / "alike.pt", model=model)
-    for name, detail in {"nothing": "there is no such file", "folder": "is a folder"}.items():
+    for name, detail in {
+        "folder": "is a folder",
+        "foreign.pt": "was not written by save_checkpoint; import_checkpoint reads",
+        "alike.pt": "has format None",
+        "nothing": "there is no such file",
+    }.items():
         with pytest.raises(CheckpointError, match=detail):
             load_checkpoint(tmp_path / name, model=model)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_checkpoint(tmp_path / "folder", model=model)
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
@@ -411,20 +360,9 @@ def test_damage_is_found_before_anything_is_loaded(
         assert_same_bits(weights(other), weights(saved))
 
 
-class Trap:
-    """What a hostile file does: the call happens while it is read."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
 def test_a_forged_checkpoint_runs_nothing(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(1, 1))
-    content = torch.load(path, weights_only=True)
-    torch.save({**content, "x": Trap(tmp_path / "was-run")}, path)
+    torch.save({**torch.load(path, weights_only=True), "x": Trap(tmp_path / "was-run")}, path)
     with pytest.raises(CheckpointError, match="needs code to be run"):
         load_checkpoint(path, model=torch.nn.Linear(1, 1))
     assert not (tmp_path / "was-run").exists()
@@ -435,16 +373,10 @@ def test_a_module_whose_extra_state_the_file_lacks_is_refused_before_any_is_chan
         def get_extra_state(self) -> dict[str, int]:
             return {"calls": 3}
 
-        def set_extra_state(self, state: Any) -> None:
-            """Nothing to set."""
-
-    plain, other = torch.nn.Linear(2, 2), Extra(2, 2)
-    saved = {"first": plain, "second": torch.nn.Linear(2, 2)}
-    save_checkpoint(tmp_path / "a.pt", model=saved, extra={"digest": b"abc"})
+    saved = {"first": torch.nn.Linear(2, 2), "second": torch.nn.Linear(2, 2)}
+    save_checkpoint(tmp_path / "a.pt", model=saved)
     changed = torch.nn.Linear(2, 2)
     before = changed.weight.clone()
     with pytest.raises(CheckpointError, match=r"second\._extra_state: missing in the file"):
-        load_checkpoint(tmp_path / "a.pt", model={"first": changed, "second": other})
+        load_checkpoint(tmp_path / "a.pt", model={"first": changed, "second": Extra(2, 2)})
     assert torch.equal(changed.weight, before)
-    models = {"first": changed, "second": torch.nn.Linear(2, 2)}
-    assert load_checkpoint(tmp_path / "a.pt", model=models).extra == {"digest": b"abc"}

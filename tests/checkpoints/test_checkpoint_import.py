@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.training_run import Trap
 
 from latentcache import import_checkpoint, load_optimizer_state
 from latentcache.errors import CheckpointError
@@ -45,35 +46,16 @@ def test_the_file_of_var_resumes_a_fused_optimizer(tmp_path: Path) -> None:
     assert torch.equal(fused.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
-def test_lightning_names_are_known(tmp_path: Path) -> None:
+def test_lightning_names_are_known_and_a_flat_file_is_a_model(tmp_path: Path) -> None:
     model, optimizer = run_parts()
-    content = {
-        "state_dict": model.state_dict(),
-        "optimizer_states": [optimizer.state_dict()],
-        "epoch": 2,
-        "global_step": 40,
-    }
+    content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    content |= {"epoch": 2, "global_step": 40}
     found = import_checkpoint(saved(tmp_path / "last.ckpt", content))
     assert (found.epoch, found.step) == (2, 40)
     assert found.optimizer is not None and found.optimizer["param_groups"][0]["lr"] == 0.5
     assert torch.equal(found.content["state_dict"]["weight"], model.weight)
-
-
-def test_a_flat_file_is_a_model(tmp_path: Path) -> None:
-    model, _ = run_parts()
-    found = import_checkpoint(saved(tmp_path / "model.bin", model.state_dict()))
-    assert found.model is not None and torch.equal(found.model["weight"], model.weight)
-    assert found.optimizer is None
-
-
-class Trap:
-    """What a hostile file does: the call happens while it is read."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
+    flat = import_checkpoint(saved(tmp_path / "model.bin", model.state_dict()))
+    assert torch.equal(flat.model["weight"], model.weight) and flat.optimizer is None
 
 
 @pytest.mark.parametrize("new_format", [True, False], ids=["zip", "before torch 1.6"])

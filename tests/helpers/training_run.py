@@ -88,6 +88,16 @@ class Run:
         return [*plain, *draws, torch.rand(3, device=self.device).cpu().tolist()]
 
 
+class Trap:
+    """What a hostile file does: the call happens while it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
 def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in expected]
     different = [index for index, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
