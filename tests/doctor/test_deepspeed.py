@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from latentcache.doctor.deepspeed import check_deepspeed_config, examine_deepspeed_config
 from latentcache.errors import ConfigError
@@ -26,9 +24,7 @@ SOUND: dict[str, Any] = {
 
 
 def levels(config: dict[str, Any]) -> dict[str, str]:
-    findings = check_deepspeed_config(config)
-    assert all(finding.found and finding.remedy for finding in findings)
-    return {finding.subject: finding.level for finding in findings}
+    return {finding.subject: finding.level for finding in check_deepspeed_config(config)}
 
 
 def zero(stage: Any = 3, **sections: Any) -> dict[str, Any]:
@@ -63,18 +59,10 @@ def test_every_auto_is_named() -> None:
         "optimizer": {"params": {"lr": "auto", "betas": [0.9, "auto"]}},
         "zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}, "reduce_bucket_size": "auto"},
     }
-    assert levels(config) == dict.fromkeys(
-        (
-            "train_batch_size",
-            "optimizer.params.lr",
-            "optimizer.params.betas.1",
-            "zero_optimization.stage",
-            "zero_optimization.offload_param.device",
-            "zero_optimization.reduce_bucket_size",
-        ),
-        "warning",
-    )
-    assert "automatic" not in json.dumps(levels({"name": "automatic"}))
+    names = ("train_batch_size", "optimizer.params.lr", "optimizer.params.betas.1")
+    in_zero = ("stage", "offload_param.device", "reduce_bucket_size")
+    assert levels(config) == dict.fromkeys((*names, *(f"zero_optimization.{name}" for name in in_zero)), "warning")
+    assert levels({"name": "automatic"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +75,6 @@ def test_every_auto_is_named() -> None:
         (zero(2, offload_optimizer={"device": "cuda"}), "offload_optimizer.device", "error", "nvme"),
         (zero(4), "stage", "error", "is 4"),
         (zero(True), "stage", "error", "is true"),
-        (zero([3]), "stage", "error", "is [3]"),
         (zero(3, offload_param={"device": ["cpu"]}), "offload_param.device", "error", '["cpu"]'),
         (zero(3, offload_param=True), "offload_param", "error", "is true"),
         ({"zero_optimization": [3]}, "", "error", "not settings"),
@@ -106,36 +93,12 @@ def test_a_torch_optimizer_that_is_offloaded_is_noted() -> None:
     assert levels(config) == {"zero_force_ds_cpu_optimizer": "note"}
 
 
-def test_a_file_and_what_is_in_it(tmp_path: Path) -> None:
+def test_a_file_that_is_a_config_is_examined_and_another_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(SOUND))
-    (finding,) = examine_deepspeed_config(path).findings
-    assert finding.level == "ok"
-
-
-@pytest.mark.parametrize("text", ["[]", "{,}", "[" * 100_000, "\xff"])
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="DeepSpeed config") as caught:
-        examine_deepspeed_config(path)
-    assert caught.value.source == str(path)
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["auto", "cpu", ""])
-names = st.sampled_from(
-    ["stage", "offload_param", "offload_optimizer", "device", "pin_memory", "nvme_path", "ratio", "enabled", "other"]
-)
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=5), max_leaves=12
-)
-top_names = st.sampled_from(["zero_optimization", "fp16", "bf16", "optimizer", "zero_force_ds_cpu_optimizer"])
-
-
-@given(st.dictionaries(top_names, values, max_size=5))
-@example({"zero_optimization": "auto"})
-def test_any_json_object_gets_an_answer(config: dict[str, Any]) -> None:
-    """Whatever stands in the file, each finding names its setting and a remedy, and it never breaks."""
-    findings = check_deepspeed_config(config)
-    assert all(finding.subject and finding.found and finding.remedy for finding in findings)
-    assert json.dumps(config).count('"auto"') == sum('is "auto"' in finding.found for finding in findings)
+    assert [finding.level for finding in examine_deepspeed_config(path).findings] == ["ok"]
+    for content in (b"[]", b"{,}", b"[" * 100_000, b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="DeepSpeed config") as caught:
+            examine_deepspeed_config(path)
+        assert caught.value.source == str(path)
