@@ -58,7 +58,5 @@ def test_which_extras_need_an_environment_of_their_own(extra: str, trainer: str)
     assert conflicts(PROJECT["optional-dependencies"][extra], trainer) == REFUSED.get((extra, trainer), set())
 
 
-def test_there_are_five_trainers_and_a_conflict_is_seen() -> None:
-    assert len(TRAINERS) == 5
+def test_a_conflict_is_seen() -> None:
     assert conflicts(["torch>=2.7", "transformers>=5"], "sd-scripts") == {"torch", "transformers"}
-    assert not can_both_hold(SpecifierSet(">=2.2"), SpecifierSet("<1.27"))

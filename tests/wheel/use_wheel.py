@@ -91,16 +91,7 @@ def main() -> None:
         venv.create(folder / ".venv-wheel", with_pip=False)
         scripts = "Scripts" if os.name == "nt" else "bin"
         python = folder / ".venv-wheel" / scripts / Path(sys.executable).name
-        pip = (
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(python),
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-        )
+        pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
         run(*pip, "hatchling", cwd=folder)
         run(str(python), "-m", "hatchling", "build", "-d", str(folder / "dist"), cwd=ROOT)
         [sdist], [wheel] = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")

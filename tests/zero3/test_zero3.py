@@ -37,15 +37,12 @@ STEP_CONFIG: dict[str, Any] = {
     },
 }
 
-BATCH = {"train_micro_batch_size_per_gpu": 1}
 IGNORED = {
     "offload_param at stage 2": {"stage": 2, "offload_param": OFFLOAD},
     "offload_optimizer at stage 0": {"stage": 0, "offload_optimizer": OFFLOAD},
     "parameters offloaded, optimizer not": {"stage": 3, "offload_param": OFFLOAD},
 }
-REFUSED: dict[str, dict[str, Any]] = {
-    "a device that is none": {"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}},
-}
+REFUSED = {"a device that is none": {"stage": 3, "offload_param": {"device": "gpu"}}}
 
 
 def run_worker(*arguments: str) -> dict[str, Any]:
@@ -77,8 +74,10 @@ def test_a_zero3_step_with_offload_audits_clean(tmp_path: Path) -> None:
 
 
 def test_our_check_agrees_with_deepspeed_on_what_it_accepts(tmp_path: Path) -> None:
-    configs = {name: BATCH | {"zero_optimization": zero} for name, zero in IGNORED.items()}
-    configs |= {name: BATCH | config for name, config in REFUSED.items()}
+    configs = {
+        name: {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        for name, zero in (IGNORED | REFUSED).items()
+    }
     file = tmp_path / "configs.json"
     file.write_text(json.dumps(configs), encoding="utf-8")
     verdicts = run_worker("configs", str(file))
