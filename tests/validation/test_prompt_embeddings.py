@@ -12,7 +12,6 @@ from helpers.encoding import encode_captions
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import Row
 from latentcache.errors import ModelError, SampleError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
@@ -78,7 +77,6 @@ def test_cached_prompts_in_their_order_and_in_the_requesters_dtype(cache: Latent
             assert torch.equal(first.tensors()[name], tensor.half())
     exact = prompt_embeddings(cache, [""], "ugly", device=unet, dtype=torch.float32)
     assert exact[0].embeds["prompt_embeds"].dtype == torch.float32
-    assert prompt_embeddings(cache, [], "never cached", device="cpu") == []
 
 
 @pytest.mark.parametrize(
@@ -99,21 +97,25 @@ def test_with_encoders_what_is_missing_is_cached_once(
     config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels, parts: dict[str, Any]
 ) -> None:
     before, encoded = encoders(parts), []
+    known = cache.prompt("a validation prompt", device="cpu")
 
     def encode(pairs: list[PromptPair]) -> int:
         encoded.append((pairs, cache_prompts(config, workspace, models, pairs, device="cpu")))
         return encoded[-1][1]
 
+    prompts = ["a validation prompt", "a late idea"]
     for _ in range(2):
-        embeddings = prompt_embeddings(
-            cache, ["a validation prompt", "a late idea"], "blurry", device="cpu", encode=encode
-        )
+        embeddings = prompt_embeddings(cache, prompts, "blurry", device="cpu", encode=encode)
     assert encoded == [(NEW, 2)], "called once, for what was missing"
     assert encoders(parts) == before
     text = LoadedModels(**parts).text(torch.float32)
     late, negative = (encode_captions(text, [caption]) for caption in ("a late idea", "blurry"))
     assert torch.equal(embeddings[1].embeds["prompt_embeds"], late["prompt_embeds"])
     assert torch.equal(embeddings[1].negative["pooled_prompt_embeds"], negative["pooled_prompt_embeds"])
+    # An entry that is lost is missing too.
+    cache.store.remove([prompts_of(workspace).rows[prompt_id(prompts[0])].captions[0].key])
+    (again,) = prompt_embeddings(cache, prompts[:1], "", device="cpu", encode=encode)
+    assert torch.equal(again.embeds["prompt_embeds"], known["prompt_embeds"])
     with LatentCache(config.cache.path) as other:
         assert prompt_embeddings(other, ["a late idea"], "blurry", device="cpu")
 
@@ -122,24 +124,21 @@ def test_with_encoders_what_is_missing_is_cached_once(
 def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
     make_config: Callable[..., Config], models: LoadedModels, tmp_path: Any, clip_skip: int
 ) -> None:
-    settings = {"encode.clip_skip": clip_skip, "validation.prompts": ["a late idea"]}
-    settings["validation.negative_prompt"] = "a late idea"
-    configs = [
-        make_config(**{"encode.clip_skip": clip_skip}),
-        make_config(**settings),
-        make_config(**settings, **{"cache.path": tmp_path / "other"}),
-    ]
-    run_precache(configs[0])
-    with open_workspace(configs[0].cache) as workspace:
+    skip = {"encode.clip_skip": clip_skip}
+    settings = skip | {"validation.prompts": ["a late idea"], "validation.negative_prompt": "a late idea"}
+    before, after, elsewhere = (
+        make_config(**each) for each in (skip, settings, settings | {"cache.path": tmp_path / "other"})
+    )
+    run_precache(before)
+    with open_workspace(before.cache) as workspace:
         pairs = [("a late idea", False), ("a late idea", True)]
-        num_encoded = cache_prompts(configs[0], workspace, models, pairs, device="cpu")
+        num_encoded = cache_prompts(before, workspace, models, pairs, device="cpu")
         assert num_encoded == (1 if clip_skip == 0 else 2), "clip_skip counts for positive prompts only"
-        assert cache_prompts(configs[0], workspace, models, pairs, device="cpu") == 0
+        assert cache_prompts(before, workspace, models, pairs, device="cpu") == 0
         assert not workspace.manifests.unfinished()
-    report = run_precache(configs[1])
-    assert report.num_misses == 0 and report.num_hits > 0
-    run_precache(configs[2])
-    with LatentCache(configs[1].cache.path) as one, LatentCache(configs[2].cache.path) as other:
+    assert run_precache(after).num_misses == 0
+    run_precache(elsewhere)
+    with LatentCache(after.cache.path) as one, LatentCache(elsewhere.cache.path) as other:
         for text, negative in pairs:
             tensors = (each.prompt(text, device="cpu", negative=negative) for each in (one, other))
             for mine, theirs in zip(*(each.values() for each in tensors), strict=True):
@@ -147,62 +146,37 @@ def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
         name = next(name for name in one.manifests.names() if name.startswith("validation-prompts"))
         mine, theirs = (each.manifests.read(name).rows[prompt_id("a late idea")] for each in (one, other))
         assert mine == theirs
-        key = mine.captions[0].key
-        records = [each.store.record(key) for each in (one, other)]
+        records = [each.store.record(mine.captions[0].key) for each in (one, other)]
         assert records[0].identity == records[1].identity
         assert records[0].provenance["num_tokens"] == records[1].provenance["num_tokens"]
 
 
-def test_lost_entries_are_encoded_again(
-    config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels
+def test_other_text_encoders_and_settings_are_refused(
+    make_config: Callable[..., Config], config: Config, workspace: Workspace, models: LoadedModels
 ) -> None:
-    row: Row = prompts_of(workspace).rows[prompt_id("a validation prompt")]
-    before = cache.prompt("a validation prompt", device="cpu")
-    cache.store.remove([row.captions[0].key])
-
-    def encode(pairs: list[PromptPair]) -> int:
-        return cache_prompts(config, workspace, models, pairs, device="cpu")
-
-    (embeddings,) = prompt_embeddings(cache, ["a validation prompt"], "", device="cpu", encode=encode)
-    assert torch.equal(embeddings.embeds["prompt_embeds"], before["prompt_embeds"])
-
-
-def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, parts: dict[str, Any]) -> None:
-    others = {name: tiny_parts(5)[name] for name in TEXT_PARTS}
+    others = {**{name: tiny_parts()[name] for name in TEXT_PARTS}, "text_encoder_2": tiny_parts(5)["text_encoder_2"]}
     rows = prompts_of(workspace).rows
-    with pytest.raises(
-        ModelError, match=r"captions of dataset photos were: text encoder 2 changed \([0-9a-f]{6} -> [0-9a-f]{6}\)\. "
-    ) as caught:
-        models = LoadedModels(**(others | {"text_encoder": parts["text_encoder"]}))
-        cache_prompts(config, workspace, models, NEW, device="cpu")
+    with pytest.raises(ModelError, match=r"captions of dataset photos were: text encoder 2 changed") as caught:
+        cache_prompts(config, workspace, LoadedModels(**others), NEW, device="cpu")
     assert caught.value.part == "text_encoder_2"
+    changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
+    said = r"salt changed .*, encoder dtype changed .*, stored dtype changed .*, clip skip changed \(0 -> 1\)"
+    with pytest.raises(ModelError, match=said):
+        cache_prompts(changed, workspace, models, NEW, device="cpu")
     assert prompts_of(workspace).rows == rows and len(workspace.manifests.names()) == 2
 
 
-@pytest.mark.parametrize("failing", ["text_encoder", "text_encoder_2"])
 def test_an_encoder_that_fails_is_put_back_and_can_be_tried_again(
-    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any], failing: str
+    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any]
 ) -> None:
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
     parts["text_encoder"].train()
     before = encoders(parts)
-    hook = parts[failing].register_forward_pre_hook(fail)
+    hook = parts["text_encoder_2"].register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         cache_prompts(config, workspace, models, NEW, device="cpu")
     hook.remove()
     assert encoders(parts) == before
     assert cache_prompts(config, workspace, models, NEW, device="cpu") == 2
-
-
-def test_other_settings_are_refused(
-    make_config: Callable[..., Config], workspace: Workspace, models: LoadedModels
-) -> None:
-    changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
-    with pytest.raises(
-        ModelError,
-        match=r"salt changed \('' -> 'x'\), encoder dtype changed \(float32 -> float16\), "
-        r"stored dtype changed \(float32 -> float16\), clip skip changed \(0 -> 1\)",
-    ):
-        cache_prompts(changed, workspace, models, NEW, device="cpu")

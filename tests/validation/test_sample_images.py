@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,36 +36,6 @@ def small(**changes: Any) -> ValidationConfig:
 SETTINGS = small(seed=7)
 
 
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Path]:
-    """A cache of the prompts whose text encoders computed in this dtype. Made once each."""
-    made: dict[torch.dtype, Path] = {}
-
-    def make(dtype: torch.dtype) -> Path:
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp("cache")
-            write_photo(folder / "photos" / "a.png", 1, (80, 144))
-            config = tiny_config(
-                folder,
-                **{"datasets.0.buckets": {"area": 4096}, "validation.prompts": PROMPTS},
-                **{"encode.text_dtype": str(dtype).removeprefix("torch.")},
-            )
-            run_precache(config)
-            made[dtype] = folder / "cache"
-        return made[dtype]
-
-    return make
-
-
-def pipeline_in(dtype: torch.dtype) -> StableDiffusionXLPipeline:
-    return tiny_pipeline().to(dtype)
-
-
-def cached(path: Path, negative: str | None, unet: torch.nn.Module) -> list[PromptEmbeddings]:
-    with LatentCache(path) as cache:
-        return prompt_embeddings(cache, PROMPTS, negative, device=unet)
-
-
 def reference(
     pipeline: StableDiffusionXLPipeline, negative: str | None, settings: ValidationConfig
 ) -> list[np.ndarray]:
@@ -86,23 +55,34 @@ def reference(
     return images
 
 
+@pytest.mark.filterwarnings("ignore:.*upcast_vae:FutureWarning")
 @pytest.mark.parametrize(
-    ("negative", "guidance_scale", "scheduler"),
+    ("dtype", "negative", "guidance_scale", "scheduler"),
     [
-        ("", 1.0, None),
-        ("ugly", 5.0, None),
-        (None, 5.0, None),
-        ("", 5.0, "EulerAncestralDiscreteScheduler"),
-        ("ugly", 5.0, "DPMSolverMultistepScheduler"),
+        (torch.float32, "", 1.0, None),
+        (torch.float32, None, 5.0, None),
+        (torch.float32, "ugly", 5.0, "EulerAncestralDiscreteScheduler"),
+        (torch.float16, "ugly", 5.0, None),
+        (torch.bfloat16, None, 5.0, None),
     ],
 )
 def test_images_are_those_of_the_whole_pipeline(
-    caches: Callable[[torch.dtype], Path], negative: str | None, guidance_scale: float, scheduler: str | None
+    tmp_path: Path, dtype: torch.dtype, negative: str | None, guidance_scale: float, scheduler: str | None
 ) -> None:
-    pipeline = pipeline_in(torch.float32)
+    write_photo(tmp_path / "photos" / "a.png", 1, (80, 144))
+    config = tiny_config(
+        tmp_path,
+        **{"datasets.0.buckets": {"area": 4096}, "validation.prompts": PROMPTS},
+        **{"encode.text_dtype": str(dtype).removeprefix("torch.")},
+    )
+    run_precache(config)
+    pipeline = tiny_pipeline().to(dtype)
     settings = small(seed=7, guidance_scale=guidance_scale, scheduler=scheduler)
-    embeddings = cached(caches(torch.float32), negative, pipeline.unet)
+    with LatentCache(config.cache.path) as cache:
+        embeddings = prompt_embeddings(cache, PROMPTS, negative, device=pipeline.unet)
+    assert {tensor.dtype for each in embeddings for tensor in each.tensors().values()} == {dtype}
     samples = generate(pipeline.unet, pipeline.vae, pipeline.scheduler, embeddings, settings)
+    assert {parameter.dtype for parameter in pipeline.vae.parameters()} == {dtype}
     pipeline.scheduler = scheduler_copy(pipeline.scheduler, scheduler)
     expected = reference(pipeline, negative, settings)
     assert len(samples) == 2 and not np.array_equal(expected[0], expected[1])
@@ -110,18 +90,6 @@ def test_images_are_those_of_the_whole_pipeline(
         assert np.array_equal(np.asarray(sample.image), image) and image.shape == (64, 96, 3)
         assert (sample.prompt, sample.negative_prompt) == (PROMPTS[number], negative)
         assert (sample.seed, sample.tiled) == (7 + number, False)
-
-
-@pytest.mark.filterwarnings("ignore:.*upcast_vae:FutureWarning")
-@pytest.mark.parametrize(("dtype", "negative"), [(torch.float16, "ugly"), (torch.bfloat16, None)])
-def test_in_half_precision_too(caches: Callable[[torch.dtype], Path], dtype: torch.dtype, negative: str | None) -> None:
-    pipeline = pipeline_in(dtype)
-    embeddings = cached(caches(dtype), negative, pipeline.unet)
-    assert {tensor.dtype for each in embeddings for tensor in each.tensors().values()} == {dtype}
-    samples = generate(pipeline.unet, pipeline.vae, pipeline.scheduler, embeddings, SETTINGS)
-    assert {parameter.dtype for parameter in pipeline.vae.parameters()} == {dtype}
-    for sample, image in zip(samples, reference(pipeline, negative, SETTINGS), strict=True):
-        assert np.array_equal(np.asarray(sample.image), image)
 
 
 @pytest.fixture
@@ -142,7 +110,6 @@ def test_an_image_does_not_depend_on_the_other_prompts(embeddings: list[PromptEm
     second = small(seed=8)
     assert torch.equal(both[1], denoise(pipeline.unet, pipeline.scheduler, embeddings[1:], second)[0])
     assert both[0].shape == (1, 4, 8, 12)
-    assert denoise(pipeline.unet, pipeline.scheduler, [], SETTINGS) == []
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -197,8 +164,6 @@ def test_weights_cast_for_sampling_do_not_reach_training(embeddings: list[Prompt
     [
         ("EulerDiscretScheduler", r"'EulerDiscretScheduler' is no scheduler .*did you mean 'EulerDiscreteScheduler'"),
         ("AutoencoderKL", r"'AutoencoderKL' is no scheduler class"),
-        ("no such thing", r"'no such thing' is no scheduler class"),
-        ("pipelines", r"'pipelines' is no scheduler class"),
         ("FlowMatchEulerDiscreteScheduler", r"has no .*which StableDiffusionXLPipeline needs"),
     ],
 )
