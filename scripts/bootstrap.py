@@ -6,9 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import sysconfig
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +68,7 @@ def install(made: Environment = DEFAULT) -> None:
         sys.exit(
             f"{made.path} was not made by this script, and is left alone: move it away, or install with its own pip"
         )
-    cost = "the first time 5 to 10 minutes and 1.4 GB or more; without a terminal nothing is said meanwhile"
+    cost = "the first time 5 to 10 minutes and 1.4 GB or more"
     print(f"installing into {made.name} ({cost}) ...", file=sys.stderr, flush=True)
     if not has_quickstart_only(made):
         make(made)
@@ -93,61 +90,11 @@ def has_quickstart_only(made: Environment) -> bool:
 
 
 def pip_install(made: Environment, *what: str) -> None:
-    """Run pip, and show how far it is. Its own output is kept off stdout, which belongs to the job (--json)."""
+    """Run pip. What it says goes to stderr, as stdout belongs to the job (--json)."""
     options = ("--progress-bar", "off", "--disable-pip-version-check", "-c", made.constraints)
-    command = [str(made.python), "-m", "pip", "install", *options, *what]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pip, Bar(made.path) as bar:
-        assert pip.stdout is not None
-        for line in pip.stdout:
-            bar.read(line)
-    if pip.returncode:
-        raise subprocess.CalledProcessError(pip.returncode, command)
-
-
-class Bar:
-    """One line on a terminal, each second: what pip has found, then how many of its packages are unpacked."""
-
-    def __init__(self, environment: Path) -> None:
-        self.site = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
-        self.found, self.text = 0, "looking for packages"
-        self.total = self.before = 0  # packages that are unpacked, and those that were there before
-        self.start, self.done = time.monotonic(), threading.Event()
-        self.thread = threading.Thread(target=self._draw, daemon=True)
-
-    def __enter__(self) -> Bar:
-        if sys.stderr.isatty():
-            self.thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.done.set()
-        if self.thread.is_alive():
-            self.thread.join()
-            print(file=sys.stderr)
-
-    def read(self, line: str) -> None:
-        """Learn from a line of pip's."""
-        word, _, rest = line.strip().partition(" ")
-        if word == "Collecting":
-            self.found += 1
-            self.text = f"{self.found} packages found"
-        elif word == "Downloading":
-            self.text = f"{self.found} packages found, downloading {rest.partition('-')[0]} {rest.partition(' ')[2]}"
-        elif line.startswith("Installing collected packages:"):
-            self.before, self.total = self._unpacked(), line.count(",") + 1
-
-    def _unpacked(self) -> int:
-        return sum(1 for _ in self.site.glob("*.dist-info"))
-
-    def _draw(self) -> None:
-        while not self.done.wait(1):
-            text, width = self.text, 24
-            if self.total:
-                number = min(self._unpacked() - self.before, self.total)
-                filled = width * number // self.total
-                text = f"[{'#' * filled}{'.' * (width - filled)}] {number} of {self.total} packages unpacked"
-            minutes, seconds = divmod(int(time.monotonic() - self.start), 60)
-            print(f"\r\033[K  {minutes}:{seconds:02}  {text[:68]}", end="", file=sys.stderr, flush=True)
+    subprocess.run(
+        [str(made.python), "-m", "pip", "install", *options, *what], cwd=ROOT, stdout=sys.stderr.fileno(), check=True
+    )
 
 
 def inside(made: Environment = DEFAULT) -> None:

@@ -1,13 +1,8 @@
-"""Write docs/reference/: pages on the command line, config, errors and model families, from the code itself.
-
-`--check` writes nothing and exits with 1 where a page differs from what the code says.
-"""
+"""Write docs/reference/: pages on the command line, config, errors and model families, from the code itself."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,22 +131,11 @@ def plain(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare only; 1 if a page is not up to date")
-    arguments = parser.parse_args()
+def main() -> None:
     bootstrap.inside()
-    outdated = []
     for name, text in pages().items():
-        path = REFERENCE / name
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            outdated.append(name)
-            if not arguments.check:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-    print(f"{'not up to date' if arguments.check else 'written'}: {', '.join(outdated) or 'none'}")
-    return 1 if arguments.check and outdated else 0
+        (REFERENCE / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,18 +1,9 @@
 """Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
-Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
-size; `soak`, the soak programs at a short size; `families`, every model family on a tiny model; `service`, the
-service and its client; `remote`, object stores, Ray and other people's readers; `page`, the service's page in
-Chromium, which is installed if it is missing (Debian, as root); `core`, a cache that is read in an environment which
-has nothing but what `pip install latentcache` brings, at its lowest releases but for torch; `wheel`, the built wheel
-and source distribution, used from outside of the repository; `windows`, tests of the store, precaching, loading and
-the service under the rules of Windows (tests/helpers/windows_rules.py); `cuda`, the tests of `sim` on a CUDA device
-where there is one.
-`--lane NAME` runs this lane alone, without the checks, and may come several times. Three lanes run only so: `floor`,
-which is `core` on Python 3.10 and torch 2.4.1, whose wheel brings gigabytes of CUDA libraries; `deepspeed`, which
-installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
-releases that OneTrainer pins: tests of families whose classes these lack are skipped. Extra arguments go to pytest: in
-the default lane, or in all that `--lane` names.
+CONTRIBUTING.md says what the lanes are. `--lane NAME` runs this lane alone, without the checks, and may come several
+times. Three lanes run only so: `floor`, whose torch brings gigabytes of CUDA libraries; `deepspeed`, which installs
+DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own. Extra arguments go to
+pytest: in the default lane, or in all that `--lane` names.
 """
 
 from __future__ import annotations
@@ -38,21 +29,8 @@ MEMORY = Path("/dev/shm")
 """Linux' file system in memory. The suite writes thousands of small files durably: a disk takes half of its time."""
 MEMORY_BYTES = 2 << 30
 LANES = (
-    "default",
-    "sim",
-    "bench",
-    "soak",
-    "families",
-    "service",
-    "remote",
-    "page",
-    "core",
-    "wheel",
-    "windows",
-    "cuda",
-    "floor",
-    "deepspeed",
-    "onetrainer-pins",
+    *("default", "sim", "bench", "soak", "families", "service", "remote", "page", "core", "wheel", "windows", "cuda"),
+    *("floor", "deepspeed", "onetrainer-pins"),
 )
 WINDOWS_TESTS = (
     *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
