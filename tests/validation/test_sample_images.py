@@ -62,6 +62,7 @@ def reference(
         (torch.float32, "", 1.0, None),
         (torch.float32, None, 5.0, None),
         (torch.float32, "ugly", 5.0, "EulerAncestralDiscreteScheduler"),
+        (torch.float32, "ugly", 5.0, "DPMSolverMultistepScheduler"),
         (torch.float16, "ugly", 5.0, None),
         (torch.bfloat16, None, 5.0, None),
     ],
