@@ -65,7 +65,7 @@ NUM_REPEATED = 256
 ROUNDS_AT_PACE = 5
 """How many times as many rounds what reads at the memory's pace gets."""
 STOP_S = 30.0
-TINY_SHAPES = {
+TINY_SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "image": {"latents": (4, 8, 8)},
     "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
 }
@@ -384,6 +384,7 @@ def wait(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                     taken.append(seconds_of(partial(next, batches)))
                 means[name].append(statistics.mean(taken) / step_s)
                 waits[name] += taken
+                batches.close()
         made.dataset.cache.close()
     return {
         "step_s": step_s,

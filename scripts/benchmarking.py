@@ -235,18 +235,23 @@ def write_cache(
         identity = {"bench": kind, "number": number}
         return Record(key_of(identity), kind, identity, {"path": f"{number}.jpg"})
 
-    rows = {}
-    for number in range(num_samples):
-        size, name = size_of(number), str(number)
-        image = Ref(record("image", number).key, Geometry(size, size, Crop(0, 0), size))
-        caption = Ref.of_text(f"photo {number}", record("text", number).key)
-        rows[name] = Row(name, name, None, (image,), (caption,))
     with DiskStore(path) as store:
         for kind in SHAPES:
             store.add(Entry(record(kind, number), values(number)[kind]) for number in range(num_samples))
+    keys = [(record("image", number).key, record("text", number).key) for number in range(num_samples)]
+    write_manifest(path, "bench", {str(number): (size_of(number), *found) for number, found in enumerate(keys)})
+
+
+def write_manifest(cache: Path, name: str, samples: Mapping[str, tuple[Size, str, str]]) -> None:
+    """A manifest of samples by their ids: the size of each, and the keys of its image and its caption."""
+    rows = {}
+    for sample_id, (size, image_key, text_key) in samples.items():
+        image = Ref(image_key, Geometry(size, size, Crop(0, 0), size))
+        caption = Ref.of_text(f"caption of {sample_id}", text_key)
+        rows[sample_id] = Row(sample_id, sample_id, None, (image,), (caption,))
     scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
     common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
-    ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, RowTable.of(rows)))
+    ManifestFolder(cache / "manifests").write(Manifest(name, "train", 1, common, RowTable.of(rows)))
 
 
 def make_cache(path: Path, num_samples: int, scale: int) -> None:

@@ -33,7 +33,7 @@ static pthread_mutex_t order_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* c
 static char root[MAX_PATH];
 static size_t root_length;
 static int log_fd = -1;
-static long num_seen, num_failed, fail_at, kill_in;
+static long num_seen, fail_at, kill_in;
 static int fail_errno, fail_for_ever;
 static unsigned fail_mask, kill_mask;
 static char kill_glob[MAX_PATH];
@@ -54,7 +54,7 @@ void fo_watch(const char *folder) {
 }
 
 void fo_fail(long at, int number, int for_ever, unsigned mask) {
-    num_seen = num_failed = 0;
+    num_seen = 0;
     fail_errno = number, fail_for_ever = for_ever, fail_mask = mask;
     fail_at = at;
 }
@@ -67,7 +67,6 @@ void fo_kill(long occurrence, unsigned mask, const char *glob) {
 
 void fo_record(int fd) { log_fd = fd; }
 long fo_num_seen(void) { return num_seen; }
-long fo_num_failed(void) { return num_failed; }
 
 /* Which file */
 
@@ -122,7 +121,6 @@ static int refused(int operation, const char *path) {
     if (!path || !fail_at || !(fail_mask >> operation & 1)) return 0;
     long now = __atomic_add_fetch(&num_seen, 1, __ATOMIC_SEQ_CST);
     if (fail_for_ever ? now < fail_at : now != fail_at) return 0;
-    __atomic_add_fetch(&num_failed, 1, __ATOMIC_SEQ_CST);
     return fail_errno;
 }
 

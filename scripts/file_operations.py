@@ -75,7 +75,7 @@ class FileOperations:
 
     def __init__(self, root: Path):
         self._library = ctypes.CDLL(None)
-        self._library.fo_num_seen.restype = self._library.fo_num_failed.restype = ctypes.c_long
+        self._library.fo_num_seen.restype = ctypes.c_long
         self.root = root
         self._library.fo_watch(os.fsencode(root))
 
@@ -86,7 +86,7 @@ class FileOperations:
         try:
             yield
         finally:
-            self.num_seen, self.num_refused = self._library.fo_num_seen(), self._library.fo_num_failed()
+            self.num_seen = self._library.fo_num_seen()
             self._library.fo_fail(ctypes.c_long(0), 0, 0, 0)
 
     def kill_after(self, occurrence: int, operation: str, pattern: str) -> None:

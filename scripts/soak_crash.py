@@ -37,33 +37,28 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from benchmarking import write_manifest
 from file_operations import CHANGES, ERRORS, NEVER, Change, FileOperations, preloaded
-from PIL import Image
 from soaking import (
-    GEOMETRY,
     Goal,
     Soak,
-    clone,
-    entry_digest,
-    leftovers,
-    make_parser,
+    config_of,
+    digest_of,
     run_soak,
     sample_entries,
     text_entry,
-    write_manifest,
+    write_photo,
 )
 
-from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, LatentCacheError
 from latentcache.interop.importing import import_cache
@@ -77,10 +72,12 @@ from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import compact, prune, rebuild, verify
+from latentcache.types import Crop, Geometry, Size
 
 PACK_ENTRIES = 3
 """Packs are small, so that seals and interruptions meet often."""
 NUM_SAMPLES = 6
+SIZE = Size(64, 64)
 NUM_PHOTOS = 3
 MANY_PHOTOS = 40
 KILLS_PER_POINT = 20
@@ -89,7 +86,6 @@ KILLED = ("precache", "add", "import", "verify", "prune", "compact", "rebuild", 
 CUT = ("precache", "add", "import", "prune", "compact", "rebuild", "open")
 SECTOR_BYTES = 512
 RERUN_CUTS_EVERY = 4
-ALL = 1_000_000
 CASE_S = 120
 RERUN_FAULTS_EVERY = 10
 
@@ -143,9 +139,6 @@ class Operation(NamedTuple):
     run: Callable[[Path, Note], object]
 
 
-# Precache ------------------------------------------------------------------------------------------------------------
-
-
 class Precache:
     """Runs of precache over photos in `folder`, with the tiny models, which are loaded once."""
 
@@ -154,39 +147,14 @@ class Precache:
         self.folder = folder
         self.models = LoadedModels(**tiny_parts())
         for number in range(num_photos):
-            self._write_photo(number)
-
-    def _write_photo(self, number: int) -> None:
-        pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        for role in ("first", "all") if number < NUM_PHOTOS else ("all",):
-            path = self.folder / role / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(path)
-            path.with_suffix(".txt").write_text(f"photo number {number}")
-
-    def config(self, cache: Path, role: str = "all") -> Config:
-        """`first` has the first NUM_PHOTOS photos, `all` has all."""
-        settings = {
-            "cache": {"path": cache},
-            "datasets": [
-                {
-                    "name": "photos",
-                    "source": {"kind": "folder", "path": self.folder / role},
-                    "buckets": {"area": 64 * 64, "step": 32},
-                    "images": {"min_side": 8},
-                }
-            ],
-            "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "num_workers": 1},
-            "validation": {"prompts": ["a prompt"]},
-        }
-        return parse_config(settings)
+            for role in ("first", "all") if number < NUM_PHOTOS else ("all",):
+                write_photo(folder / role / f"{number}.png", number)
 
     def run(self, cache: Path, note: Note = nothing_noted, *, role: str = "all", shard: Shard | None = None) -> None:
-        """Encode what is missing."""
-        store = NotingStore(cache, note)
+        """Encode what is missing: of the first NUM_PHOTOS photos (`first`), or of `all`."""
+        store, config = NotingStore(cache, note), config_of(cache, "photos", self.folder / role)
         with Workspace(store, ManifestFolder(cache / "manifests"), Memo(cache / "memo"), cache) as workspace:
-            run_precache(self.config(cache, role), models=self.models, workspace=workspace, shard=shard)
+            run_precache(config, models=self.models, workspace=workspace, shard=shard)
 
 
 # The operations ------------------------------------------------------------------------------------------------------
@@ -199,20 +167,26 @@ class _ForeignCache:
     family = "sdxl"
 
     def items(self) -> Iterator[ForeignItem]:
-        generator = torch.Generator().manual_seed(1)
+        generator, geometry = torch.Generator().manual_seed(1), Geometry(SIZE, SIZE, Crop(0, 0), SIZE)
         for number in range(NUM_SAMPLES):
             name = f"{number}.png"
             latents = torch.randn(4, 8, 8, generator=generator)
-            yield ForeignImage(name, f"{name}.npz", None, latents, False, "sample", GEOMETRY)
+            yield ForeignImage(name, f"{name}.npz", None, latents, False, "sample", geometry)
             embeds, pooled = torch.randn(5, 16, generator=generator), torch.randn(8, generator=generator)
             yield ForeignText((name,), f"{name}.npz", f"caption {number}", embeds, pooled)
+
+
+def _write_manifest(cache: Path, numbers: Iterable[int]) -> None:
+    """A manifest `train` of the samples of these numbers."""
+    keys = {number: [entry.record.key for entry in sample_entries([number])] for number in numbers}
+    write_manifest(cache, "train", {f"{number}.png": (SIZE, image, text) for number, (image, text) in keys.items()})
 
 
 def _fill(cache: Path, num_samples: int = NUM_SAMPLES) -> None:
     """Packs of PACK_ENTRIES entries, an index, and a manifest of all samples."""
     with DiskStore(cache) as store:
         store.add(sample_entries(range(num_samples)))
-    write_manifest(cache, "train", range(num_samples))
+    _write_manifest(cache, range(num_samples))
 
 
 def _fill_with_waste(cache: Path) -> None:
@@ -225,7 +199,7 @@ def _fill_with_waste(cache: Path) -> None:
 def _fill_with_orphans(cache: Path) -> None:
     """As `_fill`, and half of the samples are in no manifest any more."""
     _fill(cache)
-    write_manifest(cache, "train", range(0, NUM_SAMPLES, 2))
+    _write_manifest(cache, range(0, NUM_SAMPLES, 2))
 
 
 def _fill_with_damage(cache: Path) -> None:
@@ -250,7 +224,7 @@ def _fill_as_after_a_death(cache: Path) -> None:
 def _add(cache: Path, note: Note) -> None:
     with NotingStore(cache, note) as store:
         store.add(sample_entries(range(NUM_SAMPLES)))
-    write_manifest(cache, "train", range(NUM_SAMPLES))
+    _write_manifest(cache, range(NUM_SAMPLES))
 
 
 def _import(cache: Path, note: Note) -> None:
@@ -303,7 +277,9 @@ def values(cache: Path) -> dict[str, str]:
     with DiskStore(cache) as store:
         for key in list(store.keys()):
             with suppress(EntryDamagedError):
-                found[key] = entry_digest(store.get(key), provenance=False)
+                entry = store.get(key)
+                record = entry.record.kind, json.dumps(dict(entry.record.identity), sort_keys=True)
+                found[key] = digest_of({**entry.tensors, "record": record})
     return found
 
 
@@ -330,8 +306,8 @@ class Scene:
         self._template = self.cache.rename(self.cache.parent / "template")
         self._spare = self.cache.parent / "spare"
         self.before, self.manifests_before = self._seen(self._template)
-        clone(self._template, self.cache)
-        operation.run(self.cache, nothing_noted)
+        self.new()
+        self.run()
         self.after, self.manifests_after = self._seen(self.cache)
 
     def _seen(self, cache: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
@@ -347,9 +323,9 @@ class Scene:
         """The operation, on the cache that `new` made."""
         self.operation.run(self.cache, note)
 
-    def check(self, cache: Path | None = None, sealed: Collection[str] = ()) -> None:
+    def check(self, sealed: Collection[str] = ()) -> None:
         """What must hold when a cache is opened after an interruption. `sealed` are the keys that were acknowledged."""
-        cache = cache or self.cache
+        cache = self.cache
         found = values(cache)
         wrong = [key for key, value in found.items() if value not in (self.before.get(key), self.after.get(key))]
         assert not wrong, f"{len(wrong)} wrong entries are served: {wrong[:3]}"
@@ -360,23 +336,38 @@ class Scene:
             assert manifest in known, f"manifest {name} is neither the old nor the new one"
         missing = self.manifests_before.keys() & self.manifests_after.keys() - manifests(cache).keys()
         assert not missing, f"manifests are gone: {missing}"
-        left = [name for name in _left(cache) if not name.startswith("memo")]  # which precache alone opens
+        left = [name for name in leftovers(cache) if not name.startswith("memo")]  # which precache alone opens
         assert not left, f"the opening left {left}"
 
-    def finish(self, cache: Path | None = None) -> None:
+    def finish(self) -> None:
         """Run the operation again: what it gives is what an uninterrupted run gives."""
-        cache = cache or self.cache
-        self.operation.run(cache, nothing_noted)
+        cache = self.cache
+        self.run()
         assert values(cache) == self.after, "the rerun gave other entries than an uninterrupted run"
         assert manifests(cache) == self.manifests_after, "the rerun gave other manifests"
         report = verify(cache)
         assert not report.damaged and not report.unreadable, f"after the rerun: {report.damaged} {report.unreadable}"
-        assert not _left(cache), f"the rerun left {_left(cache)}"
+        assert not leftovers(cache), f"the rerun left {leftovers(cache)}"
 
 
-def _left(cache: Path) -> list[str]:
-    """Leftovers, but for SQLite's journals: one that says nothing is removed with the next change."""
-    return [name for name in leftovers(cache) if not name.endswith("-journal")]
+def leftovers(cache: Path) -> list[str]:
+    """Files of a cache that no one needs: temporary ones, and an index or a memo that was put aside.
+
+    SQLite's journals are not among them: one that says nothing is removed with the next change.
+    """
+    names = sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*"))
+    return [name for name in names if re.search(r"(\.tmp|-wal|-shm)$|\.(damaged|replaced|removed)-", name)]
+
+
+def clone(cache: Path, target: Path) -> Path:
+    """A copy of the cache, in place of what was there. Packs are hard links, for nobody writes into a sealed pack."""
+
+    def copy(source: str, destination: str) -> None:
+        (os.link if Path(source).is_relative_to(cache / "packs") else shutil.copy2)(source, destination)
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(cache, target, copy_function=copy, symlinks=True)
+    return target
 
 
 # Kills ----------------------------------------------------------------------------------------------------------------
@@ -394,73 +385,52 @@ def start(function: Callable[[], object]) -> BaseProcess:
     return process
 
 
-# Random instants -----------------------------------------------------------------------------------------------------
-
-
-class TwoWriters:
-    """Precache by two ranks, killed at random instants."""
-
-    def __init__(self, soak: Soak):
-        self.precache = Precache(soak.folder / "many-photos", MANY_PHOTOS)
-        self.scene = Scene(operations(self.precache)["precache"], soak.folder / "random")
-        self.noted = NoteFile(soak.folder / "noted")
-        began = time.monotonic()
-        self.scene.new()
-        self.wait(self.begin())
-        self.seconds = time.monotonic() - began
-
-    def begin(self) -> list[BaseProcess]:
-        """Start both ranks."""
-        cache = self.scene.cache
-
-        def run(rank: int) -> None:
-            self.precache.run(cache, self.noted, shard=Shard(rank, 2))
-
-        return [start(lambda rank=rank: run(rank)) for rank in range(2)]  # type: ignore[misc]
-
-    @staticmethod
-    def wait(children: list[BaseProcess]) -> list[int | None]:
-        """The exit codes."""
-        for child in children:
-            child.join(120)
-        return [child.exitcode for child in children]
-
-    def kill_once(self, generator: random.Random) -> int:
-        """Run, kill each rank at an instant of its own, and check. Returns how many were killed."""
-        children = self.begin()
-        began = time.monotonic()
-        instants = sorted((generator.uniform(0, self.seconds), rank) for rank in range(2))
-        if generator.random() < 0.5:
-            instants = [
-                (instants[0][0], rank) for rank in range(2)
-            ]  # both at once, as when a machine runs out of memory
-        for instant, rank in instants:
-            time.sleep(max(0.0, began + instant - time.monotonic()))
-            children[rank].kill()
-        codes = self.wait(children)
-        assert set(codes) <= {0, -signal.SIGKILL}, f"a writer failed: {codes}"
-        self.scene.check(sealed=self.noted.keys("sealed"))
-        found = values(self.scene.cache).keys()
-        unknown = found - self.scene.before.keys() - self.noted.keys("begin")
-        assert not unknown, f"{len(unknown)} entries that no writer had begun to seal"
-        return codes.count(-signal.SIGKILL)
+def ended(children: Sequence[BaseProcess]) -> list[int | None]:
+    """Their exit codes."""
+    for child in children:
+        child.join(CASE_S)
+    return [child.exitcode for child in children]
 
 
 def random_kills(goal: Goal, soak: Soak) -> None:
-    writers = TwoWriters(soak)
-    soak.say(f"an uninterrupted run of two writers takes {writers.seconds:.2f} s")
+    """Precache by two ranks, each killed at a random instant."""
+    precache = Precache(soak.folder / "many-photos", MANY_PHOTOS)
+    scene = Scene(operations(precache)["precache"], soak.folder / "random")
+    noted = NoteFile(soak.folder / "noted")
+
+    def begin() -> list[BaseProcess]:
+        return [start(partial(precache.run, scene.cache, noted, shard=Shard(rank, 2))) for rank in range(2)]
+
+    def kill_once() -> None:
+        children, began = begin(), time.monotonic()
+        instants = [soak.random.uniform(0, seconds) for _ in range(2)]
+        if soak.random.random() < 0.5:
+            instants = [min(instants)] * 2  # as when a machine runs out of memory
+        for instant, child in sorted(zip(instants, children, strict=True), key=lambda each: each[0]):
+            time.sleep(max(0.0, began + instant - time.monotonic()))
+            child.kill()
+        codes = ended(children)
+        assert set(codes) <= {0, -signal.SIGKILL}, f"a writer failed: {codes}"
+        scene.check(sealed=noted.keys("sealed"))
+        unknown = values(scene.cache).keys() - scene.before.keys() - noted.keys("begin")
+        assert not unknown, f"{len(unknown)} entries that no writer had begun to seal"
+        goal.count("killed_writers", codes.count(-signal.SIGKILL))
+
+    scene.new()
+    began = time.monotonic()
+    ended(begin())
+    seconds = time.monotonic() - began
+    soak.say(f"an uninterrupted run of two writers takes {seconds:.2f} s")
     # On a machine that was busy when it was measured, a run may be over before the kill comes: then some more follow.
     while goal.n < soak.n or (goal.figures.get("killed_writers", 0) < 2 and goal.n < 10 * soak.n):
-        writers.noted.path.unlink(missing_ok=True)
-        writers.scene.new()
+        noted.path.unlink(missing_ok=True)
+        scene.new()
         for _ in range(max(1, min(KILLS_PER_ROUND, soak.n - goal.n))):
             with goal.case(f"random kill {goal.n}"):
-                goal.count("killed_writers", writers.kill_once(soak.random))
+                kill_once()
         with goal.case("rerun"):
             goal.n -= 1  # the rerun is a part of the cases before it
-            writers.scene.finish()
-        if goal.n % 100 < KILLS_PER_ROUND:
-            soak.say(f"{goal.n} random kills, {goal.num_failures} failures")
+            scene.finish()
     assert goal.figures.get("killed_writers"), "no writer was killed"
 
 
@@ -493,13 +463,12 @@ def kills_after_changes(goal: Goal, soak: Soak, scene: Scene, kills_per_point: f
                     files.kill_after(occurrence, operation, pattern)
                     scene.run(noted)
 
-                child = start(run)
-                child.join(120)
-                assert child.exitcode in (0, -signal.SIGKILL), f"exit code {child.exitcode}"
-                goal.count("killed", child.exitcode != 0)
+                [code] = ended([start(run)])
+                assert code in (0, -signal.SIGKILL), f"exit code {code}"
+                goal.count("killed", code != 0)
                 scene.check(sealed=noted.keys("sealed"))
                 scene.finish()
-    soak.say(f"{scene.operation.name}: {len(counts)} labels, {goal.n} kills, {goal.num_failures} failures")
+    soak.say(f"{scene.operation.name}: {len(counts)} labels, {goal.n} kills, {goal.failures} failures")
 
 
 def kill(soak: Soak) -> None:
@@ -526,41 +495,54 @@ class File:
     durable: bytes | dict[str, File]
     changes: list[Any] = field(default_factory=list)
 
-    def now(self) -> bytes | dict[str, File]:
-        """As a process sees it."""
+    def after(self, changes: Sequence[Any]) -> bytes | dict[str, File]:
+        """What these changes make of what is on the disk. A hole in a file has zeros."""
         if isinstance(self.durable, dict):
-            return with_names(self.durable, self.changes)
-        return with_writes(self.durable, self.changes)
+            names = self.durable | {name: file for change in changes for name, file in change.items()}
+            return {name: file for name, file in names.items() if file is not None}
+        found = bytearray(self.durable)
+        for offset, written in changes:
+            found += bytes(max(0, offset + len(written or b"") - len(found)))
+            if written is None:
+                del found[offset:]
+            else:
+                found[offset : offset + len(written)] = written
+        return bytes(found)
+
+    def names(self) -> dict[str, File]:
+        """The files in a folder, as a process sees them; none in a file."""
+        now = self.after(self.changes) if isinstance(self.durable, dict) else {}
+        assert isinstance(now, dict)
+        return now
 
     def sync(self) -> None:
         """All that changed is on the disk."""
-        self.durable, self.changes = self.now(), []
+        self.durable, self.changes = self.after(self.changes), []
+
+    def write_out(self, path: Path, dice: random.Random, *, ordered: bool) -> None:
+        """Make what a cut leaves: some first changes, or a share of all of them, in sectors."""
+        is_folder = isinstance(self.durable, dict)
+        kept = self.changes[: dice.randint(0, len(self.changes))]
+        if not (ordered if is_folder else dice.random() < 0.25):
+            share = 0.5 if is_folder else dice.choice([0.0, 0.5, 1.0])
+            parts = self.changes if is_folder else [part for change in self.changes for part in sectors(*change)]
+            kept = [part for part in parts if dice.random() < share]
+        left = self.after(kept)
+        if isinstance(left, bytes):
+            path.write_bytes(left)
+            return
+        path.mkdir()
+        for name, child in left.items():
+            child.write_out(path / name, dice, ordered=ordered)
 
 
-def with_names(names: dict[str, File], changes: Sequence[dict[str, File | None]]) -> dict[str, File]:
-    """The names of a folder after these changes."""
-    found = dict(names)
-    for change in changes:
-        for name, file in change.items():
-            if file is None:
-                found.pop(name, None)
-            else:
-                found[name] = file
-    return found
-
-
-def with_writes(data: bytes, changes: Sequence[tuple[int, bytes | None]]) -> bytes:
-    """The bytes of a file after these changes. A hole has zeros."""
-    found = bytearray(data)
-    for offset, written in changes:
-        end = offset + len(written or b"")
-        if len(found) < end:
-            found += bytes(end - len(found))
-        if written is None:
-            del found[offset:]
-        else:
-            found[offset:end] = written
-    return bytes(found)
+def sectors(offset: int, written: bytes | None) -> Iterator[tuple[int, bytes | None]]:
+    """A change of a file in parts, of which each survives by itself."""
+    if written is None:
+        yield offset, None
+        return
+    for start in range(0, len(written), SECTOR_BYTES):
+        yield offset + start, written[start : start + SECTOR_BYTES]
 
 
 class Disk:
@@ -571,105 +553,48 @@ class Disk:
         self.root = self._read(root)
 
     def _read(self, path: Path) -> File:
-        if path.is_dir():
-            file = File({child.name: self._read(child) for child in path.iterdir()})
-        else:
-            file = File(path.read_bytes())
+        file = File({child.name: self._read(child) for child in path.iterdir()} if path.is_dir() else path.read_bytes())
         self._by_number[path.stat().st_ino] = file
         return file
 
     def apply(self, change: Change) -> None:
         """Do what a process did."""
-        if change.operation in ("create", "mkdir"):
-            file = File({} if change.operation == "mkdir" else b"")
-            self._by_number[change.ino] = file
-            self._folder(change.path).changes.append({self._name(change.path): file})
-        elif change.operation in ("unlink", "rmdir"):
-            self._folder(change.path).changes.append({self._name(change.path): None})
-        elif change.operation == "rename":
-            self._rename(change.path, change.path_2)
-        elif change.operation == "sync":
-            self._found(change).sync()
-        elif change.operation == "write":
-            self._found(change).changes.append((change.offset, change.data))
-        elif change.operation == "truncate":
-            self._found(change).changes.append((change.offset, None))
+        folder, name = self._place(change.path)
+        match change.operation:
+            case "create" | "mkdir":
+                file = self._by_number[change.ino] = File({} if change.operation == "mkdir" else b"")
+                folder.changes.append({name: file})
+            case "unlink" | "rmdir":
+                folder.changes.append({name: None})
+            case "rename":
+                target, new_name = self._place(change.path_2)
+                moved = {new_name: folder.names()[name]}
+                if target is folder:
+                    folder.changes.append({name: None} | moved)
+                else:
+                    folder.changes.append({name: None})
+                    target.changes.append(moved)
+            case "sync":
+                self._changed(change).sync()
+            case "write" | "truncate":
+                data = change.data if change.operation == "write" else None
+                self._changed(change).changes.append((change.offset, data))
 
-    def _rename(self, path: str, path_2: str) -> None:
-        source, target = self._folder(path), self._folder(path_2)
-        names = source.now()
-        assert isinstance(names, dict), f"{path} lies in no folder"
-        file = names[self._name(path)]
-        if source is target:
-            source.changes.append({self._name(path): None, self._name(path_2): file})
-        else:
-            source.changes.append({self._name(path): None})
-            target.changes.append({self._name(path_2): file})
-
-    def _found(self, change: Change) -> File:
+    def _changed(self, change: Change) -> File:
         # By its path where it has one: a folder's number is not recorded when it is made.
-        file = self._at(change.path)
-        return self._by_number[change.ino] if file is None else file
+        return self._at(change.path) or self._by_number[change.ino]
 
     def _at(self, path: str) -> File | None:
         file: File | None = self.root
         for name in filter(None, path.split("/")):
-            names = file.now() if file is not None else None
-            file = names.get(name) if isinstance(names, dict) else None
+            file = file.names().get(name) if file is not None else None
         return file
 
-    def _folder(self, path: str) -> File:
-        folder = self._at(path.rpartition("/")[0])
-        assert folder is not None, f"{path}: its folder is not known"
-        return folder
-
-    @staticmethod
-    def _name(path: str) -> str:
-        return path.rpartition("/")[2]
-
-
-def survivors(file: File, generator: random.Random, *, ordered: bool) -> bytes | dict[str, File]:
-    """What a cut leaves of a file or a folder."""
-    if isinstance(file.durable, dict):
-        if ordered:
-            return with_names(file.durable, file.changes[: generator.randint(0, len(file.changes))])
-        return with_names(file.durable, [change for change in file.changes if generator.random() < 0.5])
-    fate = generator.choice(["none", "all", "some", "prefix"])
-    changes = file.changes
-    if fate == "prefix":
-        changes = changes[: generator.randint(0, len(changes))]
-    if fate in ("all", "prefix"):
-        return with_writes(file.durable, changes)
-    if fate == "none":
-        return file.durable
-    kept = []
-    for offset, written in changes:
-        if written is None:
-            kept += [(offset, None)] if generator.random() < 0.5 else []
-            continue
-        for start in range(0, len(written), SECTOR_BYTES):
-            if generator.random() < 0.5:
-                kept.append((offset + start, written[start : start + SECTOR_BYTES]))
-    return with_writes(file.durable, kept)
-
-
-def write_out(file: File, path: Path, generator: random.Random, *, ordered: bool) -> None:
-    """Make the files that a cut leaves."""
-    left = survivors(file, generator, ordered=ordered)
-    if isinstance(left, bytes):
-        path.write_bytes(left)
-        return
-    path.mkdir()
-    for name, child in left.items():
-        write_out(child, path / name, generator, ordered=ordered)
-
-
-def recorded(scene: Scene) -> tuple[Disk, list[Change]]:
-    """The disk before a run of the operation, and the changes of the run, with marks where entries are acknowledged."""
-    disk, files = Disk(scene.new()), FileOperations(scene.cache)
-    with files.recording() as changes:
-        scene.run(lambda event, keys: files.mark(json.dumps([event, list(keys)])))
-    return disk, changes
+    def _place(self, path: str) -> tuple[File, str]:
+        folder, _, name = path.rpartition("/")
+        found = self._at(folder)
+        assert found is not None, f"{path}: its folder is not known"
+        return found, name
 
 
 def replay(disk: Disk, changes: Sequence[Change]) -> set[str]:
@@ -689,15 +614,17 @@ def power(soak: Soak) -> None:
     goal = soak.goal("power cuts at any moment, unsynced writes dropped and reordered: nothing wrong, nothing lost")
     for name in CUT:
         scene = Scene(chosen[name], soak.folder)
-        disk, changes = recorded(scene)
+        disk, files = Disk(scene.new()), FileOperations(scene.cache)
+        with files.recording() as changes:  # with marks where entries are acknowledged
+            scene.run(lambda event, keys: files.mark(json.dumps([event, list(keys)])))  # noqa: B023 - called here
         done, sealed = 0, set()
         for moment in sorted(soak.random.randint(0, len(changes)) for _ in range(soak.n)):
             sealed |= replay(disk, changes[done:moment])
             done, ordered = moment, soak.random.random() < 0.5
-            generator = random.Random(soak.random.random())
+            dice = random.Random(soak.random.random())
             with goal.case(f"{name}: cut after {moment} of {len(changes)}, {'ordered' if ordered else 'any'} names"):
                 shutil.rmtree(scene.cache, ignore_errors=True)
-                write_out(disk.root, scene.cache, generator, ordered=ordered)
+                disk.root.write_out(scene.cache, dice, ordered=ordered)
                 scene.check(sealed=sealed)
                 if goal.n % RERUN_CUTS_EVERY == 0:
                     scene.finish()
@@ -732,20 +659,15 @@ def open_descriptors(root: Path) -> set[tuple[str, str]]:
     return {(fd, name) for fd, name in found if name.startswith(str(root))}
 
 
-def moments_to_try(total: int, most: int) -> Sequence[int]:
-    """1 to `total`, or `most` of them, evenly spread."""
-    return range(1, total + 1) if total <= most else sorted({1 + number * total // most for number in range(most)})
-
-
 def refuse_each(goal: Goal, scene: Scene, soak: Soak) -> None:
     files = FileOperations(scene.cache)
     for error in ERRORS:
         scene.new()
         with files.refusing(NEVER, error):
             scene.run()
-        total = files.num_seen
+        total, most = files.num_seen, min(files.num_seen, soak.n)
         for for_ever in (False, True):
-            for moment in moments_to_try(total, soak.n):
+            for moment in sorted({1 + number * total // most for number in range(most)}):  # evenly spread
                 name = f"{scene.operation.name}: {errno.errorcode[error]} {'from' if for_ever else 'at'} {moment}"
                 with goal.case(name), in_time(CASE_S):
                     scene.new()
@@ -774,12 +696,12 @@ def faults(soak: Soak) -> None:
         refuse_each(goal, Scene(chosen[name], soak.folder), soak)
 
 
-PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, ALL, 1)}
+PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, 1_000_000, 1)}
 
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
-    return preloaded(lambda: run_soak(PARTS, make_parser(__doc__, PARTS)))
+    return preloaded(lambda: run_soak(PARTS, __doc__))
 
 
 if __name__ == "__main__":

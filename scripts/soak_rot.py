@@ -17,15 +17,13 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from soak_crash import Precache, operations
-from soaking import Goal, Soak, make_parser, run_soak
+from soaking import Goal, Soak, digest_of, run_soak
 
 from latentcache.errors import LatentCacheError
-from latentcache.identity import digest
 from latentcache.loading.cache import LatentCache
 from latentcache.store.upkeep import rebuild, verify
 
@@ -34,6 +32,9 @@ FIX_EVERY = 10
 MAX_COMMANDS = 6
 WEIGHTS = {"pack": 50, "index": 25, "manifest": 15, "memo": 5, "CACHE.json": 5}
 """How often each kind of file is damaged."""
+
+Damage = tuple[str, str, Mapping[Path, bytes | None]]
+"""What was done, to which kind of file, and the bytes of files afterwards (None: no file)."""
 
 
 class Victim:
@@ -83,137 +84,111 @@ class Victim:
         self.precache.run(cache)
         return self.read(cache)
 
+    def fix(self, read: Callable[[Path], dict[str, str]], message: str) -> None:
+        """Run the commands that the messages name, until all is there again."""
+        commands: dict[str, Callable[[Path], object]] = {"rebuild": rebuild, "verify": verify}
+        followed = []
+        for _ in range(MAX_COMMANDS):
+            followed.append(message)
+            named = re.findall(r"(?:latentcache |run )(rebuild|verify|precache)", message)
+            assert named, f"no command is named: {message}"
+            try:
+                for command in dict.fromkeys(named):
+                    commands.get(command, self.precache.run)(self.cache)
+                assert read(self.cache) == self.expected, f"it reads otherwise after following {followed}"
+                return
+            except LatentCacheError as error:
+                message = str(error)
+        raise AssertionError(f"not fixed after following {followed}")
 
-def digest_of(batch: Mapping[str, object]) -> str:
-    """The digest of tensors and lists by name."""
-    parts = []
-    for name, value in sorted(batch.items()):
-        if isinstance(value, torch.Tensor):
-            data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            parts.append(f"{name} {value.dtype} {tuple(value.shape)} {digest(data)}")
-        else:
-            parts.append(f"{name} {value!r}")
-    return digest("\n".join(parts).encode())
-
-
-def follow(victim: Victim, message: str) -> None:
-    """Run the commands that a message names. AssertionError if it names none."""
-    named = re.findall(r"(?:latentcache |run )(rebuild|verify|precache)", message)
-    assert named, f"no command is named: {message}"
-    commands: dict[str, Callable[[Path], object]] = {"rebuild": rebuild, "verify": verify}
-    for command in dict.fromkeys(named):
-        commands.get(command, victim.precache.run)(victim.cache)
-
-
-def fix(victim: Victim, read: Callable[[Path], dict[str, str]], message: str) -> None:
-    """Follow the messages until all is there again."""
-    followed = []
-    for _ in range(MAX_COMMANDS):
-        followed.append(message)
-        try:
-            follow(victim, message)
-            found = read(victim.cache)
-            assert found == victim.expected, f"it reads otherwise after following {followed}"
-            return
-        except LatentCacheError as error:
-            message = str(error)
-    raise AssertionError(f"not fixed after following {followed}")
-
-
-def damage(goal: Goal, victim: Victim, name: str, changed: Mapping[Path, bytes | None], kind: str) -> None:
-    """Write these bytes (None: no file), read, and put all back as it was."""
-    original = {path: path.read_bytes() for path in changed}
-    read = victim.read_after_precache if kind == "memo" else victim.read
-    is_touched = kind == "memo"
-    with goal.case(f"{kind}: {name}"):
+    def suffer(self, goal: Goal, kind: str, changed: Mapping[Path, bytes | None]) -> None:
+        """Write these bytes, read, and put all back as it was."""
+        original = {path: path.read_bytes() for path in changed}
+        read = self.read_after_precache if kind == "memo" else self.read
+        is_touched = kind == "memo"
         try:
             for path, data in changed.items():
                 path.unlink() if data is None else path.write_bytes(data)
             try:
-                found = read(victim.cache)
-                assert found == victim.expected, f"SILENT: {[k for k in found if found[k] != victim.expected.get(k)]}"
+                found = read(self.cache)
+                assert found == self.expected, f"SILENT: {[k for k in found if found[k] != self.expected.get(k)]}"
                 goal.count("identical")
             except LatentCacheError as error:
                 goal.count("refused")
                 if goal.figures["refused"] % FIX_EVERY == 0 and kind != "CACHE.json":  # no command writes that again
                     is_touched = True
                     goal.count("fixed_as_advised")
-                    fix(victim, read, str(error))
+                    self.fix(read, str(error))
         finally:
             if is_touched:
-                victim.restore()
+                self.restore()
             else:
                 for path, data in original.items():
                     path.write_bytes(data)
 
 
-def flips(goal: Goal, victim: Victim, soak: Soak, num: int) -> None:
-    for _ in range(num):
-        kind, path, data = victim.choose(soak.random)
-        at, bit = soak.random.randrange(len(data)), soak.random.randrange(8)
-        changed = bytearray(data)
+def flips(victim: Victim, dice: random.Random) -> Iterator[Damage]:
+    while True:
+        kind, path, data = victim.choose(dice)
+        at, bit, changed = dice.randrange(len(data)), dice.randrange(8), bytearray(data)
         changed[at] ^= 1 << bit
-        damage(goal, victim, f"bit {bit} of byte {at} of {path.name}", {path: bytes(changed)}, kind)
-        if goal.n % 1000 == 0:
-            soak.say(f"{goal.n} flips: {goal.figures}, {goal.num_failures} failures")
+        yield f"bit {bit} of byte {at} of {path.name}", kind, {path: bytes(changed)}
 
 
-def bursts(goal: Goal, victim: Victim, soak: Soak, num: int) -> None:
+def bursts(victim: Victim, dice: random.Random) -> Iterator[Damage]:
     """Up to 4,096 bytes that follow each other are random, or zeros, as of a bad block."""
-    for _ in range(num):
-        kind, path, data = victim.choose(soak.random)
-        at, length = soak.random.randrange(len(data)), soak.random.choice([2, 16, 512, 4096])
-        noise = soak.random.choice([soak.random.randbytes(length), bytes(length)])
+    while True:
+        kind, path, data = victim.choose(dice)
+        at, length = dice.randrange(len(data)), dice.choice([2, 16, 512, 4096])
+        noise = dice.choice([dice.randbytes(length), bytes(length)])
         changed = (data[:at] + noise + data[at + length :])[: len(data)]
-        damage(goal, victim, f"{length} bytes at {at} of {path.name}", {path: changed}, kind)
+        yield f"{length} bytes at {at} of {path.name}", kind, {path: changed}
 
 
-def lengths(goal: Goal, victim: Victim, soak: Soak, num: int) -> None:
-    """Nine of ten are too short, the others too long."""
-    for number in range(num):
-        kind, path, data = victim.choose(soak.random)
-        if number % 10:
-            length = soak.random.randrange(len(data))
-            damage(goal, victim, f"{path.name} cut to {length}", {path: data[:length]}, kind)
-        else:
-            more = soak.random.randbytes(soak.random.randint(1, 4096))
-            damage(goal, victim, f"{path.name} with {len(more)} more bytes", {path: data + more}, kind)
+def lengths(victim: Victim, dice: random.Random) -> Iterator[Damage]:
+    """Most are too short, every tenth is too long."""
+    while True:
+        kind, path, data = victim.choose(dice)
+        change = dice.randbytes(dice.randint(1, 4096)) if dice.random() < 0.1 else None
+        changed = data[: dice.randrange(len(data))] if change is None else data + change
+        yield f"{path.name} of {len(data)} bytes has {len(changed)}", kind, {path: changed}
 
 
-def exchanges(goal: Goal, victim: Victim, soak: Soak, num: int) -> None:
-    """Payloads of two keys of a pack, two packs, a pack over another, files of different kinds, a file that is gone."""
-    for number in range(num):
-        kind, path, data = victim.choose(soak.random, ("pack", "pack", "pack", "manifest", None)[number % 5])
-        _, other, other_data = victim.choose(soak.random, kind)
-        if number % 5 == 0:
-            half = len(data) // 2  # the columns are the last part of a pack
-            row = 2 * 8 * 8 * 8
-            first, second = (half + row * soak.random.randrange(max(1, half // row - 1)) for _ in range(2))
-            first, second = min(first, second), max(first, second)
-            changed = bytearray(data)
-            changed[first : first + row], changed[second : second + row] = (
-                data[second : second + row],
-                data[first : first + row],
-            )
-            damage(goal, victim, f"rows of {path.name} exchanged", {path: bytes(changed[: len(data)])}, kind)
-        elif number % 5 == 4:
-            damage(goal, victim, f"{path.name} gone", {path: None}, kind)
-        elif number % 5 == 1:
-            damage(goal, victim, f"{path.name} over {other.name}", {other: data}, kind)
-        else:
-            damage(goal, victim, f"{path.name} and {other.name} exchanged", {path: other_data, other: data}, kind)
+def exchanges(victim: Victim, dice: random.Random) -> Iterator[Damage]:
+    """Payloads of two keys of a pack, two packs, a pack over another, two manifests, a file that is gone."""
+    while True:
+        _, pack, data = victim.choose(dice, "pack")
+        _, other, other_data = victim.choose(dice, "pack")
+        row, half = 2 * 8 * 8 * 8, len(data) // 2  # the columns are the last part of a pack
+        first, second = sorted(half + row * dice.randrange(max(1, half // row - 1)) for _ in range(2))
+        changed = bytearray(data)
+        changed[first : first + row], changed[second : second + row] = (
+            data[second : second + row],
+            data[first : first + row],
+        )
+        yield f"rows of {pack.name} exchanged", "pack", {pack: bytes(changed[: len(data)])}
+        yield f"{pack.name} over {other.name}", "pack", {other: data}
+        yield f"{pack.name} and {other.name} exchanged", "pack", {pack: other_data, other: data}
+        _, one, data = victim.choose(dice, "manifest")
+        _, other, other_data = victim.choose(dice, "manifest")
+        yield f"{one.name} and {other.name} exchanged", "manifest", {one: other_data, other: data}
+        kind, path, _ = victim.choose(dice)
+        yield f"{path.name} gone", kind, {path: None}
 
 
 def rot(soak: Soak) -> None:
     victim = Victim(soak.folder)
-    n = soak.n
-    for text, part, num in (
-        ("single-bit flips: refused or identical, and fixed as advised", flips, n),
-        ("bursts: refused or identical, and fixed as advised", bursts, max(1, n // 5)),
-        ("truncation and extension: refused or identical, and fixed", lengths, max(1, n // 5)),
-        ("exchanged or missing payloads, packs, files: refused, and fixed", exchanges, max(5, n // 50)),
+    for text, damages, num in (
+        ("single-bit flips: refused or identical, and fixed as advised", flips, soak.n),
+        ("bursts: refused or identical, and fixed as advised", bursts, max(1, soak.n // 5)),
+        ("truncation and extension: refused or identical, and fixed", lengths, max(1, soak.n // 5)),
+        ("exchanged or missing payloads, packs, files: refused, and fixed", exchanges, max(5, soak.n // 50)),
     ):
-        part(soak.goal(text), victim, soak, num)
+        goal = soak.goal(text)
+        for (name, kind, changed), _ in zip(damages(victim, soak.random), range(num), strict=False):
+            with goal.case(f"{kind}: {name}"):
+                victim.suffer(goal, kind, changed)
+        soak.say(f"{text}: {goal.figures}, {goal.failures} failures")
 
 
 PARTS = {"rot": (rot, 10_000, 100)}
@@ -221,7 +196,7 @@ PARTS = {"rot": (rot, 10_000, 100)}
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
-    return run_soak(PARTS, make_parser(__doc__, PARTS))
+    return run_soak(PARTS, __doc__)
 
 
 if __name__ == "__main__":
