@@ -1,13 +1,128 @@
-"""Masks weight the errors of a prediction, whatever layout a family's latents have."""
+"""Masks and control images in the losses; control images that a denoiser is not given are refused early."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
+from helpers.tiny_models import tiny_folder, tiny_model
+from PIL import Image
 
-from latentcache import masked_errors
-from latentcache.errors import StoreError
+from latentcache import LatentCache, LoadedModels, ValidationRunner, masked_errors, validate
+from latentcache.config import Config, ValidationConfig
+from latentcache.errors import ConfigError, StoreError
+from latentcache.families import family_named
 from latentcache.families.scaling import patchified
+from latentcache.precache.run import run_precache
+from latentcache.validation.loss import validation_loss
+from latentcache.validation.metrics import LossReport, paired_difference
+
+NAMES = [f"{number}.png" for number in range(4)]
+UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, qwen-image-edit, flux2"
+
+
+def write_mask(folder: Path, name: str, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, 256, (64, 64), dtype=np.uint8)
+    (folder / "masks").mkdir(exist_ok=True)
+    Image.fromarray(values).save(folder / "masks" / name)
+
+
+def config_of(folder: Path, family: str) -> Config:
+    """Images of one bucket, with a mask and two control images: the second ones have buckets of two shapes."""
+    control = [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}]
+    dataset = {"name": "pairs", "role": "validation", "source": {"path": folder / "after"}, "control": control}
+    dataset |= {"buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0}, "mask": {"path": folder / "masks"}}
+    return tiny_config(
+        folder,
+        **{f"datasets.0.{name}": value for name, value in dataset.items()},
+        model={"path": tiny_folder(family), "family": family},
+        validation={"num_timesteps": 1, "path": folder / "validation"},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, name in enumerate(NAMES):
+        write_photo(tmp_path / "after" / name, number, (64, 64))
+        write_photo(tmp_path / "first" / name, 10 + number, (32, 32))
+        write_photo(tmp_path / "second" / name, 20 + number, (64, 64) if number % 2 else (64, 160))
+        write_mask(tmp_path, name, number)
+    return tmp_path
+
+
+def loss(config: Config, parts: dict[str, Any], batch_size: int) -> LossReport:
+    settings = ValidationConfig(num_timesteps=2, batch_size=batch_size)
+    with LatentCache(config.cache) as cache:
+        return validation_loss(parts["transformer"], cache, scheduler=parts["scheduler"], settings=settings)
+
+
+def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(folder: Path) -> None:
+    family, config = family_named("flux"), config_of(folder, "flux")
+    parts = tiny_model(family.name)
+    models = LoadedModels(family=family, **{name: parts[name] for name in family.parts})
+    assert run_precache(config, models=models).notes == []
+    calls: list[tuple[int, ...]] = []
+    handle = parts["transformer"].register_forward_pre_hook(
+        lambda module, arguments, options: calls.append(tuple(options["hidden_states"].shape[:2])), with_kwargs=True
+    )
+    one, two = loss(config, parts, 1), loss(config, parts, 3)
+    handle.remove()
+    # 16 tokens of the image, 16 of the first control image, 16 or 12 of the second.
+    assert calls[:8] == [(1, 44)] * 4 + [(1, 48)] * 4
+    assert calls[8:] == [(3, 44), (1, 44), (3, 48), (1, 48)]
+    assert two.by_sample["pairs"] == pytest.approx(one.by_sample["pairs"], rel=1e-4)
+    assert one.skipped == two.skipped == () and set(one.by_sample["pairs"]) == set(NAMES)
+
+    write_mask(folder, NAMES[0], 99)
+    run_precache(config, models=models)
+    masked = loss(config, parts, 1)
+    assert {name for name in NAMES if masked.by_sample["pairs"][name] != one.by_sample["pairs"][name]} == {NAMES[0]}
+    write_photo(folder / "second" / NAMES[1], 99, (64, 64))
+    run_precache(config, models=models)
+    edited = loss(config, parts, 1)
+    assert {name for name in NAMES if edited.by_sample["pairs"][name] != masked.by_sample["pairs"][name]} == {NAMES[1]}
+    for earlier, later in ((one, masked), (masked, edited)):
+        with pytest.raises(ConfigError, match="compared: dataset pairs has other samples, captions or encoders"):
+            paired_difference(later, earlier)
+
+
+def changed(config: Config, **changes: Any) -> Config:
+    [dataset] = config.datasets
+    return config.model_copy(update={"datasets": (dataset.model_copy(update=changes),)})
+
+
+def test_control_images_that_nobody_reads_are_refused(folder: Path, script: Any) -> None:
+    config = config_of(folder, "sdxl")
+    report = run_precache(config)
+    assert report.num_refused == 0, "code of the user's own may read them"
+    note = "pairs: control images are cached for code of your own: the denoiser of sdxl is not given them"
+    assert f"note      {note}" in report.to_text()
+
+    removed = changed(config, control=())  # as the user has it before the next precache
+    options = script.Options(out=folder / "lora", device="cpu")
+    for given in (config, removed):
+        with pytest.raises(ConfigError, match=UNREAD):
+            validate(given)
+        with pytest.raises(ConfigError, match=UNREAD):
+            script.Training(changed(given, role="train"), options)
+    parts = tiny_model("sdxl")
+    with LatentCache(config.cache) as cache, pytest.raises(ConfigError, match=UNREAD):
+        validation_loss(parts["unet"], cache, scheduler=parts["scheduler"])
+
+    # Without control images, and without them in the cache, it goes on.
+    run_precache(removed)
+    with LatentCache(config.cache) as cache:
+        ValidationRunner(parts, cache, removed)
+        with pytest.raises(ConfigError, match=UNREAD):
+            ValidationRunner(parts, cache, config)
+
+
+# Errors under a mask, in each layout of latents
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:

@@ -43,8 +43,9 @@ def test_the_document_holds_what_was_measured() -> None:
     assert document["loss"] == pytest.approx(values.mean())
     assert document["loss_standard_error"] == pytest.approx(values.std(ddof=1) / math.sqrt(5))
     assert document["loss_by_timestep"][0]["loss"] == pytest.approx(2 * values.mean())
-    assert document["loss_by_dataset"]["faces"]["loss"] == pytest.approx(values[3:].mean())
-    assert document["loss_by_dataset"]["faces"]["standard_error"] == pytest.approx(values[3:].std(ddof=1) / math.sqrt(2))
+    faces = document["loss_by_dataset"]["faces"]
+    assert faces["loss"] == pytest.approx(values[3:].mean())
+    assert faces["standard_error"] == pytest.approx(values[3:].std(ddof=1) / math.sqrt(2))
     assert document["loss_by_sample"] == found.loss.by_sample
     assert document["measurement_settings"] == found.loss.measurement_settings.model_dump()
     image = {"prompt": "prompt 1", "negative_prompt": "ugly", "seed": 41, "path": "sample-01.png", "tiled": True}
