@@ -262,12 +262,12 @@ def test_item_n_is_the_nth_batch_of_the_loader_in_each_epoch(dataset: LatentData
         CachedBatches(batches.sampler, output="pixels")  # type: ignore[arg-type]  # the error is the point
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_give_each_batch_of_each_epoch_once(dataset: LatentDataset, method: str) -> None:
+@pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_give_each_batch_of_each_epoch_once(dataset: LatentDataset, method: str, num_workers: int) -> None:
     """Of a DataLoader that shuffles, and whose workers live for several epochs."""
     batches, loader = CachedBatches(sampler_of(dataset), scaled=True), loader_of(dataset, prefetch=0)
-    options: dict[str, Any] = {"multiprocessing_context": method, "num_workers": 2, "persistent_workers": True}
-    made = DataLoader(batches, batch_size=1, shuffle=True, collate_fn=_first, **options)
+    options: dict[str, Any] = {"multiprocessing_context": method, "num_workers": num_workers, "collate_fn": _first}
+    made = DataLoader(batches, batch_size=1, shuffle=True, persistent_workers=True, **options)
     for epoch in (0, 1):
         batches.set_epoch(epoch)
         loader.set_epoch(epoch)
