@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transport import ANY_VERSION
 
+_numbers = itertools.count()
+
 
 @pytest.fixture(params=["memory", "s3", "gs"])
 def bucket(
@@ -29,6 +32,14 @@ def bucket(
     for name, value in object_server.environment(request.param).items():
         monkeypatch.setenv(name, value)
     return BucketTransport.open(f"{request.param}://team/cache")
+
+
+@pytest.fixture
+def swift_url(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place on a real S3 server, which cannot compare. The environment leads to it."""
+    for name, value in swift.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://tests/{next(_numbers)}/cache"
 
 
 def test_files_are_written_listed_read_and_removed(bucket: BucketTransport) -> None:

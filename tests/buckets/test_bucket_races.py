@@ -19,6 +19,7 @@ from helpers.remote_samples import (
     packs_of,
     replace_packs,
 )
+from obstore.store import MemoryStore
 
 from latentcache import Config, LatentCache
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -36,6 +37,18 @@ from latentcache.store.directory import pack_name
 from latentcache.store.pack import WholePack, read_row
 
 Run = Callable[..., Any]
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket in memory; there are others below it."""
+    stores: dict[str, MemoryStore] = {}
+
+    def opened(url: str, **_: Any) -> BucketTransport:
+        return BucketTransport(stores.setdefault(url, MemoryStore()), url)
+
+    monkeypatch.setattr(BucketTransport, "open", opened)
+    return "s3://tests/cache"
 
 
 def prune(url: str, *, grace_h: float = 0.0, **more: Any) -> PruneReport:

@@ -1,4 +1,4 @@
-"""The connection to a service: retries and tokens."""
+"""The connection to a service: retries, tokens, and what a service may answer."""
 
 from __future__ import annotations
 
@@ -85,3 +85,12 @@ def test_a_reading_token_does_not_write(server: RunningServer) -> None:
     store = served_store(server.url, token=server.write_token, read_only=True)
     with store, pytest.raises(ReadOnlyError, match="read_only=True"):
         store.writer()
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b'{"found": 7}', b"[" * 100_000])
+def test_strange_answers_are_typed_errors(relay: Relay, answer: bytes) -> None:
+    relay.change = lambda path, status, data: answer.ljust(len(data))[: len(data)]
+    with served_store(relay.url, token=TOKEN, retry_s=1) as store:
+        for call in (lambda: store.find([ABSENT]), store.stats):
+            with pytest.raises(RemoteError, match="is not what was requested"):
+                call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -28,44 +28,32 @@ from latentcache.precache.workspace import Workspace
 from latentcache.validation.sample_images import prompt_embeddings
 
 NEW = ("not in the cache", "nor this one")
+MakeConfig = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Two photos, in the dataset `photos` and, mirrored too, in `mirrored`."""
+def make_config(tmp_path_factory: pytest.TempPathFactory) -> MakeConfig:
+    """A config of two photos, which are cached mirrored too, with changes by dotted name."""
     folder = tmp_path_factory.mktemp("encode")
     for number, size in enumerate([(80, 144), (144, 80)]):
         write_photo(folder / "photos" / f"{number}.png", number, size).with_suffix(".txt").write_text(f"photo {number}")
-    config = tiny_config(folder, **{"encode.clip_skip": 1, "validation.negative_prompt": ""})
-    [photos] = config.datasets
-    return with_changes(config, datasets=(photos, photos.model_copy(update={"name": "mirrored", "flip": True})))
-
-
-def with_changes(config: Config, **sections: Any) -> Config:
-    """The config with other sections, or with some settings of them (a dict)."""
-    made = {
-        name: getattr(config, name).model_copy(update=each) if isinstance(each, dict) else each
-        for name, each in sections.items()
-    }
-    return config.model_copy(update=made)
+    return lambda **changes: tiny_config(folder, **{"encode.clip_skip": 1, "datasets.0.flip": True, **changes})
 
 
 @pytest.fixture(scope="module")
-def precached(config: Config) -> Workspace:
+def precached(make_config: MakeConfig) -> Workspace:
     """What precache makes of the config, with two prompts more."""
     workspace = Workspace()
-    run_precache(with_changes(config, validation={"prompts": ("a validation prompt", *NEW)}), workspace=workspace)
+    run_precache(make_config(**{"validation.prompts": ["a validation prompt", *NEW]}), workspace=workspace)
     return workspace
 
 
 @pytest.fixture(scope="module")
-def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def server(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server on a cache of the photos, and of a dataset `other` that has another clip_skip. One prompt is damaged."""
     path = tmp_path_factory.mktemp("server") / "cache"
-    photos, _ = config.datasets
-    run_precache(with_changes(config, cache={"path": path}, datasets=(photos,)))
-    other = (photos.model_copy(update={"name": "other"}),)
-    run_precache(with_changes(config, cache={"path": path}, datasets=other, encode={"clip_skip": 0}))
+    run_precache(config := make_config(**{"cache.path": path}))
+    run_precache(make_config(**{"cache.path": path, "datasets.0.name": "other", "encode.clip_skip": 0}))
     with LatentCache(path, manifest="photos") as reader:
         bytes_of = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()
     damage(path, bytes_of[1000:1100])
@@ -113,10 +101,10 @@ def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspa
 
 
 def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
-    server: RunningServer, config: Config, precached: Workspace
+    server: RunningServer, precached: Workspace, tmp_path: Path
 ) -> None:
-    photo = (config.cache.path.parent / "photos" / "0.png").read_bytes()  # type: ignore[union-attr]
-    answer, manifest = server.post("/v1/images:encode?dataset=mirrored", photo), precached.manifests.read("mirrored")
+    photo = write_photo(tmp_path / "0.png", 0, (80, 144)).read_bytes()
+    answer, manifest = server.post("/v1/images:encode?dataset=photos", photo), precached.manifests.read("photos")
     assert manifest is not None and len(assert_precached(answer, precached)) == 2
     images = [{"key": ref.key, **ref.geometry.to_json()} for ref in manifest.rows["0.png"].images]
     assert json.loads(answer.headers["latentcache-images"]) == images
@@ -133,7 +121,7 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
         assert refused.problem(422, "ImageRefused")["reason"] == reason
     document = server.post("/v1/images:encode?dataset=photos&name=holiday.jpg", photo).problem(422, "ImageRefused")
     assert (document["reason"], document["path"]) == ("wrong-suffix", "holiday.jpg")
-    assert metrics(server, "failures_total") == [failures + 2], "the cut and the damaged image"
+    assert metrics(server, "failures_total") == [failures + 4], "the cut and the damaged image, and their mirror images"
     server.post("/v1/images:encode?dataset=%00", photo).problem(422, "ConfigError")
     for body in (
         prompts(),
@@ -149,9 +137,9 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
     assert len(odd.entries()) == 1
 
 
-def test_what_is_not_cached_needs_the_writing_token(config: Config, tmp_path: Path) -> None:
+def test_what_is_not_cached_needs_the_writing_token(make_config: MakeConfig, tmp_path: Path) -> None:
     """It is stored for good: a client that may only read could fill the disk."""
-    run_precache(with_changes(config, cache={"path": tmp_path / "cache"}))
+    run_precache(config := make_config(**{"cache.path": tmp_path / "cache"}))
     with serving_here(tmp_path / "cache", encode=config) as server:
         path, image = "/v1/prompts:encode", write_photo(tmp_path / "new.png", 9, (80, 144)).read_bytes()
         assert server.post(path, prompts("a validation prompt")).status == 200
@@ -203,7 +191,7 @@ def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, tmp_pa
         negative = client.prompt("new to all", negative=True, device="cpu")
         assert_equal(negative, expected("new to all", negative=True))
         [before] = metrics(server, "entries_total")
-        images = prompt_embeddings(client, ["one prompt", "new to all"], "ugly", device="cpu")
+        images = prompt_embeddings(client, ["one prompt", "new to all"], "blurred", device="cpu")
         assert [image.prompt for image in images] == ["one prompt", "new to all"]
         assert torch.equal(images[1].embeds["prompt_embeds"], expected("new to all")["prompt_embeds"])
         assert metrics(server, "entries_total") == [before + 2], "one of three is known"
@@ -219,8 +207,8 @@ def test_prompts_of_other_encoders_are_refused(server: RunningServer) -> None:
         assert client.prompt("never seen", negative=True, device="cpu"), "clip_skip does not count for negative ones"
 
 
-def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(config: Config, tmp_path: Path) -> None:
-    run_precache(with_changes(config, cache={"path": tmp_path / "cache"}))
+def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(make_config: MakeConfig, tmp_path: Path) -> None:
+    run_precache(config := make_config(**{"cache.path": tmp_path / "cache"}))
     with ThreadPoolExecutor(1) as threads:
         with serving_here(tmp_path / "cache", writes=False, encode=config) as server:
             request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from helpers.hub_snapshot import snapshot_of
 from helpers.remote_samples import make_cache, make_manifest, packs_of
 from torch.utils.data import DataLoader
 
@@ -20,6 +21,21 @@ from latentcache.loading.status import status, verify
 from latentcache.remote.transfer import transfer
 
 URL = "hf://datasets/someone/photos"
+
+
+def snapshot_of(cache: Path, folder: Path) -> Path:
+    """What `snapshot_download` makes of a cache that `hf upload` sent: links to files that are named by digests."""
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / ("0" * 40)
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(cache.rglob("*"))):
+        name = path.relative_to(cache)
+        if path.is_file() and (name.name == "CACHE.json" or name.parts[0] in ("packs", "manifests")):
+            shutil.copy(path, blobs / str(number))
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            (snapshot / name).symlink_to(os.path.relpath(blobs / str(number), (snapshot / name).parent))
+    for path in folder.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    return snapshot
 
 
 @pytest.fixture
