@@ -17,6 +17,13 @@ def write_photo(path: Path, seed: int, size: tuple[int, int] = (96, 128), **save
     return path
 
 
+def write_mask(path: Path, seed: int, shape: tuple[int, ...] = (96, 128)) -> Path:
+    """Random levels of `shape`: grey for (height, width), and of three channels for (height, width, 3)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)).save(path)
+    return path
+
+
 def write_clip(path: Path, seed: int, size: tuple[int, int] = (96, 128), num_frames: int = 5) -> Path:
     """An animation of random photos, each shown for a tenth of a second; the first is that of `write_photo`."""
     generator = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_mask, write_photo
 from helpers.tiny_configs import config_of_dataset
 from PIL import Image
 
@@ -42,12 +42,7 @@ def pairs(tmp_path: Path) -> Path:
 def write_pair(folder: Path, name: str, number: int) -> None:
     write_photo(folder / f"photos/{name}.png", number, (80, 144)).with_suffix(".txt").write_text(f"photo {name}")
     write_photo(folder / f"before/{name}.png", 7 + number, (40, 72))
-    write_mask(folder / f"masks/{name}.png", number)
-
-
-def write_mask(path: Path, seed: int, shape: tuple[int, ...] = (80, 144)) -> None:
-    path.parent.mkdir(exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)).save(path)
+    write_mask(folder / f"masks/{name}.png", number, (80, 144))
 
 
 def config_of(folder: Path, output: str = "moments", **dataset: Any) -> Config:

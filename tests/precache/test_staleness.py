@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers.photo_files import write_photo, write_photos
+from helpers.photo_files import write_mask, write_photo, write_photos
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_encoders
 from PIL import Image
@@ -43,8 +42,7 @@ def write_companions(photo: Path, seed: int) -> None:
     with Image.open(photo) as image:
         width, height = image.size
     write_photo(photo.with_stem(f"{photo.stem}_before"), seed, (height // 2, width // 2))
-    mask = np.random.default_rng(seed).integers(0, 256, (height, width), dtype=np.uint8)
-    Image.fromarray(mask).save(photo.with_stem(f"{photo.stem}_mask"))
+    write_mask(photo.with_stem(f"{photo.stem}_mask"), seed, (height, width))
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +194,12 @@ def no_masks(photos: Path) -> None:
         path.unlink()
 
 
-def other_mask(photos: Path) -> None:
-    Image.new("L", (144, 80), 200).save(photos / "a_mask.png")
-
-
 def other_condition(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(family_named("wan-i2v")), "clip_condition", "two frames, padded")
+
+
+def other_mask(photos: Path) -> None:
+    write_mask(photos / "a_mask.png", 9, (80, 144))
 
 
 A_CLIP: dict[str, Any] = {"base": rule_of_frames(), "prepare": only_a_clip, "family": "wan"}
@@ -216,7 +214,12 @@ CHANGES = [
     Change("image.source", "image changed", edit=exif_turn, count=2),
     Change("image.source", "new", edit=new_photo, count=4),
     Change("image.source", "control 1: image changed", edit=lambda f: write_photo(f / "a_before.png", 8), count=1),
-    Change("mask.source", ("mask: image changed", "masked image: mask changed"), edit=other_mask, count=2),
+    Change(
+        "mask.source",
+        ("mask: image changed", "masked image: mask changed"),
+        edit=lambda f: write_mask(f / "a_mask.png", 9, (80, 144)),
+        count=2,
+    ),
     Change("text.source", "caption changed", edit=lambda f: (f / "b.txt").write_text("a blue cat\n"), count=1),
     Change("text.source", "new", {"validation.prompts": ["a validation prompt", "b"]}, count=1),
     Change("preparation.exif masking.preparation", "exif policy changed", patch=policy("exif"), count=20),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_mask, write_photo
 from helpers.tiny_configs import config_of_dataset
 from PIL import Image
 
@@ -43,9 +43,7 @@ def folder(tmp_path: Path) -> Path:
         write_photo(tmp_path / "photos" / name, number, size).with_suffix(".txt").write_text(f"photo {number}")
         write_photo(tmp_path / "before" / name, 10 + number, size)
         write_photo(tmp_path / "style" / name, 20 + number, (100, 90))
-        mask = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
-        (tmp_path / "masks").mkdir(exist_ok=True)
-        Image.fromarray(mask).save(tmp_path / "masks" / name)
+        write_mask(tmp_path / "masks" / name, number, size)
     return tmp_path
 
 
@@ -73,13 +71,15 @@ def of_crop(row: Row, crop: int) -> list[Ref]:
 def test_further_crops_are_entries_of_their_own_and_the_first_one_stays(folder: Path) -> None:
     plain = config_of(folder, flip=True, parts=True)
     run(plain)
-    before = rows_of(plain)
+    before, items = rows_of(plain), LatentDataset(plain.cache, flips=True)
     config = config_of(folder, flip=True, parts=True, variations=4, variations_seed=5)
     report = run(config)
     # Of two images 3 further crops, mirrored too: the image, its control image and its mask.
     added = {"variation added": 12, "control 1: variation added": 12, "mask: variation added": 12}
     assert report.misses_by_reason == added
     assert run(config).num_misses == 0
+    same = LatentDataset(config.cache, flips=True)
+    assert (len(same), same.identity()) == (len(items), items.identity()), "crops change no item"
     for name, row in rows_of(config).items():
         assert (len(row.images), {ref.crop for ref in row.images}, len(row.parts)) == (8, {*range(4)}, 24)
         assert of_crop(row, 0) == [*before[name].images], "the first crop is today's, with today's keys"
@@ -149,11 +149,9 @@ def test_a_crop_depends_on_the_seed_the_image_and_its_number_alone(folder: Path)
     assert run(more, dry_run=True).misses_by_reason == {"image changed": 3}
 
 
-def test_a_crop_may_lie_at_either_edge_and_not_beyond(folder: Path) -> None:
-    for name in SIZES:
-        (folder / "photos" / name).unlink()
-    write_photo(folder / "photos/narrow.png", 1, (64, 66))
-    config = config_of(folder, variations=32)
+def test_a_crop_may_lie_at_either_edge_and_not_beyond(tmp_path: Path) -> None:
+    write_photo(tmp_path / "photos/narrow.png", 1, (64, 66))
+    config = config_of(tmp_path, variations=32)
     run(config)
     assert {ref.geometry.crop_top_left for ref in rows_of(config)["narrow.png"].images} == {(0, 0), (0, 1), (0, 2)}
 
@@ -178,19 +176,6 @@ def test_the_plan_the_loss_and_explain_know_which_crop_is_meant(folder: Path) ->
     assert all(f"at {crop.top},{crop.left})" in text for crop in crops) and len(set(crops)) == 3
 
 
-def test_crops_change_neither_the_items_nor_which_of_them_share_a_batch(folder: Path) -> None:
-    plain = config_of(folder, flip=True, parts=True)
-    run(plain)
-    before = LatentDataset(plain.cache, flips=True)
-    data = plain.datasets[0].model_dump() | {"name": "more", "variations": 3}
-    both = plain.model_copy(update={"datasets": (*plain.datasets, type(plain.datasets[0])(**data))})
-    run(both)
-    after, joined = LatentDataset(both.cache, "more", flips=True), LatentDataset(both.cache, ["photos", "more"])
-    assert (len(before), before.identity()) == (len(after), after.identity())
-    groups = joined.groups().tolist()
-    assert groups[:3] == groups[3:], "samples of both share a batch"
-
-
 # Reading
 
 
@@ -198,11 +183,9 @@ def test_crops_change_neither_the_items_nor_which_of_them_share_a_batch(folder: 
 def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Five wide images in one bucket with three crops each, mirrored too; and the same images with one."""
     folder = tmp_path_factory.mktemp("crops")
-    (folder / "masks").mkdir()
     for number in range(5):
-        write_photo(folder / f"photos/{number}.png", number, (64, 140 + 8 * number))
-        mask = np.random.default_rng(number).integers(0, 256, (64, 140 + 8 * number), dtype=np.uint8)
-        Image.fromarray(mask).save(folder / f"masks/{number}.png")
+        for write, kind in ((write_photo, "photos"), (write_mask, "masks")):
+            write(folder / f"{kind}/{number}.png", number, (64, 140 + 8 * number))
     masks = {"path": folder / "masks"}
     config = config_of(folder, flip=True, variations=3, mask=masks)
     one = type(config.datasets[0])(**config.datasets[0].model_dump() | {"name": "one", "variations": 1})
@@ -255,6 +238,7 @@ def test_a_choice_of_today_is_not_moved_by_crops(cached: Config) -> None:
 
 def test_datasets_of_several_crops_and_of_one_are_read_together(cached: Config) -> None:
     dataset = LatentDataset(cached.cache, ["photos", "one"], crops="random")
+    assert dataset.groups().tolist()[:5] == dataset.groups().tolist()[5:], "samples of both share a batch"
     with LatentCache(cached.cache) as cache:
         ones = {ref.key for row in cache.manifest("one").rows.values() for ref in row.images}
     refs = dataset.refs(Visits.of([Visit.of(item, draw, 0, 1) for item in range(10) for draw in range(6)]))
