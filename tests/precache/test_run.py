@@ -376,30 +376,27 @@ def test_a_broken_manifest_costs_the_reasons_only(make_config: Make) -> None:
 
 
 @pytest.mark.parametrize(("max_length", "num_words"), [(77, 100), (10, 12)])
-def test_captions_that_are_cut_are_counted(make_config: Make, photos: Path, max_length: int, num_words: int) -> None:
-    """A tokenizer may be saved with a `model_max_length` below its family's 77."""
+def test_samples_that_lose_something_are_named(
+    make_config: Make, photos: Path, max_length: int, num_words: int
+) -> None:
+    """Captions that are cut, also by a tokenizer that was saved with less than 77 tokens, and images in the crop."""
     for name in ("a", "b"):  # one caption, and two samples that have it
         (photos / f"{name}.txt").write_text("word " * num_words)
+    for number in range(6):
+        write_photo(photos / f"long{number}.png", 7, (64, 500))
+    write_photo(photos / "tall.png", 7, (500, 64))
     config, parts = make_config(), tiny_parts()
     for name in ("tokenizer", "tokenizer_2"):
         parts[name].model_max_length = max_length
     for _ in range(2):  # encoded, then a hit
         report = run_precache(config, models=LoadedModels(**parts))
         assert (report.num_truncated_captions, report.truncated_captions) == (2, ["a.png", "b.png"])
-    [found] = [each for each in status(config.cache.path).manifests if each.role != "prompts"]
-    assert (found.num_cut, found.cut) == (2, ("a.png", "b.png"))
-    assert "2 samples have a caption that is cut" in status(config.cache.path).to_text()
-
-
-def test_images_that_lose_more_than_half_are_named(make_config: Make, photos: Path) -> None:
-    for number in range(6):
-        write_photo(photos / f"long{number}.png", 7, (64, 500))
-    write_photo(photos / "tall.png", 7, (500, 64))
-    for dry_run in (True, False):
-        report = run_precache(make_config(), dry_run=dry_run)
         assert report.num_mostly_cut == 7 and report.mostly_cut == [f"long{number}.png" for number in range(5)]
         assert "7 images lose more than half in the crop: long0.png, long1.png" in report.to_text()
         assert report.to_json()["mostly_cut"] == report.mostly_cut
+    [found] = [each for each in status(config.cache.path).manifests if each.role != "prompts"]
+    assert (found.num_cut, found.cut) == (2, ("a.png", "b.png"))
+    assert "2 samples have a caption that is cut" in status(config.cache.path).to_text()
 
 
 def test_manifests_are_left_alone_until_the_last_rank_is_done(make_config: Make, photos: Path, tmp_path: Path) -> None:

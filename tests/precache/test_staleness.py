@@ -214,12 +214,7 @@ CHANGES = [
     Change("image.source", "image changed", edit=exif_turn, count=2),
     Change("image.source", "new", edit=new_photo, count=4),
     Change("image.source", "control 1: image changed", edit=lambda f: write_photo(f / "a_before.png", 8), count=1),
-    Change(
-        "mask.source",
-        ("mask: image changed", "masked image: mask changed"),
-        edit=lambda f: write_mask(f / "a_mask.png", 9, (80, 144)),
-        count=2,
-    ),
+    Change("mask.source", ("mask: image changed", "masked image: mask changed"), edit=other_mask, count=2),
     Change("text.source", "caption changed", edit=lambda f: (f / "b.txt").write_text("a blue cat\n"), count=1),
     Change("text.source", "new", {"validation.prompts": ["a validation prompt", "b"]}, count=1),
     Change("preparation.exif masking.preparation", "exif policy changed", patch=policy("exif"), count=20),
