@@ -68,7 +68,8 @@ def entry_of(config: Config, sample_id: str, name: str, *, flip: bool = False) -
 
 def test_parts_are_encoded_once_and_a_second_run_encodes_nothing(pairs: Path) -> None:
     config = config_of(pairs)
-    first = run(config)
+    dry, first = run(config, dry_run=True), run(config)
+    assert first.cache["payload_bytes"] == dry.miss_bytes, "the estimate is the payload"
     # Images, captions and the empty prompt; then controls and masks.
     assert (first.num_samples, first.num_refused, first.num_misses) == (2, 0, 2 + 3 + 2 + 2)
     assert first.misses_by_reason == {"new": 5, "control 1: new": 2, "mask: new": 2}
