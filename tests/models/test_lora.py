@@ -149,10 +149,8 @@ def renamed(old, new):
     return lambda tensors: {name.replace(old, new): value for name, value in tensors.items()}
 
 
-def added(end, by="to_q.alpha"):
-    return lambda tensors: (
-        tensors | {next((name for name in tensors if name.endswith(by)), by).replace(by, end): torch.ones(1, 64)}
-    )
+def added(name):
+    return lambda tensors: tensors | {name: torch.ones(1, 64)}
 
 
 def damaged(which, shape):
@@ -176,10 +174,10 @@ NO_FIT = r"does not fit this UNet.*to_q"
         ("diffusers", renamed("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
         ("diffusers", renamed("lora_A", "weight"), "tensors that are not LoRA weights"),
         ("diffusers", renamed("lora_A", "lora_embedding_A"), "does not fit"),
-        ("diffusers", added("text_encoder_2.layers.0.self_attn.q_proj.lora_A.weight", by="nowhere"), OF_ENCODERS),
-        ("kohya", added("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", by="nowhere"), OF_ENCODERS),
-        ("kohya", added("to_q.hada_w1_a"), "hada_w1_a"),
-        ("kohya", added("to_q.dora_scale"), "dora_scale"),
+        ("diffusers", added("text_encoder_2.layers.0.self_attn.q_proj.lora_A.weight"), OF_ENCODERS),
+        ("kohya", added("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"), OF_ENCODERS),
+        ("kohya", added("lora_unet_middle_block_0_to_q.hada_w1_a"), "hada_w1_a"),
+        ("kohya", added("lora_unet_middle_block_0_to_q.dora_scale"), "dora_scale"),
         *(("peft", damaged("lora_A", shape), NO_FIT) for shape in (None, (4, 7))),
         *(("peft", damaged("lora_B", shape), NO_FIT) for shape in (None, (7, 4))),
     ],
