@@ -45,10 +45,7 @@ def test_entries_have_the_rows_of_their_own_text(run: FamilyRun) -> None:
 
 def changes_of(family: Family) -> dict[str, dict[str, Any]]:
     """Settings of `encode` that a family has, each changed."""
-    changes: dict[str, dict[str, Any]] = {
-        "dtype": {"text_dtype": "bfloat16"},
-        "stored": {"text_store_dtype": "float16"},
-    }
+    changes: dict[str, Any] = {"dtype": {"text_dtype": "bfloat16"}, "stored": {"text_store_dtype": "float16"}}
     for setting, value in (("max_length", 150), ("padding", "keep"), ("clip_skip", 1)):
         try:
             changed = family.text_recipe(**{setting: value})
@@ -72,13 +69,9 @@ def test_each_setting_of_a_recipe_changes_the_key(name: str, tmp_path: Path) -> 
         read = family.parts[encoder].weights
         next(weight for name, weight in parts[encoder].named_parameters() if name.startswith(read)).add_(1e-3)
         keys[f"another {encoder}"] = text_key(loaded_models(family, parts), tmp_path)
-    parts = tiny_model(family.name)
-    next(parts[family.denoiser].parameters()).add_(1e-3)
-    assert text_key(loaded_models(family, parts), tmp_path) == keys["as it is"], "the denoiser does not count"
     if "clip_skip" in changes_of(family):
-        assert text_key(models, tmp_path, negative=True, clip_skip=1) == keys["as it is"], (
-            "diffusers skips in positives"
-        )
+        # diffusers skips in positives.
+        assert text_key(models, tmp_path, negative=True, clip_skip=1) == keys["as it is"]
     elif "max_length" in family.text_recipe():
         assert "max_length" in keys
     assert len(set(keys.values())) == len(keys), keys

@@ -78,6 +78,21 @@ def test_columns_of_an_embedding_are_the_outputs_of_its_encoders() -> None:
         family.text_columns("latents", {})
 
 
+@pytest.mark.parametrize(("name", "length"), [("qwen-image", 12), ("ernie-image", 4), ("ideogram4", 16), ("wan", 4)])
+def test_long_texts_are_cut(name: str, length: int) -> None:
+    """A causal encoder gives the rows that are left as it does those of the whole text."""
+    family, parts = family_named(name), tiny_model(name)
+    whole, cut = (encoded(family, parts, TEXT, max_length=each) for each in (None, length))
+    limit = family.token_limit(parts, family.text_recipe(max_length=length))
+    assert family.tokenize(parts, [TEXT])[0].num_tokens > limit
+    [rows], [all_rows] = unpadded(cut), unpadded(whole)
+    assert len(rows) == length < len(all_rows)
+    if name == "wan":
+        assert not cut["prompt_embeds"][0, length:].any() and cut["prompt_embeds"].shape == (1, 512, 32)
+    else:
+        torch.testing.assert_close(rows, all_rows[:length], rtol=0, atol=1e-5)
+
+
 # What is refused
 
 
@@ -161,15 +176,6 @@ def test_the_rows_that_are_dropped_have_to_be_those_of_the_system_prompt() -> No
         encoded(QWEN_21, parts, "cat")
 
 
-def test_long_texts_are_cut_as_the_pipeline_cuts_them() -> None:
-    parts = tiny_model(QWEN.name)
-    assert QWEN.tokenize(parts, [TEXT])[0].num_tokens > QWEN.token_limit(parts, QWEN.text_recipe(max_length=12))
-    with torch.no_grad():
-        live, _ = QWEN.pipeline(**parts).encode_prompt([TEXT], max_sequence_length=12)
-    found = encoded(QWEN, parts, TEXT, max_length=12)["prompt_embeds"]
-    assert torch.equal(found, live) and found.shape[1] == 12
-
-
 def test_an_item_does_not_depend_on_the_texts_of_the_others() -> None:
     """The pipeline places the images of a batch after its longest text, and so gives each another prediction."""
     parts, generator = tiny_model(QWEN_21.name), torch.Generator().manual_seed(0)
@@ -204,15 +210,10 @@ def test_ernie_image_adds_its_own_epsilon_to_variances() -> None:
     assert found.scaling != vae_facts(vae).scaling
 
 
-def test_ernie_image_cuts_texts_and_has_a_row_for_an_empty_one() -> None:
+def test_ernie_image_has_a_row_for_an_empty_text() -> None:
     parts = tiny_model(ERNIE.name)
-    tokens = ERNIE.tokenize(parts, [TEXT, ""])
-    assert tokens[0].num_tokens > ERNIE.token_limit(parts, ERNIE.text_recipe(max_length=4))
-    assert tokens[1].num_tokens == 0
-    made, live = encoded(ERNIE, parts, TEXT, "", max_length=4), ERNIE.pipeline(**parts).encode_prompt([TEXT, ""], "cpu")
-    assert made["prompt_embeds_mask"].sum(1).tolist() == [4, 1]
-    # The encoder is causal: what was cut is after these.
-    torch.testing.assert_close(made["prompt_embeds"][0], live[0][:4], rtol=0, atol=1e-5)
+    made, live = encoded(ERNIE, parts, TEXT, ""), ERNIE.pipeline(**parts).encode_prompt([TEXT, ""], "cpu")
+    assert ERNIE.tokenize(parts, [""])[0].num_tokens == 0 and made["prompt_embeds_mask"][1].sum() == 1
     assert torch.equal(made["prompt_embeds"][1, :1], live[1])
 
 
@@ -231,14 +232,6 @@ def test_ideogram_refuses_a_vae_with_statistics_of_flux2() -> None:
     ) as raised:
         LoadedModels(family=IDEOGRAM, vae=other).vae_facts()
     assert raised.value.part == "vae"
-
-
-def test_ideogram_cuts_texts_that_its_pipeline_refuses() -> None:
-    parts = tiny_model(IDEOGRAM.name)
-    long, short = IDEOGRAM.tokenize(parts, [TEXT, "cat"])
-    assert long.num_tokens > IDEOGRAM.token_limit(parts, IDEOGRAM.text_recipe(max_length=16)) > short.num_tokens
-    made = encoded(IDEOGRAM, parts, TEXT, max_length=16)
-    assert made["prompt_embeds"].shape[1] == 16 and made["prompt_embeds_mask"].all()
 
 
 def test_ideogram_predicts_what_its_pipeline_does_with_longer_padding() -> None:
