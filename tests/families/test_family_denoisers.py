@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, guidance_with_negative
-from helpers.tiny_models import tiny_folder, tiny_model, whole_pipeline
+from helpers.tiny_models import tiny_denoiser, tiny_folder, whole_pipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
 
@@ -49,7 +49,8 @@ def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 
 
 def plain(run: FamilyRun, seed: int = 0) -> Any:
-    return tiny_model(run.family.name, seed)[run.family.denoiser]
+    """A copy of the tiny model's."""
+    return tiny_denoiser(run.family.name, seed).eval().requires_grad_(False)
 
 
 def test_a_denoiser_is_loaded_from_its_model_a_folder_and_a_file(run: FamilyRun, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
-from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
+from helpers.tiny_models import tiny_encoders, tiny_folder, without_torchvision
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ConfigError
@@ -59,13 +59,13 @@ def changes_of(family: Family) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_setting_of_a_recipe_changes_the_key(name: str, tmp_path: Path) -> None:
     family = family_named(name)
-    models = loaded_models(family, tiny_model(family.name))
+    models = loaded_models(family, tiny_encoders(name))
     keys = {"as it is": text_key(models, tmp_path)}
     for change, settings in changes_of(family).items():
         keys[change] = text_key(models, tmp_path, **settings)
     keys["another text"] = text_key(models, tmp_path, TEXTS[0])
     for encoder in family.names("text_encoder"):
-        parts = tiny_model(family.name)
+        parts = tiny_encoders(name)
         read = family.parts[encoder].weights
         next(weight for name, weight in parts[encoder].named_parameters() if name.startswith(read)).add_(1e-3)
         keys[f"another {encoder}"] = text_key(loaded_models(family, parts), tmp_path)
@@ -111,13 +111,12 @@ def test_recipes_of_two_families_differ() -> None:
 )
 def test_families_with_one_vae_share_latents(one: str, other: str, tmp_path: Path) -> None:
     first, second = family_named(one), family_named(other)
-    parts = tiny_model(first.name)
-    models = [loaded_models(first, parts), loaded_models(second, {**tiny_model(second.name, 1), "vae": parts["vae"]})]
+    parts, others = tiny_encoders(one), tiny_encoders(other, 1)
+    models = [loaded_models(first, parts), loaded_models(second, {**others, "vae": parts["vae"]})]
     config = family_config(tmp_path, image_output="mean")  # what is stored by default differs
     encodings = [choose_encodings(config, each, {}).image for each in models]
     assert encodings[0] == encodings[1]
-    another = loaded_models(second, tiny_model(second.name, 1))
-    assert choose_encodings(config, another, {}).image != encodings[0]
+    assert choose_encodings(config, loaded_models(second, others), {}).image != encodings[0]
 
 
 def test_a_diffusers_folder_gives_the_same(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_runs import TEXTS, family_config
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
-from latentcache.families.base import Family
 from latentcache.models.model_loader import LoadedModels
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.run import run_precache
@@ -25,12 +24,7 @@ PADDED = ("sdxl", "flux2")
 """Of those that store padding one with a field without rows, and one without."""
 
 
-def models_of(family: Family, **changed: Any) -> LoadedModels:
-    parts = {name: part for name, part in tiny_model(family.name).items() if name in family.parts}
-    return LoadedModels(family=family, **{**parts, **changed})
-
-
-def texts_of(folder: Path, family: Family, models: LoadedModels, dtype: str) -> tuple[dict[str, Entry], Any]:
+def texts_of(folder: Path, models: LoadedModels, dtype: str) -> tuple[dict[str, Entry], Any]:
     """The text entries of a run by their caption's digest, and the report."""
     workspace = Workspace()
     report = run_precache(family_config(folder, text_store_dtype=dtype), models=models, workspace=workspace)
@@ -42,8 +36,8 @@ def texts_of(folder: Path, family: Family, models: LoadedModels, dtype: str) -> 
 @pytest.mark.parametrize("name", PADDED)
 def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_path: Path) -> None:
     family = family_named(name)
-    exact, _ = texts_of(tmp_path, family, models_of(family), "float32")
-    rounded, report = texts_of(tmp_path, family, models_of(family), FLOAT8)
+    models = LoadedModels(family=family, **tiny_encoders(name))
+    (exact, _), (rounded, report) = (texts_of(tmp_path, models, dtype) for dtype in ("float32", FLOAT8))
     assert not report.refused and exact.keys() == rounded.keys() and len(rounded) >= len(TEXTS)
     for source, entry in rounded.items():
         assert entry.record.identity["encoding"]["store_dtype"] == FLOAT8
@@ -62,9 +56,9 @@ def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_pat
 
 
 def test_where_padding_is_dropped_it_is_refused(tmp_path: Path) -> None:
-    family = family_named("z-image")
+    models = LoadedModels(family=family_named("z-image"), **tiny_encoders("z-image"))
     with pytest.raises(ConfigError, match="stores no padding, which saves more"):
-        choose_encodings(family_config(tmp_path, text_store_dtype=FLOAT8), models_of(family), {})
+        choose_encodings(family_config(tmp_path, text_store_dtype=FLOAT8), models, {})
 
 
 @pytest.mark.parametrize(
@@ -72,11 +66,9 @@ def test_where_padding_is_dropped_it_is_refused(tmp_path: Path) -> None:
     [(1e4, "gave inf for .* stored as float8_e4m3fn"), (float("nan"), "gave nan")],
 )
 def test_numbers_that_it_does_not_hold_are_refused_and_not_clipped(factor: float, message: str, tmp_path: Path) -> None:
-    family = family_named("flux")
-    encoder = tiny_model(family.name)["text_encoder_2"]
-    encoder.encoder.final_layer_norm.weight.mul_(factor)
-    models = models_of(family, text_encoder_2=encoder)
-    texts, report = texts_of(tmp_path, family, models, FLOAT8)
+    parts = tiny_encoders("flux")
+    parts["text_encoder_2"].encoder.final_layer_norm.weight.mul_(factor)
+    texts, report = texts_of(tmp_path, LoadedModels(family=family_named("flux"), **parts), FLOAT8)
     assert not texts and {refusal.sample_id for refusal in report.refused} >= {f"{n}.png" for n in range(len(TEXTS))}
     for refusal in report.refused:
         assert refusal.reason == "bad-output"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_models import frozen, randomised, tiny_model
+from helpers.tiny_models import frozen, randomised, tiny_encoders
 
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK
@@ -30,7 +30,7 @@ TEXTS = ("cat", "a red cat on the table")
 def text_numbers(name: str) -> dict[str, Any]:
     """Of each text and field: the number of rows, mean, deviation, and the first features of the first and last row."""
     family = family_named(name)
-    parts = tiny_model(family.name)
+    parts = tiny_encoders(name)
     for number, encoder in enumerate(family.names("text_encoder")):
         randomised(parts[encoder], 100 + number)
     parts = frozen(parts)

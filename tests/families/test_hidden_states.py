@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import tiny_model
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.errors import ModelError
 from latentcache.families import family_named
@@ -25,7 +25,7 @@ PICTURE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
 
 @functools.cache
 def tiny(name: str) -> dict[str, Any]:
-    return tiny_model(name)
+    return tiny_encoders(name)
 
 
 def encoded(name: str, **changed: Any) -> torch.Tensor:

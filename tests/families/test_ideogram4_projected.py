@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_run
-from helpers.tiny_models import tiny_folder, tiny_model
+from helpers.tiny_models import tiny_denoiser, tiny_encoders, tiny_folder
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
@@ -119,7 +119,7 @@ def with_adapters(denoiser: Any) -> None:
 def test_a_projection_that_may_change_is_refused(
     runs: list[FamilyRun], change: Callable[[Any], object], message: str
 ) -> None:
-    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    denoiser = tiny_denoiser(PROJECTED.name).requires_grad_(False)
     change(denoiser)
     with pytest.raises(ModelError, match=message):
         PROJECTED.predict(denoiser, torch.zeros(runs[0].latent_shape(2)), TIMESTEPS, runs[0].batch(PAIR))
@@ -150,14 +150,14 @@ def test_a_denoiser_with_another_projection_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_the_projection_is_read_from_shards(variant: str | None, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder(PROJECTED.name), tmp_path / "model")
-    denoiser = tiny_model(PROJECTED.name)["transformer"]
+    denoiser = tiny_denoiser(PROJECTED.name).requires_grad_(False)
     if variant is None:
         for file in (folder / "transformer").glob("*.safetensors"):
             file.unlink()
     else:  # of the other files, which stay, the weights are others
         for layer in LAYERS:
             getattr(denoiser, layer).weight.data += 1
-        tiny_model(PROJECTED.name)["text_encoder"].save_pretrained(folder / "text_encoder", variant=variant)
+        tiny_encoders(PROJECTED.name)["text_encoder"].save_pretrained(folder / "text_encoder", variant=variant)
     denoiser.save_pretrained(folder / "transformer", variant=variant, max_shard_size="60KB")
     assert len(list((folder / "transformer").glob("*-of-*"))) > 1
     found = ModelLoader(str(folder), family=PROJECTED, variant=variant).text_encoders(F32)["projection"]

@@ -71,13 +71,13 @@ def tiny_model(family: str = DEFAULT, seed: int = 0) -> dict[str, Any]:
 
 def tiny_encoders(family: str, seed: int = 0) -> dict[str, Any]:
     """What `LoadedModels` takes of it: VAE, text encoders and tokenizers."""
-    made = tiny_model(family, seed)
-    return {name: made[name] for name, part in family_named(family).parts.items() if name in made or not part.optional}
+    made, parts = _built(family, seed), family_named(family).parts
+    return copy.deepcopy({name: made[name] for name, part in parts.items() if name in made or not part.optional})
 
 
 def tiny_denoiser(family: str, seed: int = 0) -> Any:
-    """Its denoiser, trainable."""
-    return tiny_model(family, seed)[family_named(family).denoiser].train().requires_grad_(True)
+    """Its denoiser alone, trainable."""
+    return copy.deepcopy(_built(family, seed)[family_named(family).denoiser]).train().requires_grad_(True)
 
 
 def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DEFAULT) -> Path:
