@@ -41,11 +41,12 @@ def foreign(photos: Path) -> Path:
 
 @pytest.fixture
 def exported(make_config: Callable[..., Config], photos: Path, tmp_path: Path, run_json: RunJson) -> Config:
-    """A config whose cache holds the mean of the latents, and kohya's files of it next to the photos."""
+    """A config whose cache holds means of latents and long texts, and kohya's files of it next to the photos."""
     (photos / "a.txt").write_text("a red house\n")  # kohya has one caption for an image
+    (photos / "b.txt").write_text("long words " * 60)
     buckets = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}
     changes = {"encode.image_output": "mean", "datasets.0.flip": True, "datasets.0.buckets": buckets}
-    config = make_config(**changes)
+    config = make_config(**changes, **{"encode.max_length": 225})
     run_precache(config)
     code, report = run_json("export", "kohya", photos, "--cache", config.cache.path)
     assert code == 0 and (report["num_images"], report["num_texts"], report["num_files"]) == (10, 5, 10)
@@ -139,8 +140,9 @@ def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Ru
         run("import", "kohya", foreign, "--cache", cache, "--name", name)
     code, _, err = run("export", "kohya", out, "--cache", cache)
     assert code == 2 and "Give --manifest; there are: one, two" in err
-    code, _, err = run("export", "kohya", out, "--cache", cache, "--manifest", "one")
-    assert code == 2 and "is unverified" in err
+    for name, message in (("none", "no manifest 'none'"), ("one", "is unverified")):
+        code, _, err = run("export", "kohya", out, "--cache", cache, "--manifest", name)
+        assert code == 2 and message in err and not out.exists()
     code, report = run_json("export", "kohya", out, "--cache", cache, "--manifest", "one", "--unverified")
     assert code == 0 and report["num_images"] == 2
     with np.load(out / latents_name("a", 144, 80)) as after, np.load(foreign / latents_name("a", 144, 80)) as before:
@@ -190,7 +192,12 @@ def test_verify_says_how_entries_differ(exported: Config, photos: Path, tmp_path
     # d.png has no caption file: the caption of its embeddings is not known.
     assert code == 1 and [refusal["sample_id"] for refusal in report["unequal"]] == ["d.png"]
     # Exported means are imported as draws, which kohya's are: these lie on the mean.
-    assert report["differences"]["image"]["num_equal"] == 10 and report["differences"]["image"]["largest_share"] <= 1
+    equal = {kind: found["num_equal"] for kind, found in report["differences"].items()}
+    assert equal == {"image": 10, "text": 4} and report["differences"]["image"]["largest_share"] <= 1
+    found = ManifestFolder(tmp_path / "imported" / "manifests").read("photos")
+    assert found is not None and found.common["text_encoding"] == {"max_length": 225}
+    with np.load(photos / "b_te_outputs.npz") as arrays:
+        assert arrays["hidden_state1"].shape[0] == arrays["hidden_state2"].shape[0] == 227
 
 
 def test_training_on_an_import_is_training_on_what_was_exported(

@@ -25,10 +25,7 @@ from latentcache.interop.formats import kohya
 from latentcache.interop.formats.kohya import KohyaCache
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, layouts_of
-from latentcache.interop.verification import Verification
 from latentcache.loading.cache import LatentCache
-from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.types import Crop, Geometry, Refusal, Size
@@ -234,30 +231,6 @@ def test_sd_scripts_own_code_reads_an_export(
             expected = cache.batch([sample_id], device="cpu")
             assert np.array_equal(np.concatenate(hidden, axis=1), expected["prompt_embeds"][0].numpy())
             assert np.array_equal(pooled, expected["pooled_prompt_embeds"][0].numpy())
-
-
-def test_long_texts_come_back_and_are_verified(
-    make_config: Callable[..., Config], photos: Path, tmp_path: Path
-) -> None:
-    (photos / "b.txt").write_text("long words " * 60)
-    config = make_config(**{"encode.max_length": 225, "encode.image_output": "mean"})
-    run_precache(config)
-    with LatentCache(config.cache.path, manifest="photos") as cache:
-        report = kohya.export(cache, "photos", photos)
-        assert (report.num_texts, report.skipped) == (5, [])
-        embeds = cache.batch(["b.png"], device="cpu")["prompt_embeds"]
-    with np.load(photos / "b_te_outputs.npz") as arrays:
-        assert embeds.shape[1] == arrays["hidden_state1"].shape[0] == arrays["hidden_state2"].shape[0] == 227
-    verification = Verification(config, LoadedModels(**tiny_parts()), num_entries="all")
-    with open_workspace(CacheConfig(path=tmp_path / "other")) as workspace:
-        foreign = KohyaCache(photos)
-        back = import_cache(foreign, workspace, name="back", scale_check=False, verification=verification)
-        texts = back.differences["text"]
-        assert texts.num_equal == texts.num_compared == 4 and back.refused == []
-        common = workspace.manifests.read("back").common  # type: ignore[union-attr]
-        assert common["text_encoding"] == {"max_length": 225}
-    with LatentCache(tmp_path / "other", unverified=True) as found:
-        assert torch.equal(found.batch(["b.png"], device="cpu")["prompt_embeds"], embeds)
 
 
 def test_imports_of_two_lengths_are_not_mixed(tmp_path: Path) -> None:
