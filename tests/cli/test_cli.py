@@ -136,6 +136,7 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         ("precache", ["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
         ("explain a.pgn", [], "did you mean 'a.png'?"),
         ("show nothing", [], "is no sample_id of this cache, and no key"),
+        (f"show {'0' * 64}", [], "0 keys start with"),
         ("verify", ["--subset", "x"], "--subset is 'x'"),
     ],
 )
