@@ -228,8 +228,12 @@ def test_prune_and_compact(config_file: Path, run: Any, run_json: Any, photos: P
     assert (done["num_entries"], done["num_bytes"]) == (expected["num_entries"], expected["num_bytes"])
     assert run_json("status", config_file)[1]["num_unused"] == 0
     before = run_json("status", config_file)[1]["store"]["file_bytes"]
+    code, planned = run_json("compact", config_file, "--dry-run")
+    assert code == 0 and planned["file_bytes_before"] == before > planned["file_bytes_after"]
+    assert run_json("status", config_file)[1]["store"]["file_bytes"] == before
     code, report = run_json("compact", config_file)
     assert code == 0 and report["file_bytes_after"] < before
+    assert (report["num_entries"], report["num_packs_after"]) == (planned["num_entries"], planned["num_packs_after"])
     assert run_json("precache", config_file)[1]["num_misses"] == 0
     assert run_json("verify", config_file)[1]["ok"]
 
