@@ -47,6 +47,7 @@ def test_the_guard_names_module_and_argument_and_leaves_nothing_installed() -> N
                 call()
             error = caught.value
             assert (error.module, error.argument, error.found, error.expected) == (module, argument, "meta", "cpu")
+            assert f"{argument} [1, 2] float32 is on meta" in str(error)
         with pytest.raises(TypeError, match=r"cond|hidden_states"):
             block()
         block(x, cond=torch.nn.Linear(1, 1, device="meta"))
