@@ -7,9 +7,8 @@ The simulated device is global and stays until the process ends. So these tests 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,21 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HERE = Path(__file__).parent
 
 
-@dataclass
-class Count:
-    """`num` is how many values the host has waited for; it is final when the `with` block has ended."""
+class _ScalarReads(TorchDispatchMode):
+    """`num_reads` counts the values that the host has read from a device."""
 
-    num: int = 0
-
-
-class _CountScalarReads(TorchDispatchMode):
-    def __init__(self, count: Count):
+    def __init__(self) -> None:
         super().__init__()
-        self.count = count
+        self.num_reads = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu":
-            self.count.num += 1
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu"
         return func(*args, **(kwargs or {}))
 
 
@@ -65,19 +58,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def host_syncs(device: torch.device) -> Callable[[], AbstractContextManager[Count]]:
-    """Counts the values that the host reads from the device: `with host_syncs() as count: ...; count.num`."""
+def host_syncs(device: torch.device) -> Callable[[Callable[[], object]], int]:
+    """How many values a call waits for, because the host reads them from the device."""
 
-    @contextmanager
-    def counting() -> Iterator[Count]:
-        count = Count()
-        if device.type == "sim":
-            calls = torch.get_device_module(device).calls
-            before = calls["_local_scalar_dense"]
-            yield count
-            count.num = calls["_local_scalar_dense"] - before
-            return
-        with _CountScalarReads(count):
-            yield count
+    def count(call: Callable[[], object]) -> int:
+        # The simulated device counts them itself: not every operator runs under a mode there.
+        with nullcontext(torch.get_device_module(device)) if device.type == "sim" else _ScalarReads() as reads:
+            before = reads.num_reads
+            call()
+            return reads.num_reads - before
 
-    return counting
+    return count

@@ -12,8 +12,7 @@ so code that asks for `cuda` by name takes its other branch.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +33,10 @@ _kept_alive: list[torch.library.Library] = []
 
 
 class SimBackend:
-    """What torch knows as the module `torch.sim`. `calls` counts the operators that arrived, by name."""
+    """What torch knows as the module `torch.sim`. `num_reads` counts the values that the host has read."""
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
+        self.num_reads = 0
         self.generators = [torch.Generator().manual_seed(1000 + index) for index in range(NUM_DEVICES)]
         self._current = 0
 
@@ -84,27 +83,11 @@ class SimBackend:
     def set_rng_state(self, state: torch.Tensor, device: torch.device | str | int | None = None) -> None:
         self.generators[self.index_of(device)].set_state(state)
 
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.generators]
-
-    def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
-        for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
-
     def synchronize(self, device: torch.device | str | int | None = None) -> None:
         """Every operator has ended when it returns."""
 
     def empty_cache(self) -> None:
         """There is no caching allocator."""
-
-    def memory_allocated(self, device: torch.device | str | int | None = None) -> int:
-        return 0
-
-    def max_memory_allocated(self, device: torch.device | str | int | None = None) -> int:
-        return 0
-
-    def reset_peak_memory_stats(self, device: torch.device | str | int | None = None) -> None:
-        """Nothing is counted."""
 
     def mem_get_info(self, device: torch.device | str | int | None = None) -> tuple[int, int]:
         return 1 << 33, 1 << 34
@@ -145,9 +128,8 @@ def install() -> SimBackend:
 
 def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Check the devices of a call, run the CPU's kernel on the same memory, and label what it gives."""
-    backend = torch.get_device_module(NAME)
     base = op._schema.name.partition("::")[2]
-    backend.calls[base] += 1
+    torch.get_device_module(NAME).num_reads += base == "_local_scalar_dense"
     if base.startswith("_foreach_") and base not in {"_foreach_copy_", "_foreach_copy"}:
         return _run_each(op, args, kwargs)
     device = common_device(op, args, kwargs)
@@ -248,13 +230,11 @@ def _stream_of(device: torch.device) -> Iterator[None]:
 
 
 def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    torch.get_device_module(NAME).calls["copy_"] += 1
     on_cpu(self).copy_(on_cpu(source))
     return self
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    torch.get_device_module(NAME).calls["copy_"] += 1
     on_cpu(target).copy_(on_cpu(source))
     return target
 
