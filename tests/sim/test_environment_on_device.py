@@ -19,19 +19,15 @@ def test_the_device_is_listed_and_named(device: torch.device) -> None:
     assert {finding.level for finding in found.findings if finding.subject == str(device)} <= {"ok", "note"}
 
 
-def test_one_step_audits_clean(device: torch.device) -> None:
+def test_one_step_audits_clean_and_a_batch_that_was_not_moved_is_an_error(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = try_training(device)
     assert found.ok and [finding.level for finding in found.findings] == ["ok"]
     training = found.facts["training"]
     assert training["device"] == str(device) and training["audit"]["findings"] == ()
     on_cpu = try_training(torch.device("cpu")).facts["training"]
     assert training["loss"] == pytest.approx(on_cpu["loss"], rel=1e-3)
-
-
-def test_a_mismatch_is_an_error_that_shows_torchs_message(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch that was not moved: the check exists to find just this."""
 
     class StaysBehind(torch.Tensor):
         def to(self, *_: object, **__: object) -> torch.Tensor:
@@ -44,7 +40,6 @@ def test_a_mismatch_is_an_error_that_shows_torchs_message(
         return {**batch, "prompt_embeds": batch["prompt_embeds"].as_subclass(StaysBehind)}
 
     monkeypatch.setattr(training_check, "training_batch", batch_of)
-    found = try_training(device)
-    (finding,) = found.findings
+    (finding,) = try_training(device).findings
     assert finding.level == "error" and str(device) in finding.found and "cpu" in finding.found
     assert "same device" in finding.found
