@@ -12,7 +12,7 @@ from accelerate import cpu_offload, cpu_offload_with_hook
 from latentcache import LoadedModels, Workspace, run_precache
 from latentcache.config import Config
 from latentcache.devices.placement import placed
-from latentcache.errors import DeviceError, ModelError
+from latentcache.errors import ModelError
 from latentcache.models.running import encoders_placed
 from latentcache.models.tiny import tiny_parts
 
@@ -39,8 +39,10 @@ def test_a_run_leaves_hooked_models_where_they_were(make_config: Callable[..., C
 
 
 @torch.no_grad()
-def test_sequentially_offloaded_models_run_under_their_hooks(device: torch.device) -> None:
-    """As enable_sequential_cpu_offload has them: on meta, until a submodule runs."""
+def test_sequentially_offloaded_models_run_under_their_hooks_and_a_run_says_what_to_do(
+    make_config: Callable[..., Config], device: torch.device
+) -> None:
+    """As enable_sequential_cpu_offload has them: on meta, until a submodule runs. So nobody can read them for a key."""
     parts = tiny_parts()
     pixels, tokens = torch.zeros(1, 3, 32, 32, device=device), torch.tensor([[1, 2, 3]], device=device)
     expected = [parts["vae"].encode(pixels.cpu())[0].mean, parts["text_encoder"](tokens.cpu())[0]]
@@ -51,27 +53,5 @@ def test_sequentially_offloaded_models_run_under_their_hooks(device: torch.devic
     for name in ENCODERS:
         assert {t.device.type for t in parts[name].parameters()} == {"meta"}
     torch.testing.assert_close([each.cpu() for each in found], expected)
-
-
-def test_a_run_says_what_to_do_with_sequentially_offloaded_models(
-    make_config: Callable[..., Config], device: torch.device
-) -> None:
-    """Their weights cannot be read for the key, and only the caller can load them."""
-    parts = tiny_parts()
-    cpu_offload(parts["vae"], device)
     with pytest.raises(ModelError, match=r"offloaded.*Pass the module before offloading is enabled"):
         run_precache(make_config(**{"encode.device": str(device)}), models=LoadedModels(**parts))
-
-
-def test_a_rank_that_sees_one_device_takes_it(
-    make_config: Callable[..., Config], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SLURM and containers set CUDA_VISIBLE_DEVICES for each rank: its number is not that of its device."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")):
-        monkeypatch.setenv(name, value)
-    config = make_config(**{"encode.device": device.type})
-    with pytest.raises(DeviceError, match=f"{device.type}:3 does not exist"):
-        run_precache(config, models=LoadedModels(**tiny_parts()), workspace=Workspace())
-    monkeypatch.setattr(torch.get_device_module(device), "device_count", lambda: 1)
-    report = run_precache(config, models=LoadedModels(**tiny_parts()), workspace=Workspace())
-    assert report.num_misses and report.placement["vae"].startswith(f"{device} ")
