@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from accelerate import init_empty_weights
+from helpers.phase_runs import forward
 from helpers.phase_training import Training
 
 from latentcache.models.tiny import tiny_parts
@@ -25,37 +25,24 @@ def sides(device: torch.device) -> tuple[torch.device, torch.device]:
     return (CPU, device) if device.type == "sim" else (device, CPU)
 
 
-def over_all(net: torch.nn.Linear, flat: torch.Tensor) -> None:
-    """As DeepSpeed ZeRO-1 and 2, and Apex, have it."""
-    net.weight.data, net.bias.data = flat[:6].view(2, 3), flat[6:]
-
-
-def over_one(net: torch.nn.Linear, flat: torch.Tensor) -> None:
-    """A buffer that one weight fills."""
-    net.weight.data = flat.view(2, 3)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("lay", "num"), [(over_all, 8), (over_one, 6)])
+@pytest.mark.parametrize("num", [8, 6])
 def test_what_a_flat_buffer_writes_is_in_the_weights_after_a_phase(
-    lay: Callable[..., None], num: int, frozen: bool, nested: bool, sides: tuple[torch.device, torch.device]
+    num: int, sides: tuple[torch.device, torch.device]
 ) -> None:
+    """Over all of a layer, as DeepSpeed ZeRO-1 and 2, and Apex, have it, or filled by one weight."""
     here, park = sides
-    net = torch.nn.Linear(3, 2).to(here)
-    flat = torch.zeros(num, device=here)
-    lay(net, flat)
+    net, flat = torch.nn.Linear(3, 2).to(here), torch.zeros(num, device=here)
+    net.weight.data = flat[:6].view(2, 3)
+    if num == 8:
+        net.bias.data = flat[6:]
     phases = Phases({"unet": net}, device=here, park=park)
     phases.start("train")
-    if nested:
-        with phases.enter("validate"):
-            net.requires_grad_(not frozen)
-            with phases.enter(FILL):
-                torch.nn.Module.to(net, torch.float64)
-    else:
-        net.requires_grad_(not frozen)
+    with phases.enter(FILL):
+        pass
+    with phases.enter("validate"):
+        net.requires_grad_(False)
         with phases.enter(FILL):
-            pass
+            torch.nn.Module.to(net, torch.float64)
     flat.fill_(7)
     assert (net.weight == 7).all()
     assert phases.not_moved() == {
@@ -63,50 +50,41 @@ def test_what_a_flat_buffer_writes_is_in_the_weights_after_a_phase(
     }
 
 
-@pytest.mark.parametrize("owner", ["waiting gradients", "an open phase"])
-def test_weights_of_a_training_are_parked(owner: str, sides: tuple[torch.device, torch.device]) -> None:
+def test_weights_of_a_training_are_parked(sides: tuple[torch.device, torch.device]) -> None:
+    """Neither gradients that wait nor an open phase are such a tensor."""
     here, park = sides
     training = Training(here)
     phases = Phases(training.parts, device=here, park=park)
     phases.start("train")
     training.step()
-    if owner == "waiting gradients":
-        training.predict(
-            training.latents.to(here), torch.ones(1, device=here), torch.tensor([5, 6], device=here)
-        ).sum().backward()
-        assert phases.not_moved() == {}
-        with phases.enter(FILL):
-            assert phases.on_device() == frozenset()
-    else:
-        with phases.enter("validate"), phases.enter(FILL):
-            assert phases.on_device() == frozenset() and phases.not_moved() == {}
-        assert phases.not_moved() == {}
+    forward(training).sum().backward()
+    assert phases.not_moved() == {}
+    with phases.enter("validate"), phases.enter(FILL):
+        assert phases.on_device() == frozenset() and phases.not_moved() == {}
     assert next(training.unet.parameters()).device == here
 
 
-def from_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(path)
+def as_loaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return state
 
 
-def from_a_flat_buffer(path: Path) -> dict[str, torch.Tensor]:
+def as_a_flat_buffer(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of which nobody knows what it is for. What is parked is given back in its own memory."""
-    state = from_safetensors(path)
     flat = torch.cat([values.flatten() for values in state.values()])
     parts = flat.split([values.numel() for values in state.values()])
     return {name: part.view(values.shape) for (name, values), part in zip(state.items(), parts, strict=True)}
 
 
-@pytest.mark.parametrize("load", [from_safetensors, from_a_flat_buffer])
+@pytest.mark.parametrize("laid", [as_loaded, as_a_flat_buffer])
 def test_a_part_that_was_loaded_without_a_copy_is_lent_and_given_back(
-    load: Callable[[Path], dict[str, torch.Tensor]], tmp_path: Path, device: torch.device
+    laid: Callable[..., dict[str, torch.Tensor]], tmp_path: Path, device: torch.device
 ) -> None:
     """The tensors lie in the file, in order, and the caller may still hold them."""
-    path = tmp_path / "vae.safetensors"
     vae = tiny_parts(1)["vae"]
-    safetensors.torch.save_file(vae.state_dict(), path)
+    safetensors.torch.save_file(vae.state_dict(), tmp_path / "vae.safetensors")
     with init_empty_weights():
         vae = type(vae).from_config(vae.config)
-    state: Any = load(path)
+    state = laid(safetensors.torch.load_file(tmp_path / "vae.safetensors"))
     vae.load_state_dict(state, assign=True)
     memory = [parameter.data_ptr() for parameter in vae.parameters()]
     phases = Phases({"unet": torch.nn.Linear(3, 2), "vae": vae.requires_grad_(False)}, device=device)
