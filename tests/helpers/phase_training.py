@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from latentcache.models.tiny import tiny_parts
 from latentcache.phases.phases import Phases
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 VALIDATE_AFTER = 1
 VARIANTS = ("plain", "ema", "lora", "amp", "schedule-free", "text-encoder")
 SIDE = 8
@@ -25,16 +25,13 @@ SIDE = 8
 
 def small_unet() -> UNet2DConditionModel:
     """SDXL's wiring in the smallest size that still has every kind of block, with dropout."""
-    unet = UNet2DConditionModel(
+    return UNet2DConditionModel(
         sample_size=SIDE,
-        in_channels=4,
-        out_channels=4,
         layers_per_block=1,
         block_out_channels=(16, 32),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         attention_head_dim=(2, 4),
-        transformer_layers_per_block=1,
         use_linear_projection=True,
         cross_attention_dim=HIDDEN_SIZE + HIDDEN_SIZE_2,
         addition_embed_type="text_time",
@@ -43,18 +40,17 @@ def small_unet() -> UNet2DConditionModel:
         norm_num_groups=8,
         dropout=0.2,
     )
-    return unet
 
 
 class Training:
-    """The run. Two of one variant and device do the same, bit by bit, unless something disturbs them."""
+    """The run. Two of one class, variant and device do the same, bit by bit, unless something disturbs them."""
 
     def __init__(self, device: torch.device, variant: str = "plain"):
         self.device, self.variant = device, variant
         random.seed(1)
         np.random.seed(2)
         torch.manual_seed(3)
-        self.unet = small_unet().train()
+        self.unet: Any = small_unet().train()
         self.parts: dict[str, Any] = tiny_parts() | {"unet": self.unet}
         if variant == "lora":
             self._add_lora()
@@ -63,9 +59,9 @@ class Training:
         trained = [m for m in self.modules().values() if any(p.requires_grad for p in m.parameters())]
         for module in trained:
             module.to(device)
-        parameters = [p for module in trained for p in module.parameters() if p.requires_grad]
-        self.optimizer = self._optimizer(parameters)
-        self.parts["optimizer"] = self.optimizer
+        self.wrap()
+        parameters = [p for m in self.modules().values() for p in m.parameters() if p.requires_grad]
+        self.optimizer = self.parts["optimizer"] = self.optimizer_over(parameters)
         self.ema = EMAModel(parameters, decay=0.5) if variant == "ema" else None
         if self.ema is not None:
             self.parts["ema"] = self.ema
@@ -76,16 +72,32 @@ class Training:
         self.phases.start("train")
         numbers = torch.Generator().manual_seed(4)
         self.latents = torch.randn(2, 4, SIDE, SIDE, generator=numbers)
-        self.hidden_states = torch.randn(2, 77, HIDDEN_SIZE, generator=numbers)
-        self.hidden_states_2 = torch.randn(2, 77, HIDDEN_SIZE_2, generator=numbers)
+        self.embeddings = torch.randn(2, 77, HIDDEN_SIZE + HIDDEN_SIZE_2, generator=numbers)
         self.pooled = torch.randn(2, HIDDEN_SIZE_2, generator=numbers)
         self.token_ids = torch.randint(0, 500, (2, 77), generator=numbers)
         self.losses: list[float] = []
         self.draws: list[Any] = []
         """What each generator gives after the run."""
 
+    def wrap(self) -> None:
+        """For subclasses: puts another module in the place of the UNet that the loop calls, or of the part."""
+
+    def optimizer_over(self, parameters: list[torch.nn.Parameter]) -> Any:
+        """For subclasses: the optimizer of the run."""
+        if self.variant == "schedule-free":
+            import schedulefree
+
+            optimizer = schedulefree.AdamWScheduleFree(parameters, lr=1e-2, foreach=False)
+            optimizer.train()
+            return optimizer
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
     def modules(self) -> dict[str, torch.nn.Module]:
         return {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """What the optimizer steps."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _add_lora(self) -> None:
         from peft import LoraConfig
@@ -96,48 +108,38 @@ class Training:
         )
         self.unet.add_adapter(config)
 
-    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if self.variant == "schedule-free":
-            import schedulefree
-
-            optimizer = schedulefree.AdamWScheduleFree(parameters, lr=1e-2, foreach=False)
-            optimizer.train()
-            return optimizer
-        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-    def predict(self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """The UNet's output for these latents with the batch's embeddings."""
-        first = self.hidden_states.to(self.device)
+    def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, unet: Any = None) -> torch.Tensor:
+        """The output for these latents with the batch's embeddings; by default of the UNet that the loop calls."""
+        embeddings = self.embeddings.to(self.device)
         if self.variant == "text-encoder":
-            token_ids = self.token_ids.to(self.device)
-            first = self.parts["text_encoder"](token_ids, output_hidden_states=True).hidden_states[-2]
-        return self.unet(
-            self.scheduler.add_noise(latents, noise, timesteps),
-            timesteps,
-            torch.cat([first, self.hidden_states_2.to(self.device)], -1),
-            added_cond_kwargs={
-                "text_embeds": self.pooled.to(self.device),
-                "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2, device=self.device),
-            },
-        ).sample
+            encoded = self.parts["text_encoder"](self.token_ids.to(self.device), output_hidden_states=True)
+            embeddings = torch.cat([encoded.hidden_states[-2], embeddings[..., HIDDEN_SIZE:]], -1)
+        time_ids = torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2, device=self.device)
+        conditions = {"text_embeds": self.pooled.to(self.device), "time_ids": time_ids}
+        return (unet or self.unet)(latents, timesteps, embeddings, added_cond_kwargs=conditions).sample
 
-    def step(self) -> None:
-        """One step. Noise is drawn on the device, the timestep with NumPy, a flip with Python."""
+    def backward(self) -> None:
+        """Gradients. Noise is drawn on the device, the timestep with NumPy, a flip with Python."""
         latents = self.latents.to(self.device)
         latents = latents.flip(-1) if random.random() < 0.5 else latents
         noise = torch.randn_like(latents) + torch.randn(latents.shape).to(self.device)
         timesteps = torch.from_numpy(np.random.randint(0, 1000, 2)).to(self.device)
+        noisy = self.scheduler.add_noise(latents, noise, timesteps)
         with torch.autocast(self.device.type, torch.float16, enabled=self.variant == "amp"):
-            loss = F.mse_loss(self.predict(latents, noise, timesteps).float(), noise.float())
+            loss = F.mse_loss(self.predict(noisy, timesteps).float(), noise.float())
         self.scaler.scale(loss).backward()
+        self.losses.append(loss.item())
+
+    def step(self) -> None:
+        """Gradients, and the update."""
+        self.backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=False)
         if self.ema is not None:
-            self.ema.step([p for group in self.optimizer.param_groups for p in group["params"]])
-        self.losses.append(loss.item())
+            self.ema.step(self.trained())
 
-    def run(self, validate: Callable[[Training], None] | None = None) -> Training:
+    def run(self, validate: Callable[[Any], None] | None = None) -> Training:
         """All steps, with `validate` after one of them."""
         for number in range(NUM_STEPS):
             self.step()
@@ -148,9 +150,10 @@ class Training:
         return self
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every weight, gradient and optimizer state, copied to the CPU."""
+        """Every weight, gradient and optimizer state, copied to the CPU; what this rank has of it, where it shards."""
         weights = [tensor for module in self.modules().values() for tensor in module.state_dict().values()]
-        gradients = [p.grad for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        gradients = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
         states = [self.optimizer.state_dict(), self.scaler.state_dict(), self.ema.state_dict() if self.ema else {}]
         leaves = [leaf for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
-        return [tensor.detach().cpu().clone() for tensor in (*weights, *gradients, *leaves)]
+        own = [getattr(tensor, "_local_tensor", tensor) for tensor in (*weights, *gradients, *leaves)]
+        return [tensor.detach().cpu().clone() for tensor in own]
