@@ -21,22 +21,18 @@ from latentcache.phases.state import TrainingModes
 from latentcache.phases.weights import Weights
 from latentcache.utils import signals
 
-CPU = torch.device("cpu")
-
 
 def small_parts() -> dict[str, Any]:
-    torch.manual_seed(0)
     unet = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 2))
-    vae = torch.nn.Linear(2, 2).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(unet.parameters(), lr=0.1)
     unet(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    return {"unet": unet, "vae": vae, "optimizer": optimizer, "tokenizer": object()}
+    vae = torch.nn.Linear(2, 2).eval().requires_grad_(False)
+    # The tokenizer is no part that a phase has anything to do with.
+    return {"unet": unet, "vae": vae, "optimizer": torch.optim.SGD(unet.parameters()), "tokenizer": object()}
 
 
 @pytest.fixture
 def small() -> Phases:
-    """A run of a few numbers. The tokenizer is no part that a phase has anything to do with."""
+    """A run of a few numbers."""
     started = Phases(small_parts(), device="cpu")
     started.start("train")
     return started
@@ -62,7 +58,9 @@ def state(small: Phases) -> list[Any]:
     [
         (lambda p: p.start("training"), "phase training: is unknown; there are train, validate, sample"),
         (lambda p: p.module("te"), "phase train: there is no part 'te'; the modules are unet, vae"),
+        (lambda p: p.lend("te").__enter__(), "phase train: there is no part 'te'; the modules are unet, vae"),
         (lambda p: p.enter(Phase(("unet", "te"))).__enter__(), "phase custom: names te; the modules are unet, vae"),
+        (lambda p: p.enter(Phase(("unet",), ("te",))).__enter__(), "phase custom: names te; the modules are unet, vae"),
         (
             lambda p: p.enter(Phase(("unet",), ("vae",))).__enter__(),
             "phase custom: trains vae, which it parks: add it to on_device",
@@ -74,15 +72,16 @@ def test_wrong_names_are_refused_and_change_nothing(act: Callable[[Phases], Any]
     with pytest.raises(PhaseError) as caught:
         act(small)
     assert str(caught.value) == message and caught.value.phase == message.split(":")[0].removeprefix("phase ")
-    assert caught.value.offenders == ()
     assert state(small) == before
 
 
-def test_one_module_under_two_names_is_refused() -> None:
-    """One name could be parked in eval mode, and the other trained on the device."""
+def test_wrong_parts_are_refused() -> None:
+    """Under two names a module could be parked in eval mode, and trained on the device."""
     parts = small_parts()
     with pytest.raises(PhaseError, match="unet and model are one module: give it under one name"):
         Phases({**parts, "model": torch.nn.parallel.DataParallel(parts["unet"])}, device="cpu")
+    with pytest.raises(PhaseError, match=r"immovable names \['te'\]; the modules are unet, vae"):
+        Phases(parts, device="cpu", immovable=["te"])
 
 
 def test_a_part_without_values_is_refused_where_a_phase_needs_it() -> None:
@@ -95,23 +94,8 @@ def test_a_part_without_values_is_refused_where_a_phase_needs_it() -> None:
         with pytest.raises(PhaseError, match="load the part first") as caught:
             small.lend("vae").__enter__()
         assert caught.value.offenders == ("vae.weight",) and small.current == "validate"
-
-
-def test_averages_come_in_and_out_of_a_nested_phase_once() -> None:
-    training = Training(CPU, "ema")
-    for _ in range(3):
-        training.step()
-    ema = training.ema
-    assert ema is not None
-    weight = training.unet.mid_block.resnets[0].conv1.weight
-    trained = weight.detach().clone()
-    with training.phases.enter("validate"):
-        average = weight.detach().clone()
-        assert not torch.equal(average, trained)
-        with training.phases.enter("sample"):
-            assert torch.equal(weight, average)
-        assert torch.equal(weight, average), "the inner phase swapped them out"
-    assert torch.equal(weight, trained) and ema.temp_stored_params is None
+        with pytest.raises(PhaseError, match="start is for the phase outside of all others"):
+            small.start()
 
 
 # Failures
@@ -138,7 +122,7 @@ def test_a_restore_that_fails_keeps_none_of_the_others_from_it(
     assert state(small) == before
 
 
-@pytest.mark.parametrize("raised", [ZeroDivisionError("in the body"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("raised", [ZeroDivisionError("in the body"), KeyboardInterrupt()])
 def test_what_the_body_raised_comes_out_as_it_is(raised: BaseException, small: Phases) -> None:
     before = state(small)
     with pytest.raises(type(raised)) as caught, small.enter("validate"), small.lend("vae"):
@@ -148,7 +132,7 @@ def test_what_the_body_raised_comes_out_as_it_is(raised: BaseException, small: P
 
 
 def test_a_failure_on_the_way_in_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(CPU, "ema")
+    training = Training(torch.device("cpu"), "ema")
     training.step()
     before = state_of(training)
     copy_to = training.ema.copy_to
@@ -166,34 +150,7 @@ def test_a_failure_on_the_way_in_puts_everything_back(monkeypatch: pytest.Monkey
 # Ctrl-C
 
 
-def press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_ctrl_c_at_any_line_of_the_switch_leaves_no_trace(small: Phases) -> None:
-    """At each line of phases.py, model_parts.py and signals.py in turn, from the way in until all is put back."""
-    files = {phases.__file__, model_parts.__file__, signals.__file__}
-    before = state(small)
-    num_interrupted = num_lines = 0
-    while True:
-        lines = _LinesUntil(num_lines, files)
-        try:
-            sys.settrace(lines.trace)
-            with small.enter("validate"):
-                small.module("unet").train()
-                torch.rand(1)
-        except KeyboardInterrupt:
-            num_interrupted += 1
-        finally:
-            sys.settrace(None)
-        assert state(small) == before, lines.where
-        if lines.where is None:
-            break
-        num_lines += 1
-    assert num_lines > 100 and num_interrupted > num_lines - 5
-
-
-class _LinesUntil:
+class LinesUntil:
     """Presses Ctrl-C at a line, counted over the functions of some files."""
 
     def __init__(self, number: int, files: set[str]):
@@ -206,6 +163,29 @@ class _LinesUntil:
         if event == "line" and self.where is None:
             if self._left == 0:
                 self.where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-                press_ctrl_c()
+                os.kill(os.getpid(), signal.SIGINT)
             self._left -= 1
         return self.trace
+
+
+def test_ctrl_c_at_any_line_of_the_switch_leaves_no_trace(small: Phases) -> None:
+    """At each line of phases.py, model_parts.py and signals.py in turn, from the way in until all is put back."""
+    files = {phases.__file__, model_parts.__file__, signals.__file__}
+    before, tracer = state(small), sys.gettrace()  # a measurement of coverage has one
+    num_interrupted = num_lines = 0
+    while True:
+        lines = LinesUntil(num_lines, files)
+        try:
+            sys.settrace(lines.trace)
+            with small.enter("validate"):
+                small.module("unet").train()
+                torch.rand(1)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        finally:
+            sys.settrace(tracer)
+        assert state(small) == before, lines.where
+        if lines.where is None:
+            break
+        num_lines += 1
+    assert num_lines > 100 and num_interrupted > num_lines - 5
