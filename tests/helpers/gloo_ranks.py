@@ -41,7 +41,7 @@ def run_ranks(worker: Path, folder: Path) -> list[dict[str, Any]]:
         for rank in range(WORLD_SIZE)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

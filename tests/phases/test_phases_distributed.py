@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.gloo_ranks import run_ranks
-
-WORKER = Path(__file__).parent / "phase_worker.py"
+from helpers.photo_files import write_photos
+from helpers.runner_runs import precache_training_set, validation_config
+from helpers.tiny_configs import tiny_config
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank printed."""
-    return run_ranks(WORKER, tmp_path_factory.mktemp("phases"))
+    folder = tmp_path_factory.mktemp("phases")
+    config = validation_config(partial(tiny_config, folder), write_photos(folder / "photos"))
+    precache_training_set(config)
+    (folder / "config.json").write_text(config.model_dump_json())
+    return run_ranks(Path(__file__).parent / "phase_worker.py", folder)
 
 
-@pytest.mark.parametrize("where", ["on rank 0", "on both", "before the update"])
-@pytest.mark.parametrize("unused", [False, True])
-def test_ddp_trains_on_bit_by_bit(unused: bool, where: str, ranks: list[dict[str, Any]]) -> None:
-    """The eager module has no collectives: one rank may validate while the other goes on."""
-    for rank in ranks:
-        outcomes = rank["ddp"][f"find_unused_parameters={unused}"]
-        losses, *_ = outcomes["without"]
-        assert losses[-1] < losses[0]
-        assert outcomes[where] == outcomes["without"]
+@pytest.mark.parametrize("given", ["Wrapper", "Inside"])
+def test_ddp_trains_on_bit_by_bit_after_a_validation_on_one_rank(given: str, ranks: list[dict[str, Any]]) -> None:
+    """The eager module has no collectives: one rank may validate, even fill the cache, while the other goes on."""
+    first, second = ranks
+    assert first[given] == first["without"] and second[given] == second["without"]
+    assert first[given][0] != second[given][0], "the ranks have the same samples: this shows nothing"
+    cold, warm = first["num_filled"]
+    assert cold > 0 and warm == 0 and second["num_filled"] == [None, None]
+    assert "unet is not moved: under DistributedDataParallel" in " ".join(first["notes"])
 
 
-@pytest.mark.parametrize("scenario", ["after the update", "before the update", "with an ema"])
-def test_shards_train_on_bit_by_bit(scenario: str, ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        outcomes = rank["fsdp"]["outcomes"]
-        assert outcomes[scenario] == outcomes["without"]
-        assert all(difference > 0.1 for difference in rank["fsdp"]["averages"]), "the average was not in"
-    assert ranks[0]["fsdp"]["outcomes"]["without"][1] != ranks[1]["fsdp"]["outcomes"]["without"][1], (
-        "nothing is sharded"
-    )
-
-
-def test_shards_are_not_moved_and_not_left_gathered(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        found = rank["fsdp"]
-        assert found["reason"] == found["still not moved"] == "FSDPNet is sharded by FSDP"
-        assert found["gathered"] == 4, "FSDP left nothing gathered: this test shows nothing"
-        assert found["left gathered"] == 0
-        assert found["flags restored"] and not found["training"]
-        assert found["compiled after it"] and not found["compiled in the phase"]
+def test_shards_train_on_bit_by_bit_and_are_neither_moved_nor_left_gathered(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["fsdp"] for rank in ranks)
+    assert first["without"][1] != second["without"][1], "nothing is sharded"
+    for found in (first, second):
+        assert found["with"] == found["without"]
+        assert found["reasons"] == ["FSDPUNet2DConditionModel is sharded by FSDP"] * 2
+        assert found["gathered before"], "FSDP left nothing gathered: this test shows nothing"
+        assert found["gathered after"] == 0
+        assert found["eager"] and not found["training"] and found["restored"] and found["averages are in"]
