@@ -11,13 +11,12 @@ import torch
 class Streams:
     """A device module that writes down what is asked of it, and counts events."""
 
-    def __init__(self, *, choice_of_events: bool = True) -> None:
+    def __init__(self) -> None:
         self.log: list[str] = []
         self.ended: set[int] = set()
         """Events that are over: the test adds some, and waiting for an event adds it."""
         self.num_events = 0
         self.num_streams = 0
-        self._choice = choice_of_events
 
     def Stream(self, device: torch.device) -> Side:
         self.num_streams += 1
@@ -32,11 +31,9 @@ class Streams:
         yield
         self.log.append(f"off {stream.name}")
 
-    def Event(self, **options: Any) -> Event:
-        if options and not self._choice:
-            raise TypeError("Event() takes no keyword arguments")
+    def Event(self, *, blocking: bool = False) -> Event:
         self.num_events += 1
-        return Event(self, self.num_events, **options)
+        return Event(self, self.num_events, blocking)
 
 
 class Side:
@@ -56,7 +53,7 @@ class Side:
 
 
 class Event:
-    def __init__(self, streams: Streams, number: int, blocking: bool = False):
+    def __init__(self, streams: Streams, number: int, blocking: bool):
         self.streams, self.number, self.blocking = streams, number, blocking
 
     def record(self, stream: Side) -> None:
