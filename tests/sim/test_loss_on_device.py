@@ -22,7 +22,7 @@ def test_the_device_gives_the_cpus_losses(tmp_path: Path, device: torch.device) 
     make_cache(tmp_path)
     unet = small_unet().eval()
     with LatentCache(tmp_path / "cache", read_only=True) as cache:
-        for prediction_type in ("epsilon", "v_prediction", "flow_prediction"):
+        for prediction_type in ("epsilon", "v_prediction", "sample", "flow_prediction"):
             scheduler = {**SCHEDULER.config, "prediction_type": prediction_type}
             cpu, other = (
                 validation_loss(unet.to(where), cache, scheduler=scheduler, settings=SETTINGS)
