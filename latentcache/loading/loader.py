@@ -246,7 +246,7 @@ class LatentLoader(Closing):
         return len(self.sampler)
 
     def __iter__(self) -> BatchIterator:
-        """The present epoch, or what is left of it after `load_state_dict`. StoreError: an epoch has no batch."""
+        """The present epoch, or what is left of it after `load_state_dict`. StoreError: it has items, but no batch."""
         return self._begin(endless=False)
 
     def forever(self) -> BatchIterator:
@@ -274,7 +274,7 @@ class LatentLoader(Closing):
     def _begin(self, *, endless: bool) -> BatchIterator:
         if self._closed:
             raise StoreError("the loader is closed; make a new one")
-        if not len(self.sampler):
+        if (endless or len(self.dataset)) and not len(self.sampler):
             raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
         self.encode_missing()
         iterator = BatchIterator(self, self.sampler.begin(), endless=endless)
