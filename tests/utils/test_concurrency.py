@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import signal
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from latentcache.errors import StoreError
+from latentcache.utils import signals
 from latentcache.utils.concurrency import BackgroundWorker, Prefetcher, bounded_map
 
 
@@ -78,3 +81,13 @@ def test_prefetched_items_come_in_order_then_the_error_and_a_dropped_source_is_c
     assert closed.wait(10)
     ends = Prefetcher((number for number in range(3)), 2)
     assert list(ends) == [0, 1, 2] and list(ends) == []
+
+
+def test_ctrl_break_of_windows_stops_a_run_as_ctrl_c_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "SIGBREAK", signal.SIGUSR1, raising=False)
+    stop_on_signals = runpy.run_path(str(signals.__file__))["stop_on_signals"]
+    for number in (signal.SIGINT, signal.SIGBREAK):
+        stop = threading.Event()
+        with stop_on_signals(stop) as caught:
+            signal.raise_signal(number)
+        assert stop.is_set() and caught == [number]
