@@ -57,12 +57,6 @@ def edit_pairs(folder: Path) -> dict[str, Any]:
     }
 
 
-def photos(folder: Path) -> dict[str, Any]:
-    """The same images and captions without further parts."""
-    settings = edit_pairs(folder)
-    return {name: settings[name] for name in ("source", "flip")}
-
-
 def masked_table(folder: Path) -> dict[str, Any]:
     """A parquet file with a column of masks."""
     rows = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.family_walks import assert_same_entries, walked
+from helpers.family_walks import FEW_WALKS, assert_same_entries, walked
 from helpers.pack_damage import damage
 
 from latentcache import LatentCache
@@ -19,7 +19,7 @@ from latentcache.store.entry import as_array
 pytestmark = pytest.mark.families
 
 
-@pytest.mark.parametrize("family", ["flux", "qwen-image", "wan-i2v"])  # control images, masks of alpha, first frames
+@pytest.mark.parametrize("family", FEW_WALKS)
 def test_damage_of_any_part_is_found_and_encoded_again(
     family: str, tmp_path: Path, run_json: Callable[..., Any]
 ) -> None:
