@@ -1,6 +1,6 @@
 """The example of a training script: it trains, validates and resumes bit by bit.
 
-That its LoRA can be used: tests/families/test_family_validation.py.
+That its LoRA can be used: tests/families/test_configs.py.
 """
 
 from __future__ import annotations
