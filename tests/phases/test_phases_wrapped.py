@@ -137,36 +137,3 @@ def test_the_eager_module_runs_in_a_phase_and_the_compiled_one_after_it(
     assert backend.num_called == 1, "a compiled module ran in a phase"
     net(torch.ones(2, 3)).sum().backward()
     assert (backend.num_compiled, backend.num_called) == (1, 2), "compiled again, or left eager"
-
-
-# Quantised
-
-
-class Params4bit(torch.nn.Parameter):
-    """As bitsandbytes has it."""
-
-    __module__ = "bitsandbytes.nn.modules"
-
-
-class Quantised(Training):
-    """QLoRA."""
-
-    def wrap(self) -> None:
-        layer = self.unet.mid_block.attentions[0].proj_in
-        layer.weight = Params4bit(layer.weight.data, requires_grad=False)
-
-
-def test_a_quantised_base_is_left_and_what_trains_on_it_is_put_back() -> None:
-    """The tensors stay, everything else is put back as on any other part."""
-
-    def disturb(training: Training) -> None:
-        with training.phases.enter("validate"):
-            predict(training)
-            training.unet.requires_grad_(False)
-            training.optimizer.zero_grad()
-            training.unet.train()
-
-    training = assert_as_without(disturb, CPU, "lora", Quantised)
-    assert training.phases.not_moved() == {
-        "unet": "mid_block.attentions.0.proj_in.weight is a bitsandbytes Params4bit, which its package places"
-    }
