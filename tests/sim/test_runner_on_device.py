@@ -15,8 +15,6 @@ from helpers.runner_runs import precache_training_set, runner_for, validation_co
 from latentcache.config import Config
 from latentcache.loading.cache import LatentCache
 from latentcache.phases.phases import Phases
-from latentcache.precache.run import run_precache
-from latentcache.validation.runner import ValidationRunner
 
 CPU = torch.device("cpu")
 EXACT = {"encode.vae_dtype": "float32", "encode.text_dtype": "float32"}
@@ -42,55 +40,43 @@ def test_training_goes_on_bit_by_bit_cold_and_warm(
     assert_as_without(validate, device, variant)
 
 
+class Swapped(Training):
+    """As trainers do for small cards: some blocks of the UNet wait on the CPU, and come for their forward only."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.unet.requires_grad_(False)
+        for block in self.unet.up_blocks:
+            block.to(CPU)
+            block.register_forward_pre_hook(lambda module, _: (module.to(device), None)[1])
+            block.register_forward_hook(lambda module, *_: (module.to(CPU), None)[1])
+        self.phases = Phases(self.parts, device=device, immovable=("unet",))
+        self.phases.start("train")
+
+
 def test_the_whole_path_on_a_device_gives_the_loss_and_the_images_of_the_cpu(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path, device: torch.device
 ) -> None:
-    """Encoders, UNet and decoder run there, also for a prompt that is encoded late."""
+    """Encoders, a UNet of swapped blocks and the decoder run there, also for a prompt that is encoded late."""
     reports = []
-    for where in (CPU, device):
+    for where, kind in ((CPU, Training), (device, Swapped)):
         settings = {"encode.device": str(where), "cache.path": tmp_path / where.type, **EXACT}
         config = validation_config(lambda settings=settings: make_config(**settings), photos)
         precache_training_set(config)
-        training = Training(where)
+        training = kind(where)
         parts = {name: training.parts[name] for name in ("unet", "text_encoder", "text_encoder_2")}
+        places = [parameter.device for parameter in training.unet.parameters()]
         seen: dict[str, set[torch.device]] = {name: set() for name in (*parts, "vae")}
         for name, part in {**parts, "vae": training.parts["vae"].decoder}.items():
             part.register_forward_pre_hook(lambda module, _, to=seen[name]: to.add(next(module.parameters()).device))
         with LatentCache(config.cache.path) as cache:
             reports.append(runner_for(training, cache, config).run(1))
         assert seen == {name: {where} for name in seen}
+        assert [parameter.device for parameter in training.unet.parameters()] == places
     expected, found = reports
-    assert found.num_filled == expected.num_filled > 0
+    assert found.num_filled == expected.num_filled > 0 and found.notes == ("unet is not moved: declared immovable",)
     for name, losses in expected.loss.by_sample.items():
         assert found.loss.by_sample[name] == pytest.approx(losses, rel=3e-3)
     for ours, theirs in zip(found.images, expected.images, strict=True):
         image, other = np.asarray(ours.image).astype(int), np.asarray(theirs.image)
         assert other.std() > 1 and np.abs(image - other).max() <= 2
-
-
-def swap_blocks(unet: torch.nn.Module, device: torch.device) -> None:
-    """As trainers do for small cards: some blocks wait on the CPU, and come for their forward only."""
-    unet.to(device)
-    for block in unet.up_blocks:
-        block.to(CPU)
-        block.register_forward_pre_hook(lambda module, _: (module.to(device), None)[1])
-        block.register_forward_hook(lambda module, *_: (module.to(CPU), None)[1])
-
-
-def test_a_unet_whose_blocks_are_swapped_is_validated_as_it_is(
-    make_config: Callable[..., Config], photos: Path, device: torch.device
-) -> None:
-    config = validation_config(make_config, photos)
-    run_precache(config)
-    training = Training(CPU)
-    training.unet.requires_grad_(False)
-    parts = {name: training.parts[name] for name in ("unet", "vae")} | {"scheduler": training.scheduler}
-    with LatentCache(config.cache.path) as cache:
-        expected = ValidationRunner(parts, cache, config).run(1)
-        swap_blocks(training.unet, device)
-        before = [parameter.device for parameter in training.unet.parameters()]
-        phases = Phases({name: parts[name] for name in ("unet", "vae")}, device=device, immovable=("unet",))
-        found = ValidationRunner(parts, cache, config, phases=phases).run(1)
-    assert found.loss.loss.mean == pytest.approx(expected.loss.loss.mean, rel=1e-3)
-    assert len(found.images) == 1 and found.notes == ("unet is not moved: declared immovable",)
-    assert [parameter.device for parameter in training.unet.parameters()] == before
