@@ -96,13 +96,6 @@ class Weights(Snapshot):
         """The names of the parts."""
         return tuple(self._tensors)
 
-    def device_of(self, part: str) -> torch.device | None:
-        """The part's device when the phase began; None if it lay on several or has no tensors, or was not put back."""
-        if part in self.failed:
-            return None
-        devices = {device for _, device, _ in self._tensors[part]}
-        return devices.pop() if len(devices) == 1 else None
-
     def place(self, part: str, device: torch.device) -> None:
         """Put every tensor of the part on the device, unless the part is pinned. After an error none has moved."""
         if part in self.pinned:
