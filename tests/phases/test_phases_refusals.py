@@ -14,7 +14,7 @@ import torch
 from helpers.phase_disturbances import differences, state_of
 from helpers.phase_training import Training
 
-from latentcache.errors import PhaseError
+from latentcache.errors import DeviceMismatchError, PhaseError
 from latentcache.phases import model_parts, phases
 from latentcache.phases.phases import Phase, Phases
 from latentcache.phases.state import TrainingModes
@@ -96,6 +96,18 @@ def test_a_part_without_values_is_refused_where_a_phase_needs_it() -> None:
         assert caught.value.offenders == ("vae.weight",) and small.current == "validate"
         with pytest.raises(PhaseError, match="start is for the phase outside of all others"):
             small.start()
+
+
+def test_a_tensor_that_is_elsewhere_is_refused_at_the_beginning(small: Phases) -> None:
+    before, optimizer = state(small), small.parts["optimizer"]
+    weight = small.module("unet")[0].weight
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight, device="meta")
+    for begin in (small.enter("validate").__enter__, small.start, small.place):
+        with pytest.raises(
+            DeviceMismatchError, match=r"optimizer\.unet\.0\.weight\.momentum_buffer .* is meta, expected cpu"
+        ):
+            begin()
+        assert state(small) == before
 
 
 # Failures
