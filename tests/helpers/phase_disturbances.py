@@ -30,12 +30,21 @@ def set_compute_modes(modes: list[Any]) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
+def all_devices(training: Training) -> list[torch.device]:
+    """The training's and others of its kind: each has a random stream."""
+    if training.device.type == "cpu":
+        return [training.device]
+    num = torch.get_device_module(training.device).device_count()
+    return [torch.device(training.device.type, index) for index in range(num)]
+
+
 def disturb(training: Training) -> None:
     """Change all that a phase puts back."""
     random.random()
     np.random.rand()
     torch.rand(3)
-    torch.rand(3, device=training.device)
+    for device in all_devices(training):
+        torch.rand(3, device=device)
     vae, text_encoder = training.parts["vae"], training.parts["text_encoder"]
     training.unet.eval().requires_grad_(False)
     training.unet.mid_block.train()
@@ -66,7 +75,8 @@ def state_of(training: Training) -> dict[str, Any]:
     numpy_state = np.random.get_state(legacy=False)
     state["numpy"] = (numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"])
     if training.device.type != "cpu":
-        state["device stream"] = _digest(torch.get_device_module(training.device).get_rng_state(training.device))
+        get_state = torch.get_device_module(training.device).get_rng_state
+        state["device streams"] = [_digest(get_state(device)) for device in all_devices(training)]
     state["compute modes"] = compute_modes(training.device)
     state["optimizer"] = [
         (name, _digest(value) if isinstance(value, torch.Tensor) else value)
