@@ -131,6 +131,8 @@ def test_var_127_continues_bit_identically_and_not_with_wrong_remedies(
     assert_continues(ours, weights, losses, host_syncs)
     wrong = resumed(device, path, **flags)
     remedy(wrong.optimizer)
+    findings = {(finding.level, finding.name.rpartition(".")[2]) for finding in audit(wrong.parts()).findings}
+    assert findings == {("error" if flags else "warning", "step")}
     with pytest.raises(AssertionError):
         assert_continues(wrong, weights, losses, host_syncs)
 
