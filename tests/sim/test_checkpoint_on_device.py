@@ -55,13 +55,13 @@ def test_flags_and_devices_stay_as_the_caller_built_them(
     second = run_with(built, places[built_on], seed=5, weight_decay=0.25)
     group = second.optimizer.param_groups[0]
     addresses = [param.data_ptr() for param in second.model.parameters()]
-    before = {flag: group[flag] for flag in FLAGS}
+    before, lr = {flag: group[flag] for flag in FLAGS}, group["lr"]
     second.load(tmp_path / "checkpoint")
     group = second.optimizer.param_groups[0]
     assert {flag: group[flag] for flag in FLAGS} == before
     assert group["weight_decay"] == first.optimizer.param_groups[0]["weight_decay"]
-    found, saved_lr = (torch.as_tensor(run.optimizer.param_groups[0]["lr"]).cpu().item() for run in (second, first))
-    assert found == pytest.approx(saved_lr) and saved_lr < 0.1  # of the scheduler, which lowers it after two steps
+    assert group["lr"] is lr or not isinstance(lr, torch.Tensor), "a captured graph reads it from its address"
+    assert float(group["lr"]) == pytest.approx(float(first.optimizer.param_groups[0]["lr"]))
     assert [param.data_ptr() for param in second.model.parameters()] == addresses
     assert_same_bits(second.tensors(), first.tensors())
     assert {param.device for param in second.ema.shadow_params} == {places[built_on]}
