@@ -55,7 +55,7 @@ def counted(ddp: Any) -> list[int]:
 def test_a_part_under_ddp_is_not_moved_and_a_cast_is_an_error(
     given: Callable[[Any], torch.nn.Module], device: torch.device
 ) -> None:
-    """Without a first synchronisation, and one forward under DDP: the group has no collectives on a simulated device."""
+    """Without a first synchronisation, and with one forward under DDP: a simulated device has no collectives."""
     net, vae = torch.nn.Sequential(torch.nn.Linear(3, 3)).to(device), torch.nn.Linear(3, 3).requires_grad_(False)
     early = Phases({"unet": net}, device=device)
     assert early.not_moved() == {}
