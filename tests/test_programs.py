@@ -51,7 +51,7 @@ def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], 
 
 @pytest.mark.bench
 def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(tmp_path: Path) -> None:
-    result = run("bench_cuda", tmp_path, "--device", "cpu", "--repetitions", "1")
+    result = run("bench_cuda", tmp_path, "--json", "--device", "cpu", "--repetitions", "1")
     parts = {"ceilings", "checks", "vae", "text", "copies", "step", "phases", "decode"}
     assert result["failed"] == {} and result["seconds"].keys() == parts
     assert {row["part"] for row in result["rows"]} == parts and all(row["value"] >= 0 for row in result["rows"])
