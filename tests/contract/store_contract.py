@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.tensor_bits import random_tensor, same_bits
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
@@ -13,12 +14,6 @@ from latentcache.store.batch import DTYPES, read_batch, stack
 from latentcache.types import Entry, Record
 
 ABSENT = "0" * 64
-
-
-def random_tensor(shape, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    return bits.bool()[..., 0] if dtype == torch.bool else bits.view(dtype)[..., 0].clone()
 
 
 def make_entry(number, kind="image", shape=(4, 3, 5), dtype=torch.float16, field="moments", seed=None):
@@ -49,21 +44,13 @@ def stacked(entries, name="moments"):
     return torch.stack([entry.tensors[name] for entry in entries])
 
 
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def same(left, right):
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
-
-
 def assert_holds(store, *entries):
     for entry in entries:
         found = store.get(entry.record.key)
         assert found.record == store.record(entry.record.key) == entry.record
         assert found.tensors.keys() == entry.tensors.keys() and found.ragged == entry.ragged
         for name, tensor in entry.tensors.items():
-            assert same(found.tensors[name], tensor)
+            assert same_bits(found.tensors[name], tensor)
 
 
 class StoreContract:
@@ -81,7 +68,7 @@ class StoreContract:
         entries = [make_entry(number, dtype=dtype) for number, dtype in enumerate([*DTYPES.values()] * 2)]
         store.add(entries)
         for pair in zip(entries, entries[len(DTYPES) :], strict=False):
-            assert same(read_batch(store, keys_of(pair))["moments"], stacked(pair))
+            assert same_bits(read_batch(store, keys_of(pair))["moments"], stacked(pair))
 
     def test_entries_are_immutable(self, store):
         first, other = make_entry(1, seed=1), make_entry(1, seed=2)
@@ -128,7 +115,7 @@ class StoreContract:
         for _ in range(2):
             assert store.prefetch(key for key in [*keys_of(entries), ABSENT]) is None, "it changes nothing"
             chosen = [entries[number] for number in (2, 0, 3, 2, 2, 1)]
-            assert same(read_batch(store, keys_of(chosen))["moments"], stacked(chosen))
+            assert same_bits(read_batch(store, keys_of(chosen))["moments"], stacked(chosen))
         assert read_batch(store, []) == {}
 
     def test_unequal_entries_are_not_a_batch(self, store):
@@ -207,7 +194,7 @@ class StoreContract:
             }
         assert store.stats().payload_bytes == sum(entry.num_bytes for entry in [*entries, make_entry(9)])
         equal, keys = [entries[0], entries[3]], keys_of(entries)
-        assert same(read_batch(store, keys_of(equal))["hidden"], stacked(equal, "hidden"))
+        assert same_bits(read_batch(store, keys_of(equal))["hidden"], stacked(equal, "hidden"))
         with pytest.raises(StoreError, match=r"'hidden' is float32 \[3, 3\] in .*padding") as caught:
             read_batch(store, keys)
         assert keys[0] in str(caught.value) and keys[1] in str(caught.value)
@@ -217,8 +204,8 @@ class StoreContract:
         store.add([entry])
         rows, batch = store.rows(keys_of([entry])), read_batch(store, keys_of([entry]))
         store.close()
-        assert same(stack(keys_of([entry]), rows)["moments"], stacked([entry]))
-        assert same(batch["moments"], stacked([entry]))
+        assert same_bits(stack(keys_of([entry]), rows)["moments"], stacked([entry]))
+        assert same_bits(batch["moments"], stacked([entry]))
         for call in (
             lambda: store.get(entry.record.key),
             lambda: store.find([ABSENT]),
@@ -242,6 +229,6 @@ class RemovingStoreContract(StoreContract):
         with pytest.raises(EntryMissingError):
             store.rows(keys)
         assert set(store.keys()) == store.find(keys) == {*keys[1:]}
-        assert same(stack(keys, rows)["pooled"], stacked(entries, "pooled")), "what was read stays readable"
+        assert same_bits(stack(keys, rows)["pooled"], stacked(entries, "pooled")), "what was read stays readable"
         assert store.add(entries) == 1 and store.remove(keys) == 3 and store.add(entries[:1]) == 1
         assert_holds(store, entries[0])

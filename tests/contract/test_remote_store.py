@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from helpers.serving import serving
-from store_contract import StoreContract, keys_of, make_entry, same, stacked
+from helpers.tensor_bits import same_bits
+from store_contract import StoreContract, keys_of, make_entry, stacked
 
 from latentcache.errors import StoreError
 from latentcache.remote.service import ServiceTransport
@@ -19,7 +20,6 @@ def server(tmp_path_factory):
     cache = tmp_path_factory.mktemp("served") / "cache"
     DiskStore(cache).close()
     with serving(cache) as server:
-        server.cache = cache
         yield server
 
 
@@ -53,7 +53,7 @@ class RemoteStoreContract(StoreContract):
         """An answer is sent in parts, and entries may be smaller or larger than these."""
         entries = [make_entry(number, shape=(num_values,)) for number in range(3)]
         store.add(entries)
-        assert same(read_batch(store, keys_of(entries))["moments"], stacked(entries))
+        assert same_bits(read_batch(store, keys_of(entries))["moments"], stacked(entries))
 
     def test_another_client_sees_what_was_added(self, store, far, tmp_path):
         entries = [make_entry(number) for number in range(3)]
@@ -61,7 +61,7 @@ class RemoteStoreContract(StoreContract):
             assert not other.find(keys_of(entries))
             store.add(entries)
             assert other.find(keys_of(entries)) == {*keys_of(entries)}
-            assert same(read_batch(other, keys_of(entries))["moments"], stacked(entries))
+            assert same_bits(read_batch(other, keys_of(entries))["moments"], stacked(entries))
 
 
 class TestRemoteStore(RemoteStoreContract):

@@ -8,6 +8,7 @@ import signal
 
 import torch
 from helpers.pack_damage import damage, find_bytes
+from helpers.tensor_bits import bits
 
 from latentcache.identity import key_of
 from latentcache.types import Entry, Record
@@ -21,13 +22,6 @@ def sample(number, shape=(4, 8, 8), dtype=torch.float16, **more):
     generator = torch.Generator().manual_seed(number)
     tensors = {"moments": torch.randn(shape, generator=generator).to(dtype), **more}
     return Entry(Record(key_of(identity), "image", identity, provenance), tensors)
-
-
-def random_tensor(shape, dtype, seed):
-    """Any bits, also those of NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    return values[..., 0] > 127 if dtype == torch.bool else values.view(dtype)[..., 0].clone()
 
 
 def samples(*numbers):
@@ -50,10 +44,6 @@ def assert_holds(store, *numbers):
     """The store gives these samples, to the last bit."""
     for number in numbers:
         assert same(store.get(key(number)), sample(number))
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def payload(number):

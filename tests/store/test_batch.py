@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.tensor_bits import bits, random_tensor, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_samples import bits, random_tensor, sample
+from store_samples import sample
 
 from latentcache.errors import StoreError
 from latentcache.store import MemoryStore
@@ -30,10 +31,6 @@ def batch_of(entries, rules):
         store.add(entries)
         rows = store.rows(keys)
     return stack_columns(keys, columns_of(keys, rows, rules), rules)
-
-
-def same(left, right):
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
 
 
 def padded(tensors, rule):
@@ -63,9 +60,9 @@ def test_any_lengths_are_padded(lengths, spare, value, place, dtype):
     expected, own = padded([entry.tensors["hidden"] for entry in entries], rules["hidden"])
     batch, masks = batch_of(entries, rules)
     assert batch.keys() == {"hidden", "mask", "moments"} and masks.keys() == {"hidden", "mask"}
-    assert same(batch["hidden"], expected) and same(masks["hidden"], own)
-    assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], Padding())[0])
-    assert same(batch["moments"], torch.stack([entry.tensors["moments"] for entry in entries]))
+    assert same_bits(batch["hidden"], expected) and same_bits(masks["hidden"], own)
+    assert same_bits(batch["mask"], padded([entry.tensors["mask"] for entry in entries], Padding())[0])
+    assert same_bits(batch["moments"], torch.stack([entry.tensors["moments"] for entry in entries]))
 
 
 def test_what_does_not_fit_is_refused():

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tensor_bits import bits, random_tensor
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from store_samples import bits, packs, random_tensor, same, sample, samples
+from store_samples import packs, same, sample, samples
 
 from latentcache.errors import PackError
 from latentcache.identity import digest, key_of

@@ -1,0 +1,20 @@
+"""Tensors of any bits, also those of NaN, and what it means that two have the same."""
+
+from __future__ import annotations
+
+import torch
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return values[..., 0] > 127 if dtype == torch.bool else values.view(dtype)[..., 0].clone()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes in order: uint8 [n]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
