@@ -14,11 +14,11 @@ from helpers.photo_files import write_photo
 from helpers.tiny_configs import config_of_dataset
 from helpers.tiny_models import tiny_denoiser, tiny_encoders, tiny_folder
 from PIL import Image
+from precaching import row_of
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ImagesConfig, ModelConfig
 from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.loading.status import verify
@@ -62,11 +62,6 @@ def cached(folder: Path, family: str = "sdxl", **dataset: Any) -> Config:
     config = config_of(folder, family, **dataset)
     assert run_precache(config).num_refused == 0
     return config
-
-
-def row_of(config: Config, sample_id: str) -> Row:
-    with LatentCache(config.cache) as cache:
-        return cache.manifest("photos").rows[sample_id]
 
 
 def inpainting(family: str = "sdxl") -> Any:

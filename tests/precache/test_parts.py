@@ -13,19 +13,17 @@ import torch
 from helpers.photo_files import write_mask, write_photo
 from helpers.tiny_configs import config_of_dataset
 from PIL import Image
+from precaching import row_of, run
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.masks import prepare_mask
-from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.loading.status import status, verify
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.explanation import explain
-from latentcache.precache.report import Report
-from latentcache.precache.run import run_precache
 from latentcache.types import Size
 
 
@@ -49,15 +47,6 @@ def config_of(folder: Path, output: str = "moments", **dataset: Any) -> Config:
     companions = {"control": {"path": folder / "before"}, "mask": {"path": folder / "masks"}}
     settings = {"encode.image_output": output, "validation": {}}
     return config_of_dataset(folder, settings, **companions | dataset)
-
-
-def run(config: Config, **options: Any) -> Report:
-    return run_precache(config, models=LoadedModels(**tiny_parts()), **options)
-
-
-def row_of(config: Config, sample_id: str) -> Row:
-    with LatentCache(config.cache) as cache:
-        return cache.manifest("photos").rows[sample_id]
 
 
 def entry_of(config: Config, sample_id: str, name: str, *, flip: bool = False) -> dict[str, torch.Tensor]:

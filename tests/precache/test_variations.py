@@ -11,6 +11,7 @@ import torch
 from helpers.photo_files import write_mask, write_photo
 from helpers.tiny_configs import config_of_dataset
 from PIL import Image
+from precaching import rows_of, run
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import Config, ImagesConfig
@@ -24,8 +25,6 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
 from latentcache.models.vae import encode_images
 from latentcache.precache.explanation import explain
-from latentcache.precache.report import Report
-from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Size
 from latentcache.validation.loss import validation_loss
 
@@ -53,15 +52,6 @@ def config_of(folder: Path, *, parts: bool = False, **dataset: Any) -> Config:
         data |= {"control": [{"path": folder / "before"}, {"path": folder / "style"}]}
         data |= {"mask": {"path": folder / "masks"}}
     return config_of_dataset(folder, **data)
-
-
-def run(config: Config, **options: Any) -> Report:
-    return run_precache(config, models=LoadedModels(**tiny_parts()), **options)
-
-
-def rows_of(config: Config) -> dict[str, Row]:
-    with LatentCache(config.cache) as cache:
-        return dict(cache.manifest("photos").rows)
 
 
 def of_crop(row: Row, crop: int) -> list[Ref]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_mask, write_photo
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_folder, tiny_model
-from PIL import Image
 
 from latentcache import LatentCache, LoadedModels, ValidationRunner, masked_errors, validate
 from latentcache.config import Config, ValidationConfig
@@ -24,12 +22,6 @@ from latentcache.validation.metrics import LossReport, paired_difference
 
 NAMES = [f"{number}.png" for number in range(4)]
 UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, qwen-image-edit, flux2"
-
-
-def write_mask(folder: Path, name: str, seed: int) -> None:
-    values = np.random.default_rng(seed).integers(0, 256, (64, 64), dtype=np.uint8)
-    (folder / "masks").mkdir(exist_ok=True)
-    Image.fromarray(values).save(folder / "masks" / name)
 
 
 def config_of(folder: Path, family: str) -> Config:
@@ -51,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
         write_photo(tmp_path / "after" / name, number, (64, 64))
         write_photo(tmp_path / "first" / name, 10 + number, (32, 32))
         write_photo(tmp_path / "second" / name, 20 + number, (64, 64) if number % 2 else (64, 160))
-        write_mask(tmp_path, name, number)
+        write_mask(tmp_path / "masks" / name, number, (64, 64))
     return tmp_path
 
 
@@ -78,7 +70,7 @@ def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(fold
     assert two.by_sample["pairs"] == pytest.approx(one.by_sample["pairs"], rel=1e-4)
     assert one.skipped == two.skipped == () and set(one.by_sample["pairs"]) == set(NAMES)
 
-    write_mask(folder, NAMES[0], 99)
+    write_mask(folder / "masks" / NAMES[0], 99, (64, 64))
     run_precache(config, models=models)
     masked = loss(config, parts, 1)
     assert {name for name in NAMES if masked.by_sample["pairs"][name] != one.by_sample["pairs"][name]} == {NAMES[0]}
