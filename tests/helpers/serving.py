@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,3 +165,11 @@ def in_thread(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]
 def served_store(url: str, *, token: str | None = None, retry_s: float = 30.0, **options: Any) -> RemoteStore:
     """The store of a service; `options` are those of `RemoteStore`."""
     return RemoteStore(ServiceTransport(url, token=token, retry_s=retry_s), **options)
+
+
+def wait_until(is_so: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait until it is so. AssertionError: it takes longer."""
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)

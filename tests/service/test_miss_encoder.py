@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.serving import wait_until
 from helpers.tiny_models import save_diffusers_folder
 from PIL import Image
 
@@ -58,13 +59,6 @@ def encode(encoder: MissEncoder, tasks: Iterable[Task]) -> None:
     """Wait until the entries are there."""
     for future in encoder.submit(tasks).values():
         future.result(WAIT_S)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def entries(store: Store) -> dict[str, tuple[Any, dict[str, bytes]]]:
@@ -151,12 +145,12 @@ def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
         reader = ReadersLock(workspace.path / "readers.lock")
         (workspace.path / "manifests" / "new").touch()
         encode(encoder, [task])
-        wait_until(lambda: encoder.loaded is None)
+        wait_until(lambda: encoder.loaded is None, WAIT_S)
         time.sleep(0.2)
         assert set(workspace.store.keys()) == {*needed, task.key}, "a reader began before the manifests changed"
         reader.close()
         encode(encoder, [other])
-        wait_until(lambda: set(workspace.store.keys()) == needed)
+        wait_until(lambda: set(workspace.store.keys()) == needed, WAIT_S)
         encode(encoder, [task])
         assert workspace.store.find([task.key]), "it can be requested again"
 
@@ -223,7 +217,7 @@ def test_weights_that_changed_since_the_start_are_refused(make_config: MakeConfi
     config = make_config(**{"model.path": str(folder)})
     with open_workspace(config.cache) as workspace, MissEncoder(config, workspace, idle_s=0.1) as encoder:
         encode(encoder, [encoder.prompt("before")])
-        wait_until(lambda: encoder.loaded is None)
+        wait_until(lambda: encoder.loaded is None, WAIT_S)
         other = save_diffusers_folder(tiny_parts(seed=1), tmp_path / "other")
         for part in ("text_encoder", "vae"):
             [weights] = (other / part).glob("*.safetensors")

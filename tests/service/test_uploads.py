@@ -7,13 +7,12 @@ import json
 import os
 import signal
 import socket
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.remote_samples import assert_same, entries_by_key, entries_of, fill, make_manifest
-from helpers.serving import TOKEN, serving, serving_here
+from helpers.serving import TOKEN, serving, serving_here, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -200,12 +199,6 @@ def test_a_killed_server_and_a_client_that_goes_away_lose_nothing(tmp_path, capf
 
     def half_written():
         return [each for each in files(cache) if each.endswith((".tmp", f"{name}.safetensors"))]
-
-    def wait_until(is_so):
-        deadline = time.monotonic() + 20
-        while not is_so():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
     with serving(cache) as server:
 
