@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.photo_files import write_photos
 from loading import config_of
 
+from latentcache import LatentCache
 from latentcache.precache.run import run_precache
 
 
@@ -29,3 +31,10 @@ def folder(made: Path, tmp_path: Path) -> Path:
 def path(folder: Path) -> Path:
     """The cache of `folder`: moments and embeddings in float32."""
     return folder / "cache"
+
+
+@pytest.fixture
+def cache(path: Path) -> Iterator[LatentCache]:
+    """The open cache at `path`, which a file of tests may define itself."""
+    with LatentCache(path) as cache:
+        yield cache

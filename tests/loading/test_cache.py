@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,6 @@ from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 WIDE = ["a.png", "b.png", "sub/e.png"]
 MAPS = Path("/proc/self/maps")
 needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs /proc/self/maps")
-
-
-@pytest.fixture
-def cache(path: Path) -> Iterator[LatentCache]:
-    with LatentCache(path) as cache:
-        yield cache
 
 
 def other_rows(cache: LatentCache, **rows: Any) -> None:

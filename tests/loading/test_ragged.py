@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ def family(request: pytest.FixtureRequest) -> FamilyName:
 @pytest.fixture(scope="module")
 def path(family: FamilyName, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return on_disk(tmp_path_factory.mktemp("ragged") / "cache", family, LENGTHS)
-
-
-@pytest.fixture
-def cache(path: Path) -> Iterator[LatentCache]:
-    with LatentCache(path) as cache:
-        yield cache
 
 
 def check(batch: dict[str, Any], family: FamilyName) -> None:
