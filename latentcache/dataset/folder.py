@@ -68,8 +68,8 @@ class PartFiles:
 
     def is_part(self, sample_id: str) -> bool:
         """Whether an image of the dataset's folder is a part of others, and so no sample."""
-        path = os.path.join(self._root, sample_id)
         for _, part, folder in self._parts:
+            path = os.path.join(self._root, sample_id)
             if part.column is None and folder == self._root:
                 # Of what ends so, but has no image that it is a part of, a sample is refused by name.
                 stem = os.path.splitext(path)[0]
@@ -204,12 +204,14 @@ class CaptionFileSource(_FileSource):
                 continue
             folder, names = found
             caption_of = self._caption_files(names)
+            inner = posixpath.join(folder, "")
             for name in names:
                 stem, suffix = os.path.splitext(name)
-                sample_id = posixpath.join(folder, name)
+                sample_id = inner + name
                 if suffix.lower() in self._suffixes and not self._parts.is_part(sample_id):
                     caption = caption_of.get(stem)
-                    yield self._sample(sample_id, partial(self._captions, folder, caption), {}, folder)
+                    path = None if caption is None else self._prefix + inner + caption
+                    yield self._sample(sample_id, partial(self._captions, path), {}, folder)
 
     def _caption_files(self, names: list[str]) -> dict[str, str]:
         """The names of caption files by their stems. `cat.TXT` is one, unless there is a `cat.txt`."""
@@ -220,10 +222,9 @@ class CaptionFileSource(_FileSource):
                 found[stem] = name
         return found
 
-    def _captions(self, folder: str, name: str | None) -> tuple[str, ...]:
-        if name is None:
+    def _captions(self, path: str | None) -> tuple[str, ...]:
+        if path is None:
             return ()
-        path = self._prefix + posixpath.join(folder, name)
         try:
             captions = captions_at(path)
         except OSError as error:
