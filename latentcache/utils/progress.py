@@ -10,6 +10,7 @@ from tqdm import tqdm
 from typing_extensions import override
 
 LOG_INTERVAL_S = 10.0
+_OF_TOTAL = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
 
 logger = logging.getLogger("latentcache")
 
@@ -49,7 +50,7 @@ class ShownProgress(Progress):
         if sys.stderr.isatty():
             self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
         else:
-            form = "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+            form = "{desc}: {n_fmt}, {rate_fmt}" if total is None else _OF_TOTAL
             steps = {"mininterval": self._interval_s, "miniters": 1}
             self._bar = _LoggedBar(desc=stage, total=total, file=io.StringIO(), bar_format=form, **steps)
 
