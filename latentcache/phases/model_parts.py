@@ -51,7 +51,7 @@ class ModelParts:
             if other != name:
                 raise PhaseError(f"{other} and {name} are one module: give it under one name", phase="none")
         self._ddp: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self.reduced_parameters()
+        self._find_wrappers()
         unknown = self.immovable - self.modules.keys()
         if unknown:
             raise PhaseError(f"immovable names {sorted(unknown)}; {self.known()}", phase="train")
@@ -74,24 +74,27 @@ class ModelParts:
 
         What lies on `park` need not: a phase that moves it gives it back in its own memory.
         """
+        self._find_wrappers()
         reduced = self.reduced_parameters()
         reasons = {name: _pinned_by(part, reduced, park) for name, part in self.modules.items() if name not in managed}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def reduced_parameters(self) -> set[int]:
-        """The ids of the parameters in any DistributedDataParallel: a trainer may give the module inside as the part.
+        """The ids of the parameters in any DistributedDataParallel that is known, while processes share gradients."""
+        wrappers = [*self._ddp] if _is_distributed() else []
+        return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
 
-        The garbage collector names no wrapper that `gc.freeze` froze. One around the part given, or one that was
-        there when the phases were built, is known all the same.
+    def _find_wrappers(self) -> None:
+        """Note each DistributedDataParallel: a trainer may give the module inside as the part.
+
+        All objects are asked, which takes up to 0.2 s. The garbage collector names no wrapper that `gc.freeze` froze.
+        One around the part given, or one that was there when the phases were built, is known all the same.
         """
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return set()
-        given = (module for part in self.wrapped.values() for module in part.modules())
-        # By class, not isinstance: that asks proxies of other packages for their __class__.
-        self._ddp.update(
-            each for each in (*given, *gc.get_objects()) if issubclass(type(each), DistributedDataParallel)
-        )
-        return {id(parameter) for wrapper in self._ddp for parameter in wrapper.parameters()}
+        if _is_distributed():
+            given = (module for part in self.wrapped.values() for module in part.modules())
+            objects = (*given, *gc.get_objects())
+            # By class, not isinstance: that asks proxies of other packages for their __class__.
+            self._ddp.update(each for each in objects if issubclass(type(each), DistributedDataParallel))
 
     def _managed_by(self, name: str) -> str | None:
         if name in self.immovable:
@@ -196,6 +199,10 @@ class GatheredShards(Snapshot):
     def restore(self) -> None:
         for module in self._sharded:
             module.reshard()  # type: ignore[operator]  # FSDPModule adds it
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def managed_by(module: torch.nn.Module) -> str | None:
