@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
 """A diffusers folder in the package: a tiny model that was trained on the quickstart's photos."""
 MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
 """What a model's folder has of its pipeline: the second where that is made of diffusers' modular blocks."""
+_LOADS = threading.RLock()
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_STEP = (
@@ -210,24 +212,26 @@ def first_line(error: BaseException) -> str:
 def loading(part: str, name: str) -> Iterator[None]:
     """Turn what diffusers and transformers raise into ModelError, and keep their progress bars off the terminal.
 
-    And what diffusers logs of weights: it is raised here, or callers say what it means.
+    And what diffusers logs of weights: it is raised here, or callers say what it means. These settings are the
+    process's, so that threads load one after the other.
     """
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
-    verbosity = of_diffusers.get_verbosity()
-    libraries = [(library, library.is_progress_bar_enabled()) for library in (of_diffusers, of_transformers)]
-    for library, _ in libraries:
-        library.disable_progress_bar()
-    of_diffusers.set_verbosity(logging.CRITICAL)
-    try:
-        with readable(part, name):
-            yield
-    finally:
-        of_diffusers.set_verbosity(verbosity)
-        for library, was_enabled in libraries:
-            if was_enabled:
-                library.enable_progress_bar()
+    with _LOADS:
+        verbosity = of_diffusers.get_verbosity()
+        libraries = [(library, library.is_progress_bar_enabled()) for library in (of_diffusers, of_transformers)]
+        for library, _ in libraries:
+            library.disable_progress_bar()
+        of_diffusers.set_verbosity(logging.CRITICAL)
+        try:
+            with readable(part, name):
+                yield
+        finally:
+            of_diffusers.set_verbosity(verbosity)
+            for library, was_enabled in libraries:
+                if was_enabled:
+                    library.enable_progress_bar()
 
 
 @contextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.utils import logging as diffusers_logging
 from helpers.encoding import encode_captions
 from helpers.tiny_models import save_diffusers_folder
 from huggingface_hub.utils import filter_repo_objects
@@ -309,3 +311,19 @@ def test_a_torn_file_is_refused_and_the_releases_of_an_old_trainer_named(copied,
     had = f"This environment has transformers {metadata.version('transformers')} \\(needs >=999\\). Encode in another"
     with pytest.raises(ModelError, match=had):
         loader.vae(F32)
+
+
+def test_threads_that_load_leave_the_libraries_verbosity_as_it_was():
+    def load(may_end: threading.Event) -> None:
+        with files.loading("vae", "a folder"):
+            may_end.wait(60)
+
+    before, ends = diffusers_logging.get_verbosity(), [threading.Event(), threading.Event()]
+    threads = [threading.Thread(target=load, args=(end,)) for end in ends]
+    for thread in threads:
+        thread.start()
+        thread.join(0.3)  # both are loading by now, or one waits for the other
+    for thread, end in zip(threads, ends, strict=True):
+        end.set()
+        thread.join(60)
+    assert diffusers_logging.get_verbosity() == before
