@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import latentcache
 
 ROOT = Path(latentcache.__file__).parent.parent
@@ -48,35 +46,24 @@ def doctor(folder: Path, before: str, *arguments: str) -> tuple[int, dict[str, A
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("torch_is_old", "torch_is_alone"), [(False, False), (True, True)])
-def test_versions_are_judged(tmp_path: Path, *, torch_is_old: bool, torch_is_alone: bool) -> None:
+def test_versions_are_judged(tmp_path: Path) -> None:
     for name, version in OLD.items():
         info = tmp_path / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     config = tmp_path / "ds.json"
     config.write_text('{"train_batch_size": "auto"}')
-    code, found = doctor(
-        tmp_path,
-        BLOCK * torch_is_alone + OLD_TORCH * torch_is_old,
-        *("--deepspeed", str(config), "--cache.path", str(tmp_path)),
-    )
+    flags = ("--deepspeed", str(config), "--cache.path", str(tmp_path))
+    code, found = doctor(tmp_path, BLOCK + OLD_TORCH, *flags)
     by_subject = {each["subject"]: each for each in found["findings"]}
     assert code == 1 and not found["ok"]
     assert {name: by_subject[name]["level"] for name in OLD} == dict.fromkeys(OLD, "error")
-    assert "torch>=2.4" in by_subject["torch"]["found"] and "issues/5422" in by_subject["deepspeed"]["found"]
     assert by_subject["train_batch_size"]["level"] == "warning" and "cache" in by_subject
     unchecked = {each["subject"] for each in found["findings"] if each["found"].startswith("not checked: ")}
-    assert unchecked == {"device"} or not torch_is_alone
-    assert found["packages"].items() >= OLD.items()
+    assert unchecked == {"device"} and found["packages"].items() >= OLD.items()
 
 
-@pytest.mark.parametrize("torch_is_alone", [False, True])
-def test_nothing_is_wrong(tmp_path: Path, *, torch_is_alone: bool) -> None:
-    code, found = doctor(tmp_path, BLOCK * torch_is_alone, "--training", "--device", "cpu")
+def test_nothing_is_wrong_where_torch_is_alone(tmp_path: Path) -> None:
+    code, found = doctor(tmp_path, BLOCK, "--training", "--device", "cpu")
     levels = {each["subject"]: each["level"] for each in found["findings"]}
-    assert code == 0 and found["ok"] and levels["torch"] == "ok"
-    if torch_is_alone:
-        assert levels["training check"] == "note"
-    else:
-        assert found["device"] == "cpu" and found["training"]["audit"]["findings"] == []
+    assert code == 0 and found["ok"] and (levels["torch"], levels["training check"]) == ("ok", "note")

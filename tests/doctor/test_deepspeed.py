@@ -34,26 +34,21 @@ def zero(stage: Any = 3, **sections: Any) -> dict[str, Any]:
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_sound_configs_have_no_findings() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/nvme"}
+    for config in (
         SOUND,
         {},
-        zero(2, offload_optimizer=CPU),
         zero(2, offload_param=NONE),
-        zero(3, offload_param=None),
-        zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"}, offload_optimizer=CPU),
-        zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-        zero(2, offload_optimizer={"device": "cpu", "ratio": 1.0}),
-        zero(3, offload_param=NONE, offload_optimizer=CPU),
+        zero(3, offload_param=nvme, offload_optimizer=CPU),
+        zero(3, offload_param=None, offload_optimizer={**CPU, "ratio": 0.5}),
+        zero(2, offload_optimizer={**CPU, "ratio": 1.0}),
         {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
-    ],
-)
-def test_sound_configs_have_no_findings(config: dict[str, Any]) -> None:
-    assert levels(config) == {}
+    ):
+        assert levels(config) == {}, config
 
 
-def test_every_auto_is_named() -> None:
+def test_every_auto_and_an_optimizer_of_torch_are_named() -> None:
     config = {
         "train_batch_size": "auto",
         "optimizer": {"params": {"lr": "auto", "betas": [0.9, "auto"]}},
@@ -62,20 +57,19 @@ def test_every_auto_is_named() -> None:
     names = ("train_batch_size", "optimizer.params.lr", "optimizer.params.betas.1")
     in_zero = ("stage", "offload_param.device", "reduce_bucket_size")
     assert levels(config) == dict.fromkeys((*names, *(f"zero_optimization.{name}" for name in in_zero)), "warning")
-    assert levels({"name": "automatic"}) == {}
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}
+    assert levels(offloaded) == {"zero_force_ds_cpu_optimizer": "note"}, "DeepSpeed refuses a torch optimizer"
 
 
 @pytest.mark.parametrize(
     ("config", "subject", "level", "says"),
     [
         (zero(2, offload_param=CPU), "offload_param", "warning", "stage is 2"),
-        (zero(0, offload_param={"device": "nvme", "nvme_path": "/n"}), "offload_param", "warning", "stage is 0"),
         (zero(0, offload_optimizer=CPU), "offload_optimizer", "warning", "stage is 0"),
         (zero(2, offload_optimizer={"device": "nvme"}), "offload_optimizer.nvme_path", "error", "TypeError"),
         (zero(2, offload_optimizer={"device": "cuda"}), "offload_optimizer.device", "error", "nvme"),
         (zero(4), "stage", "error", "is 4"),
         (zero(True), "stage", "error", "is true"),
-        (zero(3, offload_param={"device": ["cpu"]}), "offload_param.device", "error", '["cpu"]'),
         (zero(3, offload_param=True), "offload_param", "error", "is true"),
         ({"zero_optimization": [3]}, "", "error", "not settings"),
         (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio", "error", "below stage"),
@@ -88,16 +82,11 @@ def test_ignored_and_refused_settings(config: dict[str, Any], subject: str, leve
     assert finding.level == level and says in finding.found and finding.remedy
 
 
-def test_a_torch_optimizer_that_is_offloaded_is_noted() -> None:
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}
-    assert levels(config) == {"zero_force_ds_cpu_optimizer": "note"}
-
-
 def test_a_file_that_is_a_config_is_examined_and_another_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(SOUND))
     assert [finding.level for finding in examine_deepspeed_config(path).findings] == ["ok"]
-    for content in (b"[]", b"{,}", b"[" * 100_000, b"\xff"):
+    for content in (b"[]", b"[" * 100_000, b"\xff"):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="DeepSpeed config") as caught:
             examine_deepspeed_config(path)

@@ -27,14 +27,9 @@ def test_the_report_holds_this_machine(tmp_path: Path) -> None:
     assert len(facts["devices"]) == torch.accelerator.device_count()
     assert facts["cache"]["free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
     assert {"Python", "torch", "device", "cache"} <= {finding["subject"] for finding in facts["findings"]}
-
-
-@pytest.mark.parametrize("name", ["gpu", "xpu:99"])
-def test_a_device_that_is_not_here_is_an_error_finding(name: str) -> None:
-    found = diagnose(device=name)
-    assert not found.ok and "device" not in found.facts
-    (finding,) = [f for f in found.findings if f.level == "error"]
-    assert finding.subject == "device" and name.split(":")[0] in finding.found and "cpu" in finding.remedy
+    missing = diagnose(device="xpu:99")
+    assert not missing.ok and "device" not in missing.facts
+    assert [finding.subject for finding in missing.findings if finding.level == "error"] == ["device"]
 
 
 def test_what_torch_warns_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 @pytest.mark.parametrize(
     ("package", "version", "level", "says"),
     [
-        *(("deepspeed", version, "ok", version) for version in ("0.14.0", "0.14.3", "0.19.8", "0.9.0")),
-        *(("deepspeed", version, "error", "issues/5422") for version in ("0.14.1", "0.14.2+cu121", "0.14.1.post1")),
+        *(("deepspeed", version, "ok", version) for version in ("0.14.0", "0.14.3")),
+        *(("deepspeed", version, "error", "issues/5422") for version in ("0.14.1", "0.14.2+cu121")),
         ("torch", "2.0.1+cu118", "error", "state_steps"),
         ("torch", "2.3.1", "error", "torch>=2.4"),
         ("diffusers", "0.38.0", "error", "diffusers>=0.39"),
