@@ -82,15 +82,14 @@ def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any
     assert code == 0 and entry["key"] == key and entry["fields"]["moments"]["shape"] == [8, 8, 16]
     assert entry["provenance"]["sample_id"] == "a.png"
     code, out, _ = run("show", "a.png", config_file.parent / "cache")
-    assert code == 0 and "a.png in photos: " in out and key[:12] in out and "moments: float32 [8, 8, 16]" in out
-    assert "'a red house'" in out and "tiny, cpu" in out
-    code, out, _ = run("show", key, config_file.parent / "cache")
-    assert code == 0 and out.startswith(key) and "a.png)" in out
+    assert code == 0 and key[:12] in out and "moments: float32 [8, 8, 16]" in out and "'a red house'" in out
+    assert run("show", key, config_file.parent / "cache")[1].startswith(key)
 
 
-def test_the_cache_can_be_named_in_every_way(cached: Path, run_json: Any) -> None:
+def test_the_cache_can_be_named_in_every_way(cached: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cached.parent / "cache"
-    for arguments in ([cache], [cached], ["--config", cached], ["--cache.path", cache]):
+    monkeypatch.setenv("HOME", str(cached.parent))
+    for arguments in ([cache], [cached], ["--config", cached], ["--cache.path", cache], ["--cache.path=~/cache"]):
         code, status = run_json("status", *arguments)
         assert code == 0 and status["path"] == str(cache), arguments
 
@@ -124,16 +123,12 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         ("precache", ["--encode.batch-sise", "1"], "Did you mean --encode.batch-size?"),
         ("precache", ["--cache-dir", "x"], "Did you mean --cache.path?"),
         ("precache", ["--encode.vae_dtype", "fp8"], "'float16'"),
-        ("precache", ["--datasets.cats.flip", "true"], "datasets: there is no 'cats' in the file; it has 0, photos"),
         ("precache", ["--cache", "x"], "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
         ("precache", ["--datasets.0.resolutions", "[256,512]"], "give a list in the file; no flag takes one"),
         ("precache", ["--datasets.0.mask", "alpha", "--datasets.0.mask.path", "x"], "contradict each other"),
         ("precache", ["--datasets.0.flop", "true"], "datasets.0.flop: unknown setting; did you mean 'datasets.0.flip'"),
-        ("precache", ["--datasets.0.path", "x"], "unknown setting; did you mean 'datasets.0.source.path'?"),
-        ("precache", ["--encode.device", "gpu"], "device 'gpu' is unknown"),
         # Not the model, which is loaded for minutes.
         ("precache", ["--datasets.0.source.path", "nowhere", "--model.path", "no-model"], "nowhere: does not exist"),
-        ("precache", ["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
         ("explain a.pgn", [], "did you mean 'a.png'?"),
         ("show nothing", [], "is no sample_id of this cache, and no key"),
         (f"show {'0' * 64}", [], "0 keys start with"),
@@ -150,11 +145,9 @@ def test_what_cannot_run_exits_with_2_and_says_why(
     assert code == 2 and message in document["error"]
 
 
-def test_what_is_missing_is_said(cached: Path, run: Any) -> None:
+def test_what_is_missing_is_said(run: Any) -> None:
     for command, message in (
         ("precache", "`latentcache precache --help` says what it takes."),
-        ("export kohya", "`latentcache export kohya --help` says what it takes."),
-        (f"precache {cached.parent}", "is a folder, not a config"),
         ("explain a.png", "latentcache explain SAMPLE CONFIG"),
         ("status", "which cache?"),
         ("status none.yaml --cache.path x", "none.yaml: no such cache directory and no such config"),
@@ -165,28 +158,25 @@ def test_what_is_missing_is_said(cached: Path, run: Any) -> None:
 
 def test_refusals_are_no_failure_unless_strict(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
     (photos / "bad.png").write_bytes(b"")
+    Path(os.fsdecode(os.fsencode(photos) + b"/no\xfftext.png")).write_bytes(b"")
     for number in range(6):
         (photos / f"torn{number}.png").write_bytes((photos / "a.png").read_bytes()[:40])
     code, report = run_json("precache", config_file)
-    assert code == 0 and report["num_refused"] == 7 and report["missing_captions"] == ["d.png"]
+    assert code == 0 and report["num_refused"] == 8 and report["missing_captions"] == ["d.png"]
     code, out, _ = run("precache", "--config", config_file)
     assert code == 0 and f"{photos}/bad.png: empty" in out and "torn5.png" not in out and "and 1 more: " in out
     assert "1 sample has no caption, and trains on the empty one: d.png" in out
-    assert out.splitlines()[-1].startswith("ready: 5 of 12 samples in ")
-    assert out.rstrip().endswith(f"Next: latentcache browse {config_file}")
-    other = config_file.parent / "other"
-    assert run("precache", config_file, "--cache.path", other)[1].rstrip().endswith(f"latentcache browse {other}")
+    assert "ready: 5 of 13 samples in " in out and out.rstrip().endswith(f"Next: latentcache browse {config_file}")
     assert "torn5.png" in run("precache", config_file, "--verbose")[1]
     assert [run_json(command, config_file)[0] for command in ("precache", "status")] == [0, 0]
     assert [run_json(command, config_file, "--strict")[0] for command in ("precache", "status")] == [1, 1]
+    assert "no\\udcfftext.png: " in run("show", "photos", config_file)[1], "its name, which is no text, is escaped"
     code, out, _ = run("show", "photos", config_file, "--json")
     rows = {row["sample_id"]: row for row in map(json.loads, out.splitlines())}
     assert code == 0 and rows["bad.png"]["refusal"]["reason"] == "empty"
     for sample_id, command in (("bad.png", "explain"), ("a.png", "show")):
         code, found = run_json(command, sample_id, config_file)
-        [shown] = found["datasets"]
-        assert code == 0 and shown["refusal"] == rows[sample_id]["refusal"]
-    assert rows["a.png"] == {name: shown[name] for name in rows["a.png"]}
+        assert code == 0 and found["datasets"][0]["refusal"] == rows[sample_id]["refusal"]
 
 
 def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, run_json: Any, tmp_path: Path) -> None:
@@ -207,6 +197,12 @@ def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, 
     assert run_json("verify", config_file)[1]["ok"]
     code, out, _ = run("verify", config_file, "--subset", "1/2")
     assert code == 0 and "the cache is whole" in out
+    for each in tmp_path.glob("cache/packs/*/*.safetensors"):
+        each.unlink()
+    code, found = run_json("status", config_file)
+    assert code == 1 and found["num_lost"] == 7, "five photos, and two prompts of the validation"
+    assert run_json("precache", config_file)[1]["num_encoded"] == 10
+    assert run_json("status", config_file)[0] == 0
 
 
 def test_rebuild_brings_everything_back(cached: Path, run_json: Any) -> None:
@@ -221,19 +217,20 @@ def test_prune_and_compact(config_file: Path, run: Any, run_json: Any, photos: P
     (photos / "a.png").unlink()
     run_json("precache", config_file)
     code, expected = run_json("prune", config_file, "--dry-run")
-    assert code == 0 and expected["num_entries"] == 3 and expected["num_bytes"] > 0 and expected["dry_run"]
+    assert code == 0 and expected["num_entries"] == 3 and expected["num_bytes"] > 0
     assert run_json("status", config_file)[1]["num_unused"] == 3
     assert f"would drop {expected['num_entries']} entries (" in run("prune", config_file, "--dry-run")[1]
     code, done = run_json("prune", config_file)
+    assert code == 0
     assert (done["num_entries"], done["num_bytes"]) == (expected["num_entries"], expected["num_bytes"])
-    assert run_json("status", config_file)[1]["num_unused"] == 0
-    before = run_json("status", config_file)[1]["store"]["file_bytes"]
+    before = run_json("status", config_file)[1]
+    assert before["num_unused"] == 0
     code, planned = run_json("compact", config_file, "--dry-run")
-    assert code == 0 and planned["file_bytes_before"] == before > planned["file_bytes_after"]
-    assert run_json("status", config_file)[1]["store"]["file_bytes"] == before
-    code, report = run_json("compact", config_file)
-    assert code == 0 and report["file_bytes_after"] < before
-    assert (report["num_entries"], report["num_packs_after"]) == (planned["num_entries"], planned["num_packs_after"])
+    assert code == 0 and planned["file_bytes_before"] > planned["file_bytes_after"]
+    assert run_json("status", config_file)[1]["store"] == before["store"]
+    code, out, _ = run("compact", config_file)
+    assert code == 0 and out.startswith("rewrote ")
+    assert run_json("status", config_file)[1]["store"]["file_bytes"] < before["store"]["file_bytes"]
     assert run_json("precache", config_file)[1]["num_misses"] == 0
     assert run_json("verify", config_file)[1]["ok"]
 
@@ -265,53 +262,15 @@ def stopped(*arguments: object, **named: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_fault_of_ours_is_not_taken_for_refusals(
-    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_faults_of_ours_and_ctrl_c_have_codes_of_their_own(
+    run: Any, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(latentcache.precache.run, "choose_encodings", lambda *_, **__: 1 / 0)
-    code, document = run_json("precache", config_file)
+    monkeypatch.setattr("latentcache.remote.transfer.transfer", lambda *_, **__: 1 / 0)
+    code, document = run_json("push", tmp_path / "a", tmp_path / "b")
     assert code == 2 and document["type"] == "ZeroDivisionError" and "please report it" in caplog.text
-
-
-def test_ctrl_c_says_that_nothing_is_lost(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("latentcache.remote.transfer.transfer", stopped)
     code, _, err = run("push", tmp_path / "a", tmp_path / "b")
     assert code == 130 and "interrupted; sealed entries are safe" in err
-
-
-def test_a_reader_that_goes_away_is_no_traceback(cached: Path) -> None:
-    command = f"{sys.executable} -m latentcache status {cached} --json | true"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
-
-
-def test_a_memory_store_on_the_command_line_warns(
-    config_file: Path, run: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    code, _, _ = run("precache", config_file, "--cache.store", "cpu")
-    assert code == 0 and "gone when this command ends" in caplog.text
-
-
-def test_the_home_directory_is_expanded(
-    config_file: Path, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code, report = run_json("precache", config_file, "--cache.path=~/home-cache")
-    assert code == 0 and report["cache"]["path"] == str(tmp_path / "home-cache")
-    assert (tmp_path / "home-cache" / "manifests").is_dir()
-    assert run_json("status", "--cache.path=~/home-cache")[1]["num_unused"] == 0
-
-
-def test_names_that_are_no_text_are_escaped(config_file: Path, run: Any, photos: Path) -> None:
-    (Path(os.fsdecode(os.fsencode(photos) + b"/b\xfed.png"))).write_bytes(b"")
-    run("precache", config_file)
-    done = subprocess.run(
-        [sys.executable, "-m", "latentcache", "show", "photos", str(config_file)],
-        capture_output=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
-    )  # fmt: skip
-    assert b"b\\udcfed.png: " in done.stdout
 
 
 def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any, photos: Path) -> None:
@@ -336,17 +295,3 @@ def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any,
     code, after = run_json("precache", config_file, *arguments[1:])
     assert code == 0 and after["num_hits"] == report["num_encoded"]
     assert after["num_hits"] + after["num_encoded"] == 30
-
-
-def test_packs_that_somebody_removed_are_said_and_encoded_again(
-    config_file: Path, run: Any, run_json: Any, tmp_path: Path
-) -> None:
-    run("precache", config_file)
-    for pack in tmp_path.glob("cache/packs/*/*.safetensors"):
-        pack.unlink()
-    code, found = run_json("status", config_file)
-    assert code == 1 and found["num_lost"] == 7  # five photos, and two prompts of the validation
-    code, report = run_json("precache", config_file)
-    assert code == 0 and report["num_encoded"] == 10
-    code, found = run_json("status", config_file)
-    assert code == 0 and found["num_lost"] == 0

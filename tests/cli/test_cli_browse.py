@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.page_server import photo_cache
+from helpers.serving import wait_until
 
 
 def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
@@ -32,10 +31,7 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"]
             assert url.startswith("http://127.0.0.1:")
-            for _ in range(300):
-                if opened.exists():
-                    break
-                time.sleep(0.1)
+            wait_until(opened.exists, 30)
             base, _, login = url.partition("/login?")
             argument = opened.read_text(encoding="ascii").strip()
             assert login not in argument, "every account can read the browser's command line"
@@ -57,18 +53,3 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
             assert not file.parent.exists(), "the token stays on no disk"
         finally:
             process.kill()
-
-
-def test_the_port_is_tried_before_the_models_are_looked_at(run: object, tmp_path: Path) -> None:
-    photo_cache(tmp_path, 2)
-    config = tmp_path / "config.json"
-    dataset = {"name": "photos", "source": {"kind": "folder", "path": str(tmp_path / "photos")}}
-    model = {"path": str(tmp_path / "no-model")}
-    config.write_text(json.dumps({"cache": {"path": str(tmp_path / "cache")}, "datasets": [dataset], "model": model}))
-    command = ["serve", tmp_path / "cache", "--encode", config]
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        code, _, err = run(*command, "--port", port)  # type: ignore[operator]  # a fixture's function
-        assert code == 2 and f"cannot listen on 127.0.0.1:{port}" in err and "no-model" not in err
-    code, _, err = run(*command, "--port", 0, "--config", config)  # type: ignore[operator]  # as above
-    assert code == 2 and "--config: leave it out" in err

@@ -18,24 +18,12 @@ from latentcache.scaleout.ray import RayCluster, precache
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 
-@pytest.fixture
-def config_file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(make_config().model_dump_json(exclude_defaults=True), encoding="utf-8")
-    return path
-
-
-def test_with_nothing_to_do_no_cluster_is_needed(config_file: Path, run_json: Any) -> None:
-    first = run_json("precache", config_file)
-    code, again = run_json("precache", config_file, "--ray", "192.0.2.1:1", "--ray.num_cpus", "0.25")
-    assert (code, again["num_misses"], again["num_hits"]) == (0, 0, first[1]["num_encoded"])
-    assert again["num_refused"] == 0 and again["misses_by_reason"] == {}
-
-
 def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
-    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
+    make_config: Callable[..., Config], tmp_path: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray alone tries for a quarter of an hour."""
+    config_file = tmp_path / "config.json"
+    config_file.write_text(make_config().model_dump_json(exclude_defaults=True), encoding="utf-8")
     code, error = run_json("precache", config_file, "--ray", "127.0.0.1:1")
     assert code == 2 and "127.0.0.1:1" in error["error"] and "refused" in error["error"]
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

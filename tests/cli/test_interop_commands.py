@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,6 @@ from latentcache.loading.cache import LatentCache
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
 
-ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
 RunJson = Callable[..., tuple[int, Any]]
 
@@ -72,8 +69,8 @@ def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Run, run_j
     assert code == 1 and "imported  2 samples from kohya as again" in out
     assert "d_0080x0144_sdxl.npz: corrupt" in out
     code, status = run_json("status", cache)
-    assert [manifest["name"] for manifest in status["manifests"]] == ["again", "kohya"]
-    assert {(each["imported_from"], each["num_unverified"]) for each in status["manifests"]} == {("kohya", 2)}
+    named = [(each["name"], each["imported_from"], each["num_unverified"]) for each in status["manifests"]]
+    assert named == [("again", "kohya", 2), ("kohya", "kohya", 2)]
     assert "imported from kohya, 2 unverified" in run("status", cache)[1]
     # One import's entries are another's: nothing is stored twice.
     assert status["store"]["num_entries"] == {"image": 2, "text": 2}
@@ -93,45 +90,22 @@ def test_import_takes_name_role_and_repeats_from_the_config(
         assert found is not None and (found.name, found.role, found.repeats, found.loss_weight) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("kohya", ".", "--text-cache", "t", "--cache", "x"), "--text-cache"),
-        (("simpletuner", ".", "--cache", "x"), "--images"),
-        (("kohya", "photos"), "which cache? Give its directory"),
-        (("kohya", "photos", "--cache", "x", "--verify", "3"), "--verify encodes entries again, and needs --config"),
-        (("kohya", "photos", "--cache", "x", "--verify", "0", "--config", "c.json"), "--verify is '0'; give a number"),
-        (("kohya", "photos", "--cache", "x", "--name", "../x"), "the name is '../x'"),
-        (("kohya", "photos", "--cache", "x", "--images", "none"), "does not exist"),
-        (("kohya", "none", "--cache", "x"), "is not a folder"),
-    ],
-)
 def test_what_cannot_be_imported_says_what_to_do(
-    foreign: Path,
-    tmp_path: Path,
-    make_config: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
-    arguments: tuple[str, ...],
-    message: str,
+    foreign: Path, tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     config_file(make_config(), tmp_path / "c.json")
     monkeypatch.chdir(tmp_path)
-    code, _, err = run("import", *arguments)
-    assert code == 2 and message in err
-
-
-def test_one_format_is_exported_without_the_others(tmp_path: Path) -> None:
-    """Also without a model library: an export of a large cache starts at once."""
-    program = (
-        "import sys\nfrom latentcache.cli.app import main\nmain(sys.argv[1:])\n"
-        "print([name for name in sys.modules if name.startswith('latentcache.interop.formats.')])\n"
-        "print('diffusers' in sys.modules)"
-    )
-    command = [sys.executable, "-c", program, "export", "webdataset", str(tmp_path / "out"), "--cache", "cache"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['latentcache.interop.formats.webdataset']", "False"], done.stderr
+    for command, message in (
+        ("simpletuner . --cache x", "--images"),
+        ("kohya photos", "which cache? Give its directory"),
+        ("kohya photos --cache x --verify 3", "--verify encodes entries again, and needs --config"),
+        ("kohya photos --cache x --verify 0 --config c.json", "--verify is '0'; give a number"),
+        ("kohya photos --cache x --name ../x", "the name is '../x'"),
+        ("kohya photos --cache x --images none", "does not exist"),
+        ("kohya none --cache x", "is not a folder"),
+    ):
+        code, _, err = run("import", *command.split())
+        assert code == 2 and message in err, command
 
 
 def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Run, run_json: RunJson) -> None:
@@ -243,14 +217,12 @@ def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, r
     unet = tiny_denoiser()
     unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
     lora = save_lora(unet, tmp_path)
-    # The folder of the last two is that of a stage of the training.
     for name, flags, step in (
         ("pytorch_lora_weights", (), None),
         ("checkpoint-70/pytorch_lora_weights", (), 70),
         ("mine-step00000030", (), 30),
         ("mine-step00000030", ("--step", "5"), 5),
-        ("step-3/final", (), None),
-        ("my-step7/best", (), None),
+        ("my-step7/best", (), None),  # its folder is that of a stage of the training
     ):
         named = tmp_path / f"named/{name}.safetensors"
         named.parent.mkdir(parents=True, exist_ok=True)
@@ -272,12 +244,10 @@ def test_other_formats_take_their_own_options(
     export, flags = ("export", "webdataset", tmp_path / "shards"), ("--cache", config.cache.path)
     code, report = run_json(*export, *flags, "--shard-bytes", "64KiB", "--dtype", "float16")
     assert code == 0 and (report["num_images"], report["num_texts"], report["skipped"]) == (5, 6, [])
-    described = json.loads((tmp_path / "shards/latentcache.json").read_text())
-    assert len(described["common"]["image_encoding"]["vae"]["weights"]) == 64 and not described["scaled"]
     code, _, err = run(*export, *flags)
     assert code == 2 and "is not empty. Shards are written to a new folder" in err
     code, _, err = run("export", "musubi", tmp_path / "x", *flags)
-    assert code == 2 and "how musubi lays out files of the family sdxl is not known; it is for flux, z-image" in err
+    assert code == 2 and "how musubi lays out files of the family sdxl is not known" in err
     # SimpleTuner's names are hashes of the image's name and of the caption: `printf %s c | sha256sum`.
     latents = "2e7d2c03a9507ae265ecf5b5356885a53393a2029d241394997265a1a25aefc6.pt"
     (tmp_path / "vae").mkdir()
