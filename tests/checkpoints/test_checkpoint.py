@@ -50,17 +50,14 @@ def test_resumes_bit_identically(scheduler: str, flags: dict[str, Any], tmp_path
     assert second.numbers() == expected
 
 
-@pytest.mark.parametrize("saved_as_tensor", [True, False])
-@pytest.mark.parametrize("built_as_tensor", [True, False])
-def test_a_tensor_lr_stays_the_callers_tensor(saved_as_tensor: bool, built_as_tensor: bool, tmp_path: Path) -> None:
-    first = Run(lr=torch.tensor(0.25) if saved_as_tensor else 0.25, foreach=False)
-    first.save(tmp_path / "checkpoint")
-    lr = torch.tensor(0.5) if built_as_tensor else 0.5
-    second = Run(lr=lr, foreach=False)
+@pytest.mark.parametrize(("saved", "built"), [(torch.tensor(0.25), 0.5), (0.25, torch.tensor(0.5))])
+def test_a_tensor_lr_stays_the_callers_tensor(saved: Any, built: Any, tmp_path: Path) -> None:
+    Run(lr=saved, foreach=False).save(tmp_path / "checkpoint")
+    second = Run(lr=built, foreach=False)
     second.load(tmp_path / "checkpoint")
     found = second.optimizer.param_groups[0]["lr"]
-    assert float(found) == 0.25 and isinstance(found, torch.Tensor) == built_as_tensor
-    assert found is lr or not built_as_tensor
+    assert float(found) == 0.25 and type(found) is type(built)
+    assert found is built or isinstance(built, float)
 
 
 class Tied(torch.nn.Module):
@@ -112,15 +109,15 @@ def test_parameters_at_other_places_are_named(tmp_path: Path) -> None:
     first, second = (list(part.parameters()) for part in model)
     optimizer = torch.optim.Adam([{"params": first}, {"params": second}])
     folder = save_checkpoint(tmp_path / "checkpoint", model=model, optimizer=optimizer)
-    other = torch.optim.Adam([{"params": second[::-1]}, {"params": first[:1]}, {"params": []}])
+    other = torch.optim.Adam([{"params": second}, {"params": first[:1]}, {"params": []}])
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(folder, model=model, optimizer=other)
     assert caught.value.offenders == (
         "optimizer: 2 groups in the file, 3 here",
         "optimizer.0.bias: group 0, place 1 in the file, missing here",
         "optimizer.0.weight: group 0, place 0 in the file, group 1, place 0 here",
-        "optimizer.1.bias: group 1, place 1 in the file, group 0, place 0 here",
-        "optimizer.1.weight: group 1, place 0 in the file, group 0, place 1 here",
+        "optimizer.1.bias: group 1, place 1 in the file, group 0, place 1 here",
+        "optimizer.1.weight: group 1, place 0 in the file, group 0, place 0 here",
     )
     with pytest.raises(CheckpointError, match=r"optimizer: saved from torch.optim.adam.Adam, here is .*SGD"):
         load_checkpoint(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
@@ -152,15 +149,6 @@ def test_names_do_not_depend_on_torch_compile(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / str(number), model=target, optimizer=torch.optim.SGD(target.parameters()))
 
 
-def test_an_averaged_module_is_an_ema_too(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    ema, other = AveragedModel(model), AveragedModel(torch.nn.Linear(2, 2))
-    ema.update_parameters(model)
-    save_checkpoint(tmp_path / "checkpoint", model=model, ema=ema)
-    load_checkpoint(tmp_path / "checkpoint", model=model, ema=other)
-    assert_same_bits(weights(other), weights(ema))
-
-
 def test_a_checkpoint_inside_a_phase_is_refused(tmp_path: Path) -> None:
     run = Run()
     run.ema.store(run.model.parameters())
@@ -171,20 +159,16 @@ def test_a_checkpoint_inside_a_phase_is_refused(tmp_path: Path) -> None:
     run.save(tmp_path / "checkpoint")
 
 
-def test_a_scaler_that_is_off_does_not_fit_one_that_is_on(tmp_path: Path) -> None:
-    model = torch.nn.Linear(1, 1)
+def test_an_averaged_module_is_an_ema_and_a_scaler_that_is_off_is_none_that_is_on(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    ema, other = AveragedModel(model), AveragedModel(torch.nn.Linear(2, 2))
+    ema.update_parameters(model)
     on, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
-    save_checkpoint(tmp_path / "checkpoint", model=model, scaler=on)
+    save_checkpoint(tmp_path / "checkpoint", model=model, ema=ema, scaler=on)
     with pytest.raises(CheckpointError, match="scaler: enabled=True in the file"):
-        load_checkpoint(tmp_path / "checkpoint", model=model, scaler=off)
-
-
-def test_counters_are_written_as_plain_numbers(tmp_path: Path) -> None:
-    """A file with a number of NumPy in it could not be read again."""
-    model = torch.nn.Linear(1, 1)
-    path = save_checkpoint(tmp_path / "last.pt", model=model, epoch=torch.tensor(2), step=np.int64(5))
-    state = load_checkpoint(path, model=model)
-    assert (state.epoch, state.step) == (2, 5) and type(state.epoch) is type(state.step) is int
+        load_checkpoint(tmp_path / "checkpoint", model=model, ema=other, scaler=off)
+    load_checkpoint(tmp_path / "checkpoint", model=model, ema=other)
+    assert_same_bits(weights(other), weights(ema))
 
 
 class Migrating(torch.nn.Module):
@@ -233,7 +217,6 @@ def partition_of_zero_3() -> torch.nn.Module:
         ),
         ({"model": partition_of_zero_3()}, r"weight: a partition of DeepSpeed ZeRO-3; save through the engine"),
     ],
-    ids=["array", "meta", "subclass", "step", "ema", "equal names", "partition"],
 )
 def test_what_cannot_be_written_is_named(arguments: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=problem):
@@ -241,12 +224,13 @@ def test_what_cannot_be_written_is_named(arguments: dict[str, Any], problem: str
     assert os.listdir(tmp_path) == []
 
 
-def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_plain_data_comes_back_as_it_was_and_counters_as_plain_numbers(tmp_path: Path) -> None:
     value = [None, True, -1, 1 << 70, 2.5, "é", (1, [2]), {3: {"a": ()}, (4,): b"5"}, Counter("aab"), {6}]
-    model = torch.nn.Linear(1, 1)
-    path = save_checkpoint(tmp_path / "plain.pt", model=model, rng=False, extra=value)
-    found = load_checkpoint(path, model=model, rng=False).extra
-    assert found == value and repr(found) == repr(value)
+    model, counters = torch.nn.Linear(1, 1), {"epoch": torch.tensor(2), "step": np.int64(5)}
+    path = save_checkpoint(tmp_path / "plain.pt", model=model, rng=False, extra=value, **counters)
+    found = load_checkpoint(path, model=model, rng=False)
+    assert found.extra == value and repr(found.extra) == repr(value)
+    assert (found.epoch, found.step) == (2, 5) and type(found.epoch) is type(found.step) is int
 
 
 def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tmp_path: Path) -> None:
@@ -265,14 +249,23 @@ def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tmp_path: Path) -> 
     assert path.stat().st_size < 100_000, "an empty view takes no space"
 
 
-def test_replacing_leaves_one_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_file_is_replaced_or_as_it_was(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model = tmp_path / "run" / "last.pt", torch.nn.Linear(2, 2)
     for step in range(3):
         save_checkpoint(path, model=model, step=step)
         assert load_checkpoint(path, model=model).step == step
         assert os.listdir(path.parent) == ["last.pt"]
-    (path.parent / "plain").touch()
-    assert path.stat().st_mode == (path.parent / "plain").stat().st_mode
+
+    def failing(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = path.read_bytes()
+    monkeypatch.setattr(durable_files.os, fails, failing)
+    with pytest.raises(CheckpointError, match=r"last\.pt: .* bytes cannot be written"):
+        save_checkpoint(path, model=model, step=3)
+    monkeypatch.undo()
+    assert os.listdir(path.parent) == ["last.pt"] and path.read_bytes() == before
 
 
 def test_what_was_loaded_does_not_depend_on_the_file(tmp_path: Path) -> None:
@@ -285,21 +278,6 @@ def test_what_was_loaded_does_not_depend_on_the_file(tmp_path: Path) -> None:
         file.write(bytes(path.stat().st_size))
     assert torch.equal(extra, torch.ones(5000))
     assert_same_bits(other.tensors(), run.tensors())
-
-
-@pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_save_that_fails_leaves_what_was_there(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2), step=1)
-    before = path.read_bytes()
-
-    def failing(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(durable_files.os, fails, failing)
-    with pytest.raises(CheckpointError, match=r"last\.pt: .* bytes cannot be written"):
-        save_checkpoint(path, model=torch.nn.Linear(2, 2), step=2)
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["last.pt"] and path.read_bytes() == before
 
 
 KILLED = """
