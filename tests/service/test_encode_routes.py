@@ -7,27 +7,25 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.family_walks import assert_same_batch, assert_same_entry
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import TOKEN, Answer, RunningServer, serving_here
 from helpers.tiny_configs import tiny_config
-from helpers.tiny_models import tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.errors import RemoteError, StoreError
-from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace
 from latentcache.validation.sample_images import prompt_embeddings
 
-NEW = ("not in the cache", "nor this one")
+NEW = ("not in the cache", "nor this one", "new to all", "late")
+SETTINGS = {"encode.clip_skip": 1, "encode.image_output": "sample", "encode.seed": 7, "encode.store_dtype": "float16"}
 MakeConfig = Callable[..., Config]
 
 
@@ -37,15 +35,16 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> MakeConfig:
     folder = tmp_path_factory.mktemp("encode")
     for number, size in enumerate([(80, 144), (144, 80)]):
         write_photo(folder / "photos" / f"{number}.png", number, size).with_suffix(".txt").write_text(f"photo {number}")
-    return lambda **changes: tiny_config(folder, **{"encode.clip_skip": 1, "datasets.0.flip": True, **changes})
+    return lambda **changes: tiny_config(folder, **{"cache.salt": "s", "datasets.0.flip": True, **SETTINGS, **changes})
 
 
 @pytest.fixture(scope="module")
-def precached(make_config: MakeConfig) -> Workspace:
-    """What precache makes of the config, with two prompts more."""
-    workspace = Workspace()
-    run_precache(make_config(**{"validation.prompts": ["a validation prompt", *NEW]}), workspace=workspace)
-    return workspace
+def precached(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LatentCache]:
+    """What precache makes of the config, with more prompts."""
+    path, texts = tmp_path_factory.mktemp("precached"), ["a validation prompt", *NEW]
+    run_precache(make_config(**{"cache.path": path, "validation.prompts": texts, "validation.negative_prompt": NEW[2]}))
+    with LatentCache(path, manifest="photos") as cache:
+        yield cache
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +64,12 @@ def prompts(*texts: str, **more: Any) -> dict[str, Any]:
     return {"prompts": [{"text": text} for text in texts], **more}
 
 
-def assert_precached(answer: Answer, precached: Workspace) -> set[str]:
+def assert_precached(answer: Answer, precached: LatentCache) -> set[str]:
     """The answer's entries are those of precache. Returns their keys."""
     found = answer.entries()
     for key, entry in found.items():
-        assert_equal(dict(entry.tensors), dict(precached.store.get(key).tensors))
+        assert_same_entry(entry, precached.get(key))
     return set(found)
-
-
-def assert_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
 
 
 def metrics(server: RunningServer, *names: str) -> list[float]:
@@ -83,7 +78,7 @@ def metrics(server: RunningServer, *names: str) -> list[float]:
     return [float(value) for [value] in found]
 
 
-def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
+def test_prompts_are_those_of_precache(server: RunningServer, precached: LatentCache) -> None:
     counters = ("entries_total", "hits_total", "misses_total")
     before = metrics(server, *counters)
     body = prompts(NEW[0], "photo 0", NEW[0], "")
@@ -97,16 +92,16 @@ def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspa
     assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
     one_new = server.post("/v1/prompts:encode", {**prompts(NEW[1], NEW[0]), "return": "keys"}).json()
     assert [entry["cached"] for entry in one_new["entries"]] == [False, True]
-    assert_precached(server.post("/v1/prompts:encode", prompts(*NEW)), precached)
+    assert_precached(server.post("/v1/prompts:encode", prompts(*NEW[:2])), precached)
 
 
 def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
-    server: RunningServer, precached: Workspace, tmp_path: Path
+    server: RunningServer, precached: LatentCache, tmp_path: Path
 ) -> None:
     photo = write_photo(tmp_path / "0.png", 0, (80, 144)).read_bytes()
-    answer, manifest = server.post("/v1/images:encode?dataset=photos", photo), precached.manifests.read("photos")
-    assert manifest is not None and len(assert_precached(answer, precached)) == 2
-    images = [{"key": ref.key, **ref.geometry.to_json()} for ref in manifest.rows["0.png"].images]
+    answer, row = server.post("/v1/images:encode?dataset=photos", photo), precached.manifest("photos").rows["0.png"]
+    assert len(assert_precached(answer, precached)) == 2
+    images = [{"key": ref.key, **ref.geometry.to_json()} for ref in row.images]
     assert json.loads(answer.headers["latentcache-images"]) == images
     [failures] = metrics(server, "failures_total")
     broken = bytearray(photo)
@@ -163,37 +158,25 @@ def test_many_clients_cause_one_encode(server: RunningServer) -> None:
     assert metrics(server, "entries_total", "queue", 'loaded{kind="text"}') == [before + 5, 0, 1]
 
 
-@cache
-def pipeline() -> Any:
-    return tiny_pipeline(tiny_parts())
-
-
-def expected(text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
-    """What SDXL's own pipeline gives for a prompt, with the config's clip_skip."""
-    embeds, negative_embeds, pooled, negative_pooled = pipeline().encode_prompt(
-        "" if negative else text, negative_prompt=text, clip_skip=1, device="cpu"
-    )
-    tensors = (negative_embeds, negative_pooled) if negative else (embeds, pooled)
-    return dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
-
-
-def test_a_damaged_entry_is_encoded_again(server: RunningServer, precached: Workspace) -> None:
+def test_a_damaged_entry_is_encoded_again(server: RunningServer, precached: LatentCache) -> None:
     [before] = metrics(server, "entries_total")
     with LatentCache(server.url, token=server.token, manifest="photos") as client:
-        assert_equal(client.prompt("a validation prompt", device="cpu"), expected("a validation prompt"))
+        found, expected = (each.prompt("a validation prompt", device="cpu") for each in (client, precached))
+    assert_same_batch(found, expected)
     assert metrics(server, "entries_total") == [before + 1]
-    assert_precached(server.post("/v1/prompts:encode", prompts("a validation prompt")), precached)
 
 
-def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, tmp_path: Path) -> None:
+def test_a_client_needs_no_encoder_for_new_prompts(
+    server: RunningServer, precached: LatentCache, tmp_path: Path
+) -> None:
     with LatentCache(server.url, token=server.token, local=tmp_path / "tier", manifest="photos") as client:
-        assert_equal(client.prompt("new to all", device="cpu"), expected("new to all"))
-        negative = client.prompt("new to all", negative=True, device="cpu")
-        assert_equal(negative, expected("new to all", negative=True))
+        for negative in (False, True):
+            found = client.prompt(NEW[2], negative=negative, device="cpu")
+            assert_same_batch(found, precached.prompt(NEW[2], negative=negative, device="cpu"))
         [before] = metrics(server, "entries_total")
-        images = prompt_embeddings(client, ["one prompt", "new to all"], "blurred", device="cpu")
-        assert [image.prompt for image in images] == ["one prompt", "new to all"]
-        assert torch.equal(images[1].embeds["prompt_embeds"], expected("new to all")["prompt_embeds"])
+        images = prompt_embeddings(client, ["one prompt", NEW[2]], "blurred", device="cpu")
+        assert [image.prompt for image in images] == ["one prompt", NEW[2]]
+        assert torch.equal(images[1].embeds["prompt_embeds"], precached.prompt(NEW[2], device="cpu")["prompt_embeds"])
         assert metrics(server, "entries_total") == [before + 2], "one of three is known"
         with pytest.raises(RemoteError, match="as a unicode string"):
             client.prompt("half \ud800 of a pair", device="cpu")
@@ -207,13 +190,16 @@ def test_prompts_of_other_encoders_are_refused(server: RunningServer) -> None:
         assert client.prompt("never seen", negative=True, device="cpu"), "clip_skip does not count for negative ones"
 
 
-def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(
+    make_config: MakeConfig, precached: LatentCache, tmp_path: Path
+) -> None:
     run_precache(config := make_config(**{"cache.path": tmp_path / "cache"}))
+    texts = (*(f"late {n}" for n in range(31)), NEW[3])
     with ThreadPoolExecutor(1) as threads:
         with serving_here(tmp_path / "cache", writes=False, encode=config) as server:
-            request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
+            request = threads.submit(server.post, "/v1/prompts:encode", prompts(*texts))
             while metrics(server, "queue") == [0]:
                 assert not request.done(), request.result().body
         assert len(request.result(30).entries()) == 32
     with LatentCache(tmp_path / "cache", manifest="photos") as reader:
-        assert_equal(reader.prompt("late 31", device="cpu"), expected("late 31"))
+        assert_same_batch(reader.prompt(NEW[3], device="cpu"), precached.prompt(NEW[3], device="cpu"))

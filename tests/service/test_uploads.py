@@ -184,15 +184,6 @@ def test_manifests_are_replaced_whole_and_guarded(server):
     assert ManifestFolder(server.cache / "manifests").read("uploaded") == whole
 
 
-def test_unfinished_runs_are_noted(server):
-    path = "/v1/manifests/running"
-    for _ in range(2):
-        assert server.put(f"{path}/unfinished", b"").status == 204
-    assert list(server.get("/v1/manifests").json()["unfinished"]) == ["running"]
-    assert server.put(path, manifest_bytes(make_manifest("running"))).status == 201
-    assert server.get("/v1/manifests").json()["unfinished"] == {}
-
-
 def test_a_killed_server_and_a_client_that_goes_away_lose_nothing(tmp_path, capfd):
     cache = fill(tmp_path / "cache", range(4))
     name, data = pack([image(number) for number in range(600, 640)])
