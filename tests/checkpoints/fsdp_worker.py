@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,20 +44,16 @@ def trained(world_size: int, policy: OffloadPolicy, *, optimizer_first: bool = F
 def main() -> None:
     rank, world_size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    runs: dict[str, dict[str, Any]] = {
+        "plain": {"policy": OffloadPolicy()},
+        "offloaded": {"policy": CPUOffloadPolicy(pin_memory=False)},
+        "orphaned": {"policy": OffloadPolicy(), "optimizer_first": True},
+    }
     try:
-        plain, loss = trained(world_size, OffloadPolicy())
-        offloaded, offloaded_loss = trained(world_size, CPUOffloadPolicy(pin_memory=False))
-        orphaned, orphaned_loss = trained(world_size, OffloadPolicy(), optimizer_first=True)
+        found = {name: trained(world_size, **settings) for name, settings in runs.items()}
     finally:
         dist.destroy_process_group()
-    report(
-        {
-            "losses": {"plain": loss, "offloaded": offloaded_loss, "orphaned": orphaned_loss},
-            "plain": asdict(plain),
-            "offloaded": asdict(offloaded),
-            "orphaned": asdict(orphaned),
-        }
-    )
+    report({name: asdict(audited) | {"loss": loss} for name, (audited, loss) in found.items()})
 
 
 if __name__ == "__main__":

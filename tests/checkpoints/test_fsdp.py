@@ -23,7 +23,7 @@ def test_a_sharded_run_is_clean(policy: str, ranks: list[dict[str, Any]]) -> Non
         assert rank[policy]["findings"] == []
         # 6 parameters with gradients, 3 buffers, 6 x 3 state tensors, the batch.
         assert rank[policy]["num_tensors"] == 6 + 6 + 3 + 18 + 1
-    assert ranks[0]["losses"][policy] == pytest.approx(ranks[1]["losses"][policy])
+    assert ranks[0][policy]["loss"] == pytest.approx(ranks[1][policy]["loss"])
 
 
 def test_an_optimizer_built_before_sharding_trains_orphans(ranks: list[dict[str, Any]]) -> None:
@@ -31,4 +31,4 @@ def test_an_optimizer_built_before_sharding_trains_orphans(ranks: list[dict[str,
     for rank in ranks:
         findings = rank["orphaned"]["findings"]
         assert [f["part"] for f in findings if f["kind"] == "orphan" and f["level"] == "error"] == ["optimizer"] * 6
-        assert rank["losses"]["orphaned"] > rank["losses"]["plain"]
+        assert rank["orphaned"]["loss"] > rank["plain"]["loss"]

@@ -46,15 +46,6 @@ def written(folder: Path) -> Path:
     return path
 
 
-def test_status_and_show_import_no_torch() -> None:
-    """That takes longer than all that they do."""
-    code = "import sys; from latentcache.cli.app import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
-    golden = str(ROOT / "tests" / "golden" / "format2")
-    for command in (["status", golden], ["show", "sub/b.png", golden], ["show", "golden", golden]):
-        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
-
-
 def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
     code, report = run_json("precache", config_file)
     assert code == 0 and report["num_encoded"] == report["num_misses"] == 10
@@ -106,15 +97,13 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         "--cache.path", tmp_path / "other", "--encode.batch_size", "3", "--encode.image-output=mean",
         "--datasets.photos.source.path", tmp_path / "elsewhere", "--datasets.0.flip", "true",
         "--datasets.photos.control.0.path", tmp_path / "first", "--datasets.photos.mask.path", tmp_path / "masks",
+        "--datasets.0.control.1.area", "4096",
     ]  # fmt: skip
-    code, report = run_json("precache", config_file, *flags, "--datasets.0.control.1.area", "4096")
+    code, report = run_json("precache", config_file, *flags)
     assert code == 0 and not report["refused"] and report["cache"]["path"] == str(tmp_path / "other")
     assert "batch_size is 3" in report["placement"]["vae"]
     # The first control image is the image itself.
     assert report["misses_by_reason"] == {"new": 15, "control 2: new": 10, "mask: new": 10}
-    code, report = run_json("precache", config_file, *flags, "--datasets.0.control.1.area", "1024", "--dry-run")
-    reasons = report["misses_by_reason"]
-    assert report["num_misses"] == 10 and all(each.startswith("control 2: bucket changed") for each in reasons)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +138,6 @@ def test_what_is_missing_is_said(run: Any) -> None:
     for command, message in (
         ("precache", "`latentcache precache --help` says what it takes."),
         ("explain a.png", "latentcache explain SAMPLE CONFIG"),
-        ("status", "which cache?"),
         ("status none.yaml --cache.path x", "none.yaml: no such cache directory and no such config"),
     ):
         code, _, err = run(*command.split())
@@ -205,15 +193,11 @@ def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, 
     assert run_json("status", config_file)[0] == 0
 
 
-def test_rebuild_brings_everything_back(cached: Path, run_json: Any) -> None:
-    shutil.rmtree(cached.parent / "cache" / "index")
-    code, report = run_json("rebuild", cached)
-    assert code == 0 and report["num_entries"] == 10 and report["unreadable"] == {}
-    assert run_json("precache", cached)[1]["num_hits"] == 10
-
-
-def test_prune_and_compact(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
+def test_rebuild_prune_and_compact(config_file: Path, run: Any, run_json: Any, tmp_path: Path, photos: Path) -> None:
     run_json("precache", config_file)
+    shutil.rmtree(tmp_path / "cache" / "index")
+    code, report = run_json("rebuild", config_file)
+    assert code == 0 and report["num_entries"] == 10 and report["unreadable"] == {}
     (photos / "a.png").unlink()
     run_json("precache", config_file)
     code, expected = run_json("prune", config_file, "--dry-run")

@@ -34,10 +34,10 @@ def page_of(cache: Path, **settings: Any) -> Iterator[str]:
         yield running.url
 
 
-def text_entry(sample_id: str, caption: str, num_tokens: int) -> Entry:
-    """A tiny entry of a caption."""
+def text_entry(caption: str) -> Entry:
+    """A tiny entry of a caption, of a token for each word, begin and end."""
     tensors = {"prompt_embeds": torch.ones(2, 4).half()}
-    return make_entry("text", caption, tensors, sample_id=sample_id, num_tokens=num_tokens)
+    return make_entry("text", caption, tensors, num_tokens=len(caption.split()) + 2)
 
 
 def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
@@ -47,7 +47,7 @@ def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
         name, size = f"{number:03d}.png", _SIZES[number % 3]
         path = write_photo(folder / "photos" / name, number, size)
         captions = [LONG_CAPTION, "a street at night"] if number == 1 else [f"a red house, number {number}"]
-        texts = [text_entry(name, text, len(text.split()) + 2) for text in captions]
+        texts = [text_entry(text) for text in captions]
         geometry = rule.geometry(size)
         assert geometry is not None
         side = geometry.target_size

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ import pytest
 from helpers.family_walks import assert_same_entries, walk_config
 from helpers.photo_files import write_photo
 from helpers.quick_encoder import FaultyEncoder, QuickEncoder
+from helpers.serving import wait_until
 
 from latentcache.config import Config, RayConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -56,16 +57,11 @@ def cluster() -> Iterator[Any]:
             cluster.shutdown()
 
 
-class QuickCluster(RayCluster):
-    encoder = QuickEncoder
-
-
 class Encoding(Progress):
     """Calls `act` with how many entries were encoded, each time."""
 
     def __init__(self, act: Callable[[int], None]):
-        self._act, self._num_encoded = act, 0
-        self._stage = ""
+        self._act, self._num_encoded, self._stage = act, 0, ""
 
     def start(self, stage: str, total: int | None) -> None:
         self._stage = stage
@@ -77,7 +73,7 @@ class Encoding(Progress):
 
 
 def quickly(config: Config, cluster: Any, encoder: type = QuickEncoder, **options: Any) -> Report:
-    elsewhere = QuickCluster(config, cluster.address)
+    elsewhere = RayCluster(config, cluster.address)
     elsewhere.encoder = encoder
     return run_precache(elsewhere.config, remote_encoders=elsewhere, **options)
 
@@ -116,9 +112,7 @@ def test_a_cluster_makes_what_one_process_makes(
     assert many.refused == one.refused and many.misses_by_reason == one.misses_by_reason
     with DiskStore(alone.cache.path) as first, DiskStore(shared.cache.path) as second:
         assert_same_entries(second, first)
-        assert len(list(second.path.glob("packs/*/*"))) >= num_encoders, (
-            "of each encoder, and more where that takes long"
-        )
+        assert len(list(second.path.glob("packs/*/*"))) >= num_encoders, "of each, and more where that takes long"
     of_one, of_many = (ManifestFolder(tmp_path / name / "manifests") for name in ("alone", "shared"))
     assert of_one.names() == of_many.names()
     assert all(of_one.read(name) == of_many.read(name) for name in of_one.names())
@@ -185,10 +179,9 @@ def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, clu
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     try:
-        deadline = time.monotonic() + 200
-        while not list(Path(config.cache.path).glob("packs/*/*.safetensors")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        packs = partial(Path(config.cache.path).glob, "packs/*/*.safetensors")
+        wait_until(lambda: process.poll() is not None or list(packs()), 200)
+        assert process.poll() is None
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -169,13 +169,6 @@ def test_photos_are_images_and_only_with_the_setting(tmp_path: Path) -> None:
         assert "shows no photos" in fetch(server, url("/sample", dataset="photos", id="a")).text
 
 
-ALLOWED_TAGS = {
-    *("html", "head", "meta", "title", "link", "script", "body", "a", "header", "img", "nav", "main", "div", "footer"),
-    *("h1", "h2", "p", "bdi", "span", "section", "figure", "svg", "image", "path", "rect", "figcaption", "ul", "li"),
-    *("blockquote", "dl", "dt", "dd", "code", "details", "summary", "pre"),
-}
-
-
 def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path) -> None:
     """Those of sample_ids, captions, paths and refusals, which do harm where they are not escaped."""
     row, rows = photo_cache(tmp_path, 1).rows["000.png"], {}
@@ -194,7 +187,6 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path) -> None:
         for text in rows:
             page = fetch(server, url("/sample", dataset="photos", id=text))
             page.assert_inert()
-            assert {tag for tag, _ in page.elements} <= ALLOWED_TAGS
             visible = text.encode("utf-8", "backslashreplace").decode().replace("\r\n", "\n").replace("\0", "\ufffd")
             assert visible in page.text.replace("\0", "\ufffd").replace("\r\n", "\n"), text
             fetch(server, url("/gallery", search=text[:200])).assert_inert()

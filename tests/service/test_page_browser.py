@@ -128,21 +128,15 @@ def test_a_walk(open_page: OpenPage, base: str) -> None:
     expect(page.get_by_label("State")).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_violation(open_page: OpenPage, base: str, scheme: str) -> None:
-    """Every rule in light; in dark those of contrast, since the rest is the same."""
-    found, options, paths = [], "{runOnly: ['color-contrast']}", ["/", "/gallery?search=7", SAMPLE, "/health"]
-    if scheme == "light":
-        options, paths = "{}", [*paths, "/login", "/gallery?state=refused", "/sample?dataset=photos&id=broken.jpg"]
-    page = open_page(base, color_scheme=scheme, bypass_csp=True)
-    red = int(page.evaluate("getComputedStyle(document.body).backgroundColor")[4:].partition(",")[0])
-    assert (red > 128) is (scheme == "light")
-    for path in paths:
-        page.goto(path)
-        page.evaluate(AXE)
-        for fault in page.evaluate(f"axe.run({options})")["violations"]:
-            nodes = [node["html"] for node in fault["nodes"]]
-            found.append(f"{path}: {fault['id']}: {fault['help']}: {nodes[:3]}")
+def test_axe_finds_no_violation(open_page: OpenPage, base: str) -> None:
+    found = []
+    for scheme in ("light", "dark"):
+        page = open_page(base, color_scheme=scheme, bypass_csp=True)
+        for path in ("/", "/gallery?search=7", SAMPLE, "/health", "/login", "/gallery?state=refused"):
+            page.goto(path)
+            page.evaluate(AXE)
+            faults = page.evaluate("axe.run()")["violations"]
+            found += [(scheme, path, fault["help"], fault["nodes"][0]["html"]) for fault in faults]
     assert found == []
 
 
@@ -156,8 +150,7 @@ def test_hostile_texts_do_nothing(open_page: OpenPage, tmp_path: Path) -> None:
         show_all(page, len(HOSTILE))
         assert HOSTILE[0] in page.locator("a.tile .caption").all_inner_texts()
         assert page.evaluate("window.harmed") is None
-        shown_at = [str(tiles(page).nth(number).get_attribute("href")) for number in range(0, 40, 8)]
-        for path in shown_at:
+        for path in [str(tiles(page).nth(number).get_attribute("href")) for number in range(0, 40, 8)]:
             page.goto(path)
             page.wait_for_timeout(100)  # handlers run after it has loaded
             assert page.evaluate("window.harmed") is None

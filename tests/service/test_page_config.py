@@ -94,10 +94,9 @@ def test_a_vae_decodes_the_latents_of_its_own_class_and_factors(make_config: Cal
 
     flux = {"vae": {"class_name": "AutoencoderKL"}, "scaling_factor": 0.3611, "shift_factor": 0.1159}
     wan = {"vae": {"class_name": "AutoencoderKLWan"}, "scaling_factor": 1.0, "shift_factor": None}
-    qwen = {**wan, "vae": {"class_name": "AutoencoderKLQwenImage"}}
     image, video = (16, 8, 8), (16, 3, 8, 8)
     assert takers({"encoding": flux}, image) == {"flux"}
-    assert takers({"encoding": wan}, video) == {"wan"} and takers({"encoding": qwen}, video) == {"qwen-image"}
+    assert takers({"encoding": wan}, video) == {"wan"}
     assert takers({"encoding": {**flux, "scaling_factor": 1.5305}}, image) == set(), "as that of another model"
     assert takers({"encoding": flux}, (4, 8, 8)) == takers({"encoding": {**flux, "vae": "?"}}, image) == set()
     imported = {"imported": {"format": "musubi"}}
@@ -146,7 +145,7 @@ def test_colours_are_not_guessed_for_the_latents_of_another_vae() -> None:
 
 
 def test_what_has_no_thumbnail_is_refused() -> None:
-    text, flat = text_entry("a", "a caption", 4), make_entry("image", 1, {"latents": torch.ones(16, 2)})
+    text, flat = text_entry("a caption"), make_entry("image", 1, {"latents": torch.ones(16, 2)})
     thumbnails = thumbnails_of(text, flat)
     for key, error, what in (
         ("0" * 64, EntryMissingError, "0{64}"),

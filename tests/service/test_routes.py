@@ -71,8 +71,7 @@ def test_only_what_is_damaged_on_the_disk_becomes_a_miss(tmp_path):
             damage(cache, ENTRIES[key].tensors["moments"].numpy().tobytes())
         assert verify([keys[5]], None).status == 401
         assert verify(["no key"]).status == 422 and verify(["0" * 64] * 16385).status == 422
-        found = verify([keys[5], keys[6]]).json()["damaged"]
-        assert found.keys() == {keys[5]} and "digest" in found[keys[5]]
+        assert verify([keys[5], keys[6]]).json()["damaged"].keys() == {keys[5]}
         there = server.post("/v1/entries:find", {"keys": keys}).json()["found"]
         assert there == [key for key in keys if key != keys[5]]
         assert verify([keys[5], keys[7]]).json()["damaged"].keys() == {keys[5], keys[7]}
