@@ -1,24 +1,33 @@
-"""The environment on a machine without a GPU: real facts, and findings in order."""
+"""The environment on a machine without a GPU: real facts, versions that are bad, and the command's exit codes.
+
+The last tests run it where latentcache cannot be installed, with torch alone, an old one too.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import shutil
-import warnings
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from latentcache.doctor import environment
-from latentcache.doctor.environment import diagnose, examine_device, multiplies
+from latentcache.doctor.environment import BAD_RANGES, check_versions, diagnose, examine_device, multiplies
 
-CPU = torch.device("cpu")
+CPU, DOCTOR = torch.device("cpu"), ("doctor", "--device", "cpu")
+ROOT = Path(__file__).parents[2]
 
 
-def test_the_report_holds_this_machine(tmp_path: Path) -> None:
+def test_the_report_holds_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = diagnose(device="cpu", cache_path=tmp_path / "cache")
     assert found.ok
     facts = json.loads(json.dumps(found.to_json()))
@@ -30,22 +39,7 @@ def test_the_report_holds_this_machine(tmp_path: Path) -> None:
     missing = diagnose(device="xpu:99")
     assert not missing.ok and "device" not in missing.facts
     assert [finding.subject for finding in missing.findings if finding.level == "error"] == ["device"]
-
-
-def test_what_torch_warns_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reports a driver that is too old as a warning, which would be lost on the terminal."""
-
-    def current_accelerator(check_available: bool = False) -> None:
-        warnings.warn("CUDA initialization: the NVIDIA driver is too old", UserWarning, stacklevel=1)
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
-    with pytest.warns(UserWarning, match="too old"):  # from the look-up of `auto`, after the report's own
-        found = diagnose(device="auto")
-    assert [f.level for f in found.findings if f.subject == "accelerator"] == ["warning"]
-
-
-def test_a_driver_beside_a_build_that_cannot_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    (tmp_path / "nvidia-smi").touch(mode=0o755)  # a driver beside a build that cannot use it
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert [f.level for f in diagnose(device="cpu").findings if f.subject == "CUDA"] == ["warning"]
@@ -66,3 +60,121 @@ def test_what_a_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "multiplies", lambda *_: torch.ones(2) + torch.ones(3))
     (finding,) = examine_device(CPU).findings
     assert finding.level == "error" and "does not answer" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "level", "says"),
+    [
+        *(("deepspeed", version, "ok", version) for version in ("0.14.0", "0.14.3")),
+        *(("deepspeed", version, "error", "issues/5422") for version in ("0.14.1", "0.14.2+cu121")),
+        ("torch", "2.0.1+cu118", "error", "state_steps"),
+        # Only pipelines whose parts lie on several devices fail before 0.42.
+        *(("diffusers", version, "note", "several devices") for version in ("0.39.0", "0.41.0")),
+        ("accelerate", "0.34.2", "error", "accelerate>=1.0"),
+    ],
+)
+def test_versions_that_are_known_to_be_bad(package: str, version: str, level: str, says: str) -> None:
+    (finding,) = check_versions({package: version})
+    assert (finding.subject, finding.level) == (package, level) and says in finding.found
+    assert finding.remedy.startswith(f"install {package}>=") or level == "ok"
+
+
+def test_floors_are_those_of_pyproject() -> None:
+    """A floor that is raised in pyproject is raised here too, and every remedy is a version that is not bad."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["optional-dependencies"]["encode"], *project["dependencies"]]
+    required = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    highest = {bad.package: bad for bad in BAD_RANGES if bad.specifier.startswith("<") and bad.level == "error"}
+    assert set(highest) == {"torch", "diffusers", "transformers", "accelerate"}
+    for package, bad in highest.items():
+        assert SpecifierSet(bad.specifier.replace("<", ">=")) == required[package]
+    for bad in BAD_RANGES:
+        (finding,) = check_versions({bad.package: bad.fixed})
+        assert finding.level == "ok"
+
+
+def subjects(report: dict[str, Any], level: str) -> list[str]:
+    return [finding["subject"] for finding in report["findings"] if finding["level"] == level]
+
+
+def test_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    assert run_json(*DOCTOR, "--deepspeed", path)[0] == 2  # it is not there
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}))
+    code, report = run_json(*DOCTOR, "--deepspeed", path)
+    assert code == 0 and subjects(report, "warning") == ["zero_optimization.offload_param"]
+    path.write_text(json.dumps({"zero_optimization": {"stage": 4}}))
+    code, out, _ = run(*DOCTOR, "--deepspeed", path)
+    assert code == 1 and "error    zero_optimization.stage" in out
+
+
+def test_a_training_step_is_audited(run_json: Any) -> None:
+    random_state = torch.random.get_rng_state()
+    code, report = run_json(*DOCTOR, "--training")
+    assert code == 0 and "training check" in subjects(report, "ok")
+    training = report["training"]
+    assert training["device"] == "cpu" and 0 < training["loss"] < 10
+    assert training["audit"]["findings"] == []
+    # 3 tensors of each parameter's optimizer state, its gradient and itself, and the batch.
+    assert training["audit"]["num_tensors"] > 1000
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert run_json(*DOCTOR, "--training")[1]["training"]["loss"] == training["loss"]
+
+
+# Where latentcache cannot be installed
+
+BLOCK = """
+import sys
+from importlib.metadata import packages_distributions
+
+OF_TORCH = {"torch", "torchgen", "functorch", "triton", "nvidia", "typing_extensions", "filelock", "sympy", "mpmath"}
+OF_TORCH |= {"networkx", "jinja2", "markupsafe", "fsspec", "setuptools", "latentcache"}
+
+class Blocked:
+    names = {name for name in packages_distributions() if name not in OF_TORCH}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+OLD_TORCH = """
+import torch
+for name in ("accelerator", "get_device_module", "OutOfMemoryError"):
+    delattr(torch, name)
+"""
+OLD = {"torch": "2.1.2+cu121", "transformers": "4.40.0", "deepspeed": "0.14.2"}
+
+
+def doctor(folder: Path, before: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """`python -m latentcache.doctor --json` after the code `before`, among the old packages in `folder`."""
+    code = f"import sys\nsys.path[:0] = {[str(folder), str(ROOT)]!r}\n{before}\n"
+    code += f"sys.argv[1:] = {['--json', *arguments]!r}\n"
+    code += "import runpy\nrunpy.run_module('latentcache.doctor', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_versions_are_judged(tmp_path: Path) -> None:
+    for name, version in OLD.items():
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": "auto"}')
+    flags = ("--deepspeed", str(config), "--cache.path", str(tmp_path))
+    code, found = doctor(tmp_path, BLOCK + OLD_TORCH, *flags)
+    by_subject = {each["subject"]: each for each in found["findings"]}
+    assert code == 1 and not found["ok"]
+    assert {name: by_subject[name]["level"] for name in OLD} == dict.fromkeys(OLD, "error")
+    assert by_subject["train_batch_size"]["level"] == "warning" and "cache" in by_subject
+    unchecked = {each["subject"] for each in found["findings"] if each["found"].startswith("not checked: ")}
+    assert unchecked == {"device"} and found["packages"].items() >= OLD.items()
+
+
+def test_nothing_is_wrong_where_torch_is_alone(tmp_path: Path) -> None:
+    code, found = doctor(tmp_path, BLOCK, "--training", "--device", "cpu")
+    levels = {each["subject"]: each["level"] for each in found["findings"]}
+    assert code == 0 and found["ok"] and (levels["torch"], levels["training check"]) == ("ok", "note")
