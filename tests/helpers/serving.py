@@ -105,6 +105,13 @@ class RunningServer:
         finally:
             connection.close()
 
+    def begin(self, route: str, rest: bytes) -> socket.socket:
+        """Begin a request with the writing token whose body does not come to its end. Returns its connection."""
+        client = socket.create_connection(self.address, timeout=20)
+        head = f"{route} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.write_token}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n" + rest)
+        return client
+
     def get(self, path: str, **more: Any) -> Answer:
         return self.request("GET", path, **more)
 

@@ -96,6 +96,7 @@ def test_every_page_is_whole_and_allows_nothing_from_elsewhere(server: RunningSe
 def test_the_gallery_is_paged_searched_and_filtered(server: RunningServer) -> None:
     page = fetch(server, "/gallery")
     more = next(attributes for _, attributes in page.elements if attributes.get("class") == "more")
+    assert ("a", {"href": more["hx-get"]}) in page.elements, "for who has no scripts"
     rest = fetch(server, more["hx-get"]).tiles()
     photos = [f"{number:03d}.png" for number in range(40)]
     assert page.tiles() + rest == ["000.png", "001.png", *photos, "broken.jpg"] and len(rest) == 19

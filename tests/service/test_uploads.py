@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 from dataclasses import replace
 
 import pytest
@@ -193,9 +192,8 @@ def test_a_killed_server_and_a_client_that_goes_away_lose_nothing(tmp_path, capf
     with serving(cache) as server:
 
         def half():
-            client = socket.create_connection(server.address)
-            head = f"PUT /v1/packs/{name} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.write_token}\r\n"
-            client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data[: len(data) // 2])
+            rest = f"Content-Length: {len(data)}\r\n\r\n".encode() + data[: len(data) // 2]
+            client = server.begin(f"PUT /v1/packs/{name}", rest)
             wait_until(half_written)
             return client
 
