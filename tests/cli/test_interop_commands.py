@@ -42,8 +42,10 @@ def exported(make_config: Callable[..., Config], photos: Path, tmp_path: Path, r
     (photos / "a.txt").write_text("a red house\n")  # kohya has one caption for an image
     (photos / "b.txt").write_text("long words " * 60)
     buckets = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}
-    changes = {"encode.image_output": "mean", "datasets.0.flip": True, "datasets.0.buckets": buckets}
-    config = make_config(**changes, **{"encode.max_length": 225})
+    changes = {"encode.image_output": "mean", "encode.max_length": 225}
+    small = {"validation.height": 64, "validation.width": 64, "validation.num_inference_steps": 1}
+    dataset = {"datasets.0.flip": True, "datasets.0.buckets": buckets, "validation.path": tmp_path / "validation"}
+    config = make_config(**changes, **small, **dataset)
     run_precache(config)
     code, report = run_json("export", "kohya", photos, "--cache", config.cache.path)
     assert code == 0 and (report["num_images"], report["num_texts"], report["num_files"]) == (10, 5, 10)
@@ -62,18 +64,14 @@ def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Run, run_j
     (foreign / latents_name("d", 80, 144)).write_bytes(b"PK")
     cache = tmp_path / "imported"
     code, report = run_json("import", "kohya", foreign, "--cache", cache)
-    assert code == 0 and report["name"] == "kohya" and report["cache"] == str(cache)
-    assert report["num_samples"] == 2
+    assert code == 0 and (report["name"], report["num_samples"], report["cache"]) == ("kohya", 2, str(cache))
     assert [refusal["reason"] for refusal in report["refused"]] == ["corrupt"]
     code, out, _ = run("import", "kohya", foreign, "--cache.path", cache, "--name", "again", "--strict")
-    assert code == 1 and "imported  2 samples from kohya as again" in out
-    assert "d_0080x0144_sdxl.npz: corrupt" in out
+    assert code == 1 and "2 samples from kohya as again" in out and "d_0080x0144_sdxl.npz: corrupt" in out
     code, status = run_json("status", cache)
     named = [(each["name"], each["imported_from"], each["num_unverified"]) for each in status["manifests"]]
     assert named == [("again", "kohya", 2), ("kohya", "kohya", 2)]
-    assert "imported from kohya, 2 unverified" in run("status", cache)[1]
-    # One import's entries are another's: nothing is stored twice.
-    assert status["store"]["num_entries"] == {"image": 2, "text": 2}
+    assert status["store"]["num_entries"] == {"image": 2, "text": 2}, "nothing is stored twice"
 
 
 def test_import_takes_name_role_and_repeats_from_the_config(
@@ -119,8 +117,6 @@ def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Ru
         assert code == 2 and message in err and not out.exists()
     code, report = run_json("export", "kohya", out, "--cache", cache, "--manifest", "one", "--unverified")
     assert code == 0 and report["num_images"] == 2
-    with np.load(out / latents_name("a", 144, 80)) as after, np.load(foreign / latents_name("a", 144, 80)) as before:
-        assert all(np.array_equal(before[name], after[name]) for name in before)
     code, out_text, _ = run("export", "kohya", out, "--cache", cache, "--manifest", "two", "--unverified", "--strict")
     assert code == 1 and "skipped   4" in out_text
 
@@ -186,11 +182,9 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     """Prompts of its validation are encoded next to the import, and its LoRA is validated under its own step."""
     imported = tmp_path / "imported"
     assert run("import", "kohya", photos, "--cache", imported, "--name", "photos", "--no-scale-check")[0] == 0
-    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
-    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
 
     def train(name: str, path: Path, unverified: bool) -> tuple[int, dict[str, Any], str]:
-        file = config_file(config, tmp_path / f"{name}.json", path=str(path), unverified=unverified)
+        file = config_file(exported, tmp_path / f"{name}.json", path=str(path), unverified=unverified)
         flags = ["--steps", "2", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
         monkeypatch.setattr(sys, "argv", ["train_lora", str(file), *flags, str(tmp_path / name)])
         code = script.main()
@@ -211,9 +205,7 @@ def test_training_on_an_import_is_training_on_what_was_exported(
 
 def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, run: Run, run_json: RunJson) -> None:
     """Results of other steps than those of their LoRA would make a curve that is wrong."""
-    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
-    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
-    file = config_file(config, tmp_path / "config.json", path=str(exported.cache.path))
+    file = config_file(exported, tmp_path / "config.json", path=str(exported.cache.path))
     unet = tiny_denoiser()
     unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
     lora = save_lora(unet, tmp_path)

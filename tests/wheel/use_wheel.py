@@ -24,7 +24,6 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 PROGRAM = "latentcache/train_lora.py"
 """scripts/train_lora.py, under the name that it has in the wheel."""
-NEEDED = ("py.typed", "models/tiny_photos/unet/", "service/page/static/", "service/page/templates/", "train_lora.py")
 READ = """
 import latentcache
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
@@ -57,8 +56,6 @@ def check_contents(built: dict[str, str], rebuilt: dict[str, str]) -> None:
     expected[PROGRAM] = ROOT / "scripts" / "train_lora.py"
     packed = {name: digest for name, digest in built.items() if name.startswith("latentcache/")}
     assert packed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in expected.items()}
-    for name in NEEDED:
-        assert any(each.startswith(f"latentcache/{name}") for each in packed), f"the wheel has no {name}"
     assert built == rebuilt, f"the source distribution builds another wheel: {sorted(built.items() ^ rebuilt.items())}"
 
 
