@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,6 @@ from latentcache.loading.cache import LatentCache
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
 
-Run = Callable[..., tuple[int, str, str]]
-RunJson = Callable[..., tuple[int, Any]]
-
 
 @pytest.fixture
 def foreign(photos: Path) -> Path:
@@ -37,7 +33,7 @@ def foreign(photos: Path) -> Path:
 
 
 @pytest.fixture
-def exported(make_config: Callable[..., Config], photos: Path, tmp_path: Path, run_json: RunJson) -> Config:
+def exported(make_config: Any, photos: Path, tmp_path: Path, run_json: Any) -> Config:
     """A config whose cache holds means of latents and long texts, and kohya's files of it next to the photos."""
     (photos / "a.txt").write_text("a red house\n")  # kohya has one caption for an image
     (photos / "b.txt").write_text("long words " * 60)
@@ -45,7 +41,7 @@ def exported(make_config: Callable[..., Config], photos: Path, tmp_path: Path, r
     changes = {"encode.image_output": "mean", "encode.max_length": 225}
     small = {"validation.height": 64, "validation.width": 64, "validation.num_inference_steps": 1}
     dataset = {"datasets.0.flip": True, "datasets.0.buckets": buckets, "validation.path": tmp_path / "validation"}
-    config = make_config(**changes, **small, **dataset)
+    config: Config = make_config(**changes, **small, **dataset)
     run_precache(config)
     code, report = run_json("export", "kohya", photos, "--cache", config.cache.path)
     assert code == 0 and (report["num_images"], report["num_texts"], report["num_files"]) == (10, 5, 10)
@@ -60,7 +56,7 @@ def config_file(config: Config, file: Path, **cache: Any) -> Path:
     return file
 
 
-def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Run, run_json: RunJson) -> None:
+def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Any, run_json: Any) -> None:
     (foreign / latents_name("d", 80, 144)).write_bytes(b"PK")
     cache = tmp_path / "imported"
     code, report = run_json("import", "kohya", foreign, "--cache", cache)
@@ -75,7 +71,7 @@ def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Run, run_j
 
 
 def test_import_takes_name_role_and_repeats_from_the_config(
-    foreign: Path, tmp_path: Path, make_config: Callable[..., Config], run_json: RunJson
+    foreign: Path, tmp_path: Path, make_config: Any, run_json: Any
 ) -> None:
     config = make_config(**{"datasets.0.role": "validation", "datasets.0.repeats": 3, "datasets.0.loss_weight": 0.5})
     file = config_file(config, tmp_path / "config.json")
@@ -89,7 +85,7 @@ def test_import_takes_name_role_and_repeats_from_the_config(
 
 
 def test_what_cannot_be_imported_says_what_to_do(
-    foreign: Path, tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, run: Run
+    foreign: Path, tmp_path: Path, make_config: Any, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
     config_file(make_config(), tmp_path / "c.json")
     monkeypatch.chdir(tmp_path)
@@ -106,7 +102,7 @@ def test_what_cannot_be_imported_says_what_to_do(
         assert code == 2 and message in err, command
 
 
-def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Run, run_json: RunJson) -> None:
+def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Any, run_json: Any) -> None:
     cache, out = tmp_path / "imported", tmp_path / "out"
     for name in ("one", "two"):
         run("import", "kohya", foreign, "--cache", cache, "--name", name)
@@ -122,7 +118,7 @@ def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Ru
 
 
 def test_export_skips_what_lies_in_other_buckets_than_those_of_the_training(
-    config: Config, tmp_path: Path, run: Run, run_json: RunJson
+    config: Config, tmp_path: Path, run: Any, run_json: Any
 ) -> None:
     """A released kohya looks at no shape: its training ends when a batch has two."""
     flags = ("export", "kohya", tmp_path / "out", "--cache", config.cache.path, "--buckets")
@@ -140,7 +136,7 @@ def test_export_skips_what_lies_in_other_buckets_than_those_of_the_training(
 
 
 def test_an_export_that_lacks_entries_is_no_success(
-    config: Config, photos: Path, tmp_path: Path, run_json: RunJson
+    config: Config, photos: Path, tmp_path: Path, run_json: Any
 ) -> None:
     """A refused sample is the user's to judge; an entry that cannot be read is damage."""
     (photos / "broken.png").write_bytes(b"\x89PNG")
@@ -155,7 +151,7 @@ def test_an_export_that_lacks_entries_is_no_success(
     assert code == 1 and report["num_unread"] == 1 and len(report["skipped"]) == 2
 
 
-def test_verify_says_how_entries_differ(exported: Config, photos: Path, tmp_path: Path, run_json: RunJson) -> None:
+def test_verify_says_how_entries_differ(exported: Config, photos: Path, tmp_path: Path, run_json: Any) -> None:
     file = config_file(exported, tmp_path / "config.json")
     flags = ("import", "kohya", photos, "--config", file, "--no-scale-check", "--verify", "all")
     code, report = run_json(*flags)
@@ -171,13 +167,7 @@ def test_verify_says_how_entries_differ(exported: Config, photos: Path, tmp_path
 
 
 def test_training_on_an_import_is_training_on_what_was_exported(
-    script: Any,
-    exported: Config,
-    photos: Path,
-    tmp_path: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: Any, exported: Config, photos: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Prompts of its validation are encoded next to the import, and its LoRA is validated under its own step."""
     imported = tmp_path / "imported"
@@ -203,7 +193,7 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     assert json.loads(out)["step"] == 2 and (tmp_path / "validation" / "000002").is_dir(), "as its file says"
 
 
-def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, run: Run, run_json: RunJson) -> None:
+def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, run: Any, run_json: Any) -> None:
     """Results of other steps than those of their LoRA would make a curve that is wrong."""
     file = config_file(exported, tmp_path / "config.json", path=str(exported.cache.path))
     unet = tiny_denoiser()
@@ -229,7 +219,7 @@ def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, r
 
 
 def test_other_formats_take_their_own_options(
-    make_config: Callable[..., Config], photos: Path, tmp_path: Path, run: Run, run_json: RunJson
+    make_config: Any, photos: Path, tmp_path: Path, run: Any, run_json: Any
 ) -> None:
     config = make_config(**{"encode.image_output": "mean"})
     run_precache(config)
