@@ -34,12 +34,6 @@ def page_of(cache: Path, **settings: Any) -> Iterator[str]:
         yield running.url
 
 
-def text_entry(caption: str) -> Entry:
-    """A tiny entry of a caption, of a token for each word, begin and end."""
-    tensors = {"prompt_embeds": torch.ones(2, 4).half()}
-    return make_entry("text", caption, tensors, num_tokens=len(caption.split()) + 2)
-
-
 def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
     """`folder/cache` of photos in two buckets, one refused file and one caption that is too long; a validation set."""
     rule, rows, entries = BucketRule(BucketsConfig(area=256 * 256, step=64)), dict[str, Row](), list[Entry]()
@@ -47,7 +41,8 @@ def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
         name, size = f"{number:03d}.png", _SIZES[number % 3]
         path = write_photo(folder / "photos" / name, number, size)
         captions = [LONG_CAPTION, "a street at night"] if number == 1 else [f"a red house, number {number}"]
-        texts = [text_entry(text) for text in captions]
+        embeds = {"prompt_embeds": torch.ones(2, 4).half()}
+        texts = [make_entry("text", text, embeds, num_tokens=len(text.split()) + 2) for text in captions]
         geometry = rule.geometry(size)
         assert geometry is not None
         side = geometry.target_size

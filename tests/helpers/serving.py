@@ -123,23 +123,20 @@ class RunningServer:
 
 
 @contextmanager
-def serving(cache: Path, *arguments: object, tokens: bool = True, writes: bool = True) -> Iterator[RunningServer]:
+def serving(cache: Path, *arguments: object, writes: bool = True) -> Iterator[RunningServer]:
     """Serve a cache directory by a process of its own for the block. `arguments` go to `latentcache serve`.
 
-    `tokens`: reading needs one. `writes`: there is a writing token. The process is ended in any case.
+    Reading needs a token. `writes`: there is a writing token. The process is ended in any case.
     """
-    command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
-    token = secrets.token_urlsafe(24) if tokens else ""
-    write_token = secrets.token_urlsafe(24) if writes else ""
+    command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json", *map(str, arguments)]
+    token, write_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if writes else ""
     environment = {**os.environ, TOKEN_VARIABLE: token, "LATENTCACHE_WRITE_TOKEN": write_token}
-    with subprocess.Popen(
-        [*command, *map(str, arguments)], stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, "the server ended: see what it printed"
-            yield RunningServer(cache, json.loads(line)["url"], token or None, write_token or None, process)
+            yield RunningServer(cache, json.loads(line)["url"], token, write_token or None, process)
         finally:
             process.kill()
 

@@ -60,8 +60,8 @@ def server(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) ->
         yield running
 
 
-def prompts(*texts: str, **more: Any) -> dict[str, Any]:
-    return {"prompts": [{"text": text} for text in texts], **more}
+def prompts(*texts: str) -> dict[str, Any]:
+    return {"prompts": [{"text": text} for text in texts]}
 
 
 def assert_precached(answer: Answer, precached: LatentCache) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.page_server import text_entry
 from helpers.photo_files import write_photo
-from helpers.remote_samples import make_entry
+from helpers.remote_samples import entries_of, make_entry
 from helpers.serving import RunningServer, serving_here
 from helpers.tiny_models import tiny_encoders, tiny_model
 from PIL import Image
 
-from latentcache.config import Config
 from latentcache.errors import EntryMissingError, RequestRefused, StoreError
 from latentcache.families import family_named, sdxl
 from latentcache.identity import key_of
@@ -40,11 +37,10 @@ def sample_page(server: RunningServer, name: str, **more: Any) -> str:
     return server.get(url("/sample", dataset="photos", id=name, **more)).body.decode()
 
 
-def test_reasons_and_cut_captions(make_config: Callable[..., Config], photos: Path) -> None:
+def test_reasons_and_cut_captions(make_config: Any, photos: Path) -> None:
     (photos / "b.txt").write_text(LONG, encoding="utf-8")
     config = make_config()
     run_precache(config)
-    assert isinstance(config.cache.path, Path)
     (photos / "c.txt").write_text("another caption\n", encoding="utf-8")
     with serving_here(config.cache.path, writes=False, config=config) as server:
         waiting = sample_page(server, "c.png")
@@ -63,14 +59,14 @@ def test_reasons_and_cut_captions(make_config: Callable[..., Config], photos: Pa
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux2", "qwen-image", "qwen-image-21", "wan"])  # one for each rule
-def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Callable[..., Config]) -> None:
+def test_the_vae_of_each_family_decodes_its_latents_alone(name: str, make_config: Any) -> None:
     """An odd number of rows is what halving a picture may leave; joined in pairs, the last one has no partner."""
-    family = family_named(name)
+    family, vae = family_named(name), tiny_model(name)["vae"]
     decoder = VaeDecoder(make_config(), LoadedModels(family=family, **tiny_encoders(name)))
     assert decoder.downscale == family.latent.downscale
     latents = torch.randn(family.latent.channels, 9, 8, generator=torch.Generator().manual_seed(0))
-    pixels = decoder(latents)
-    rows = 8 if vae_facts(vae := tiny_model(family.name)["vae"], family).scaling.rule == "batch_norm" else 9
+    pixels, scaling = decoder(latents), vae_facts(vae, family).scaling
+    rows = 8 if scaling.rule == "batch_norm" else 9
     frame = latents[None, :, None] if family.latent.is_video else latents[None, :, :rows]
     with torch.no_grad():
         whole = vae.decode(frame, return_dict=False)[0][0]
@@ -80,30 +76,14 @@ def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Call
     side, channels = family.latent.downscale, 4 if name.startswith("qwen-image-21") else 3
     assert pixels.shape == expected.shape == (rows * side, 8 * side, channels)
     assert np.abs(pixels.astype(int) - expected).max() <= 1 and pixels.std() > 1
-
-
-def test_a_vae_decodes_the_latents_of_its_own_class_and_factors(make_config: Callable[..., Config]) -> None:
-    """FLUX.1, Z-Image, Qwen-Image and Wan all have 16 channels, and only the first two have one VAE."""
-    decoders = {
-        name: VaeDecoder(make_config(), LoadedModels(family=family_named(name), **tiny_encoders(name)))
-        for name in ("flux", "qwen-image", "wan")
-    }
-
-    def takers(identity: dict[str, Any], shape: tuple[int, ...]) -> set[str]:
-        return {name for name, decoder in decoders.items() if decoder.takes(identity, shape)}
-
-    flux = {"vae": {"class_name": "AutoencoderKL"}, "scaling_factor": 0.3611, "shift_factor": 0.1159}
-    wan = {"vae": {"class_name": "AutoencoderKLWan"}, "scaling_factor": 1.0, "shift_factor": None}
-    image, video = (16, 8, 8), (16, 3, 8, 8)
-    assert takers({"encoding": flux}, image) == {"flux"}
-    assert takers({"encoding": wan}, video) == {"wan"}
-    assert takers({"encoding": {**flux, "scaling_factor": 1.5305}}, image) == set(), "as that of another model"
-    assert takers({"encoding": flux}, (4, 8, 8)) == takers({"encoding": {**flux, "vae": "?"}}, image) == set()
-    imported = {"imported": {"format": "musubi"}}
-    assert (takers(imported, image), takers(imported, video)) == ({"flux"}, {"qwen-image", "wan"})
-
-
-# Without a VAE
+    # FLUX.1, Z-Image, Qwen-Image and Wan all have 16 channels, and only the first two have one VAE.
+    shape = tuple(frame.shape[1:])
+    own: dict[str, Any] = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
+    own["vae"] = {"class_name": type(vae).__name__}
+    assert decoder.takes({"encoding": own}, shape) and decoder.takes({"imported": {"format": "musubi"}}, shape)
+    for other in ({"scaling_factor": 1.5305}, {"vae": {"class_name": "AutoencoderOther"}}, {"vae": "?"}):
+        assert not decoder.takes({"encoding": own | other}, shape), other
+    assert not decoder.takes({"encoding": own}, (3, *shape[1:]))
 
 
 def thumbnails_of(*entries: Entry) -> Thumbnails:
@@ -141,7 +121,7 @@ def test_moments_latents_and_imported_entries_give_the_same_picture_and_another_
 
 
 def test_what_has_no_thumbnail_is_refused() -> None:
-    text, flat = text_entry("a caption"), make_entry("image", 1, {"latents": torch.ones(16, 2)})
+    text, flat = entries_of(1)[1], make_entry("image", 1, {"latents": torch.ones(16, 2)})
     thumbnails = thumbnails_of(text, flat)
     for key, error, what in (
         ("0" * 64, EntryMissingError, "0{64}"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import socket
 import ssl
 import subprocess
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -75,11 +75,8 @@ def test_a_signal_lets_requests_finish(cache):
 
 def test_a_signal_at_once_ends_it(cache):
     """Who waits for its first line may stop it before it has begun to serve."""
-
-    def stop(url):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    assert serve(ServiceSettings(cache=cache), LOOPBACK, stop) == signal.SIGTERM
+    code = serve(ServiceSettings(cache=cache), LOOPBACK, lambda url: os.kill(os.getpid(), signal.SIGTERM))
+    assert code == signal.SIGTERM
 
 
 def test_an_open_server_answers_to_its_own_names_only(cache):
@@ -111,15 +108,12 @@ def test_tls(tmp_path, cache):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
-    made = subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], capture_output=True, check=False)
-    assert made.returncode == 0, made.stderr
+    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], capture_output=True, check=True)
     with serving_here(cache, address=Address(port=0, certfile=certificate, keyfile=key)) as server:
         assert server.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=str(certificate))
-        connection = http.client.HTTPSConnection(*server.address, context=context, timeout=20)
-        connection.request("GET", "/v1/packs")
-        assert connection.getresponse().status == 200
-        connection.close()
+        with urllib.request.urlopen(f"{server.url}/v1/packs", context=context, timeout=20) as answer:
+            assert answer.status == 200
 
 
 def test_every_route_does_what_it_says(tmp_path):
