@@ -46,6 +46,15 @@ def written(folder: Path) -> Path:
     return path
 
 
+def test_status_and_show_import_no_torch() -> None:
+    """That takes longer than all that they do."""
+    code = "import sys; from latentcache.cli.app import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    golden = str(ROOT / "tests" / "golden" / "format2")
+    for command in (["status", golden], ["show", "sub/b.png", golden], ["show", "golden", golden]):
+        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
+
+
 def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
     code, report = run_json("precache", config_file)
     assert code == 0 and report["num_encoded"] == report["num_misses"] == 10
