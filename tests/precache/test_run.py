@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,9 +132,7 @@ def test_one_bad_file_never_stops_the_run(make_config: Make, photos: Path) -> No
         }
         assert report.num_refused == 5 and report.num_samples == 10
         assert report.num_missing_captions == 1, "a refused sample is not trained on the empty caption"
-        assert (
-            report.failed == report.to_json()["failed"] == [str(photos / f"{name}.png") for name in ("cut", "damaged")]
-        )
+        assert report.failed == [str(photos / f"{name}.png") for name in ("cut", "damaged")]
         assert report.num_misses == report.num_encoded + len(report.failed)
     assert first.num_encoded == 12
     assert second.misses_by_reason == {f"refused before ({why})": 1 for why in ("truncated", "corrupt")}
@@ -148,7 +144,7 @@ def test_one_bad_file_never_stops_the_run(make_config: Make, photos: Path) -> No
     (photos / "cut.png").unlink()
     write_photo(photos / "damaged.png", 5)
     third = run_precache(config)
-    assert third.failed == [] and "failed" not in third.to_text() and third.num_encoded == 1
+    assert third.failed == [] and third.num_encoded == 1
 
 
 def test_a_file_that_changes_during_the_run_is_refused_and_encoded_by_the_next(make_config: Make, photos: Path) -> None:
@@ -165,32 +161,16 @@ def test_a_file_that_changes_during_the_run_is_refused_and_encoded_by_the_next(m
 
 def test_samples_of_one_name_and_captions_that_are_no_text_are_refused(make_config: Make, tmp_path: Path) -> None:
     folder, odd = tmp_path / "listed", "line\u2028separator \x00 and \u202e odd ones"
-    for number, name in enumerate(("x.png", "y.png")):
-        write_photo(folder / name, number)
-    lines = [{"file_name": "x.png", "text": "half \ud800 of a pair"}, {"file_name": "y.png", "text": odd}]
-    lines.append({"file_name": "y.png", "text": "another"})
-    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = []
+    for name, text in (("x.png", "half \ud800 of a pair"), ("y.png", odd), ("y.png", "another")):
+        write_photo(folder / name, len(lines))
+        lines.append(json.dumps({"file_name": name, "text": text}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
     config = make_config(**{"datasets.0.source": {"kind": "imagefolder", "path": folder}})
-    report = run_precache(config)
-    refused = [(refusal.sample_id, refusal.reason) for refusal in report.refused]
+    refused = [(refusal.sample_id, refusal.reason) for refusal in run_precache(config).refused]
     assert refused == [("x.png", "bad-caption"), ("y.png", "duplicate")]
     with LatentCache(config.cache.path) as cache:
         assert cache.batch(["y.png"], device="cpu")["caption"] == [odd]
-
-
-def test_another_layout_of_the_same_dataset_is_all_hits(make_config: Make, photos: Path, tmp_path: Path) -> None:
-    run_precache(make_config())
-    (photos / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50))
-    with tarfile.open(tmp_path / "shard-0.tar", "w") as tar:
-        for path in sorted(photos.rglob("*.*")):
-            tar.add(path, path.relative_to(photos).as_posix().replace("/", "_"))
-    source = {"kind": "webdataset", "path": tmp_path / "shard-0.tar"}
-    config = make_config(**{"datasets.0.source": source, "datasets.0.name": "other"})
-    report = run_precache(config)
-    assert (report.num_samples, report.num_hits, report.num_misses, report.num_refused) == (6, 12, 0, 1)
-    assert report.num_missing_captions == 1
-    with LatentCache(config.cache.path, manifest="other") as cache:
-        assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["latents"]) == 1
 
 
 KOHYA = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}
@@ -205,20 +185,14 @@ def test_a_rule_and_its_settings_count_only_where_they_change_the_pixels(make_co
     more = {**KOHYA, "max_side": 512}
     assert run_precache(make_config(**{"datasets.0.buckets": more})).num_encoded == 0
     assert run_precache(make_config()).num_encoded == 0
-    own = {"rule": "simpletuner", "resolution": 96, "step": 32}
-    report = run_precache(make_config(**{"datasets.0.buckets": own}))
-    assert sum(report.misses_by_reason.values()) == 5 and all(
-        reason.startswith("resample policy changed") for reason in report.misses_by_reason
-    )
 
 
 def test_an_image_without_a_bucket_is_refused_by_name(make_config: Make, photos: Path) -> None:
     write_photo(photos / "long.png", 9, (20, 140))
     config = make_config(**{"datasets.0.buckets": {**KOHYA, "upscale": False}})
-    for _ in range(2):
-        [refusal] = run_precache(config).refused
-        assert (refusal.sample_id, refusal.reason) == ("long.png", "no-bucket")
-        assert "kohya" in refusal.detail and "makes no bucket of an image of 20x140" in refusal.detail
+    [refusal] = run_precache(config).refused
+    assert (refusal.sample_id, refusal.reason) == ("long.png", "no-bucket")
+    assert "kohya" in refusal.detail and "makes no bucket of an image of 20x140" in refusal.detail
     with LatentCache(config.cache.path) as cache:
         assert sorted(cache.sample_ids()) == ["a.png", "b.png", "c.png", "d.png", "sub/e.png"]
 
@@ -244,12 +218,8 @@ def doctored() -> LoadedModels:
 def test_bad_numbers_are_encoded_again_in_float32_or_refused(
     make_config: Make, photos: Path, doctored: LoadedModels
 ) -> None:
-    damages = {
-        "nan": (250, float("nan")),
-        "inf": (200, float("inf")),
-        "zeros": (150, 0.0),
-        "hopeless": (100, float("nan")),
-    }
+    nan, inf = float("nan"), float("inf")
+    damages = {"nan": (250, nan), "inf": (200, inf), "zeros": (150, 0.0), "hopeless": (100, nan)}
     for name, (grey, _) in damages.items():
         Image.new("L", (128, 96), grey).save(photos / f"{name}.png")
 
@@ -393,10 +363,8 @@ def test_samples_that_lose_something_are_named(
         assert (report.num_truncated_captions, report.truncated_captions) == (2, ["a.png", "b.png"])
         assert report.num_mostly_cut == 7 and report.mostly_cut == [f"long{number}.png" for number in range(5)]
         assert "7 images lose more than half in the crop: long0.png, long1.png" in report.to_text()
-        assert report.to_json()["mostly_cut"] == report.mostly_cut
     [found] = [each for each in status(config.cache.path).manifests if each.role != "prompts"]
     assert (found.num_cut, found.cut) == (2, ("a.png", "b.png"))
-    assert "2 samples have a caption that is cut" in status(config.cache.path).to_text()
 
 
 def test_manifests_are_left_alone_until_the_last_rank_is_done(make_config: Make, photos: Path, tmp_path: Path) -> None:
@@ -487,21 +455,3 @@ def test_a_prompt_of_other_encoders_is_never_returned(make_config: Make) -> None
         pytest.raises(StoreError, match="one, other have different text encoders"),
     ):
         cache.prompt("", device="cpu")
-
-
-def test_a_run_stops_while_it_plans(make_config: Make) -> None:
-    stop = threading.Event()
-    stop.set()
-    config = make_config()
-    report = run_precache(config, stop=stop)
-    assert report.interrupted and report.num_encoded == 0
-    assert run_precache(config).num_encoded == 12
-
-
-def test_a_dataset_that_takes_anothers_name_is_warned_of(
-    make_config: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_precache(make_config())
-    write_photo(tmp_path / "others" / "x.png", 1)
-    run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "others"}}))
-    assert "manifest photos listed 5 other images" in caplog.text

@@ -55,10 +55,7 @@ def entries(config: Config) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_launching_ahead_changes_no_entry(
-    make_config: Make,
-    more_photos: int,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    make_config: Make, more_photos: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     settings = {"encode.batch_size": 4, "encode.store_dtype": "float16"}
     plain, ahead = (make_config(**settings, **{"cache.path": tmp_path / name}) for name in ("plain", "ahead"))
@@ -74,10 +71,7 @@ def test_launching_ahead_changes_no_entry(
 
 
 def test_memory_stays_flat(
-    make_config: Make,
-    more_photos: int,
-    overlapping: Streams,
-    monkeypatch: pytest.MonkeyPatch,
+    make_config: Make, more_photos: int, overlapping: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound of stages.py, with T = 2 threads, G = 3 images in a group, B = 3 in a batch, and a slow writer."""
     lock, live, most = threading.Lock(), 0, 0
@@ -126,6 +120,8 @@ def test_a_stop_while_batches_are_under_way(make_config: Make, more_photos: int,
     config = make_config(**{"encode.batch_size": 2})
     first = run_precache(config, progress=Stops(), stop=stop)
     assert first.interrupted and ManifestFolder(config.cache.path / "manifests").names() == []
+    report = run_precache(config, stop=stop)
+    assert report.interrupted and report.num_encoded == 0, "it is set while the run plans"
     second = run_precache(config)
     assert not second.interrupted and second.num_hits == first.num_encoded
     assert second.num_encoded >= more_photos - 6
