@@ -58,17 +58,6 @@ def overflowing(dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
     return parts
 
 
-def texts_of(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Caption -> provenance and tensors of its entry."""
-    found = {}
-    with LatentCache(config.cache.path, manifest="photos") as cache:
-        for name in ("a.png", "b.png", "sub/e.png"):
-            for ref in cache.row(name)[1].captions:
-                entry = cache.get(ref.key)
-                found[ref.text] = dict(entry.record.provenance), dict(entry.tensors)
-    return found
-
-
 def test_a_text_that_is_not_finite_is_encoded_again_in_float32(make_config: Make, tmp_path: Path) -> None:
     settings = {"encode.text_store_dtype": "float32"}
     half = make_config(**settings, **{"encode.text_dtype": "float16"})
@@ -78,12 +67,13 @@ def test_a_text_that_is_not_finite_is_encoded_again_in_float32(make_config: Make
     assert (report.num_retried_in_float32, report.num_refused) == (1, 0)
     assert "1 entry encoded again in float32" in report.to_text() and not parts["text_encoder_2"].training
     run_precache(single)
-    found, expected = texts_of(half), texts_of(single)
-    for caption, (provenance, tensors) in found.items():
-        is_bad = caption == BAD
-        assert provenance["computed_dtype"] == ("float32" if is_bad else "float16")
-        assert ("encoded again in float32" in provenance.get("note", "")) == is_bad
-        assert all(torch.equal(tensor, expected[caption][1][name]) for name, tensor in tensors.items()) == is_bad
+    with LatentCache(half.cache) as cache, LatentCache(single.cache) as other:
+        for name in ("a.png", "b.png", "sub/e.png"):
+            for ref, same in zip(cache.row(name)[1].captions, other.row(name)[1].captions, strict=True):
+                found, expected, is_bad = cache.get(ref.key), other.get(same.key).tensors, ref.text == BAD
+                assert found.record.provenance["computed_dtype"] == ("float32" if is_bad else "float16")
+                assert ("encoded again in float32" in found.record.provenance.get("note", "")) == is_bad
+                assert all(torch.equal(value, expected[name]) for name, value in found.tensors.items()) == is_bad
     assert run_precache(half, models=LoadedModels(**parts)).num_misses == 0
 
 
