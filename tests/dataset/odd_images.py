@@ -111,51 +111,21 @@ def raw_png(depth: int, colour_type: int, rows: np.ndarray | None = None, *, sid
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
-# --- ICC profiles, by hand -------------------------------------------------------------------------------------------
-
-D50 = np.array([0.9642, 1.0, 0.8249])
-SRGB_TO_XYZ_D50 = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
-WIDE_TO_XYZ_D50 = np.array([[0.60974, 0.20528, 0.14919], [0.31111, 0.62567, 0.06322], [0.01947, 0.06087, 0.74457]])
-"""Adobe RGB (1998), adapted to D50."""
-WIDE_GAMMA = 563 / 256
-
-
-def _xyz(values: np.ndarray) -> bytes:
-    return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(value * 65536) for value in values))
-
-
-def _profile(colour_space: bytes, connection: bytes, device: bytes, tags: dict[bytes, bytes]) -> bytes:
-    tags = {
-        b"desc": b"desc" + bytes(4) + struct.pack(">I", 5) + b"test\x00" + bytes(78),
-        b"cprt": b"text" + bytes(4) + b"none\x00",
-        b"wtpt": _xyz(D50),
-    } | tags
-    offset, table, body = 128 + 4 + 12 * len(tags), b"", b""
-    for name, value in tags.items():
-        value += bytes(-len(value) % 4)
-        table += name + struct.pack(">II", offset + len(body), len(value))
-        body += value
-    header = struct.pack(">I4xI", offset + len(body), 0x02100000) + device + colour_space + connection
-    header += struct.pack(">6H", 2026, 1, 1, 0, 0, 0) + b"acsp" + bytes(28) + _xyz(D50)[8:]
-    return header.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
-
-
-def _gamma(value: float) -> bytes:
-    return b"curv" + bytes(4) + struct.pack(">IH", 1, round(value * 256)) + bytes(2)
-
-
-def wide_profile() -> bytes:
-    primaries = dict(zip((b"rXYZ", b"gXYZ", b"bXYZ"), map(_xyz, WIDE_TO_XYZ_D50.T), strict=True))
-    curves = dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), _gamma(WIDE_GAMMA))
-    return _profile(b"RGB ", b"XYZ ", b"mntr", primaries | curves)
-
-
-def linear_grey_profile() -> bytes:
-    return _profile(b"GRAY", b"XYZ ", b"mntr", {b"kTRC": _gamma(1.0)})
+# --- ICC profiles ---------------------------------------------------------------------------------------------------
 
 
 def srgb_profile() -> bytes:
     return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def linear_profile(*, grey: bool = False) -> bytes:
+    """That of sRGB with linear curves, and with red and blue exchanged; or of linear grey."""
+    data = srgb_profile()
+    at = data.index(b"para")
+    data = data[:at] + b"curv" + bytes(4) + struct.pack(">IH", 1, 256) + data[at + 14 :]
+    if grey:
+        return data.replace(b"RGB ", b"GRAY", 1).replace(b"rTRC", b"kTRC")
+    return data.replace(b"rXYZ", b"....").replace(b"bXYZ", b"rXYZ").replace(b"....", b"bXYZ")
 
 
 def srgb_encode(linear: np.ndarray) -> np.ndarray:
@@ -163,9 +133,8 @@ def srgb_encode(linear: np.ndarray) -> np.ndarray:
     return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
 
 
-def wide_to_srgb(pixels: np.ndarray) -> np.ndarray:
-    linear = (pixels / 255.0) ** WIDE_GAMMA
-    return srgb_encode(linear @ (np.linalg.inv(SRGB_TO_XYZ_D50) @ WIDE_TO_XYZ_D50).T)
+def linear_to_srgb(pixels: np.ndarray) -> np.ndarray:
+    return srgb_encode(pixels / 255.0)[..., ::-1]
 
 
 def lightness(inks: tuple[int, ...]) -> int:
@@ -174,15 +143,18 @@ def lightness(inks: tuple[int, ...]) -> int:
 
 
 def cmyk_profile() -> bytes:
-    """A press whose table has two points a side: lut16Type, CMYK -> Lab. Other intents than perceptual print black."""
+    """A press whose table has two points a side: lut16Type, CMYK -> Lab. The colorimetric intent prints black."""
     corners = [(c, m, y, k) for c in (0, 1) for m in (0, 1) for y in (0, 1) for k in (0, 1)]
     identity = struct.pack(">9i", *(65536 if i % 4 == 0 else 0 for i in range(9)))
     ramp = struct.pack(">2H", 0, 65535)
     head = b"mft2" + bytes(4) + bytes([4, 3, 2, 0]) + identity + struct.pack(">2H", 2, 2) + ramp * 4
     greys = [struct.pack(">3H", round(lightness(corner) * 652.8), 0x8000, 0x8000) for corner in corners]
     perceptual = head + b"".join(greys) + ramp * 3
-    other = head + struct.pack(">3H", 0, 0x8000, 0x8000) * len(corners) + ramp * 3
-    return _profile(b"CMYK", b"Lab ", b"prtr", {b"A2B0": perceptual, b"A2B1": other, b"A2B2": other})
+    colorimetric = head + struct.pack(">3H", 0, 0x8000, 0x8000) * len(corners) + ramp * 3
+    at, end, num_bytes = 156, 156 + len(perceptual), len(perceptual)
+    tags = struct.pack(">I4sII4sII", 2, b"A2B0", at, num_bytes, b"A2B1", end, num_bytes)
+    header = struct.pack(">I", end + num_bytes) + srgb_profile()[4:12] + b"prtrCMYKLab " + srgb_profile()[24:128]
+    return header + tags + perceptual + colorimetric
 
 
 # --- the corpus ------------------------------------------------------------------------------------------------------
@@ -258,6 +230,10 @@ def _rgba(path: str, name: str, colours: np.ndarray | None = None, tolerance: fl
     return _pixels(data, path, tolerance, over(photo() if colours is None else colours, alpha()))
 
 
+def _linear_grey(profile: bytes) -> Odd:
+    return _pixels(png(grey(), icc_profile=profile), "linear-grey.png", 2, linear_to_srgb(as_rgb(grey())))
+
+
 def _flipped_bit() -> Odd:
     """A flipped bit of a pixel. zlib's own checksum is in a chunk apart, to which Pillow's load never gets."""
     body = bytearray(zlib.compress(b"".join(b"\x00" + row.tobytes() for row in photo()), 0))
@@ -300,15 +276,11 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "jpeg-mpo": lambda: _pixels(frames("MPO", quality=95, subsampling=0), "phone.jpg", 6),
     "cmyk": lambda: _cmyk("cmyk.jpg"),
     "cmyk-icc": lambda: _cmyk("cmyk-icc.jpg", icc_profile=cmyk_profile()),
-    "icc-wide-alpha": lambda: _rgba("w.png", "PNG", wide_to_srgb(photo()), 2, icc_profile=wide_profile()),
+    "icc-linear-alpha": lambda: _rgba("l.png", "PNG", linear_to_srgb(photo()), 2, icc_profile=linear_profile()),
     # As many tools write grey images: each level is a neutral colour of that profile.
-    "icc-wide-grey": lambda: _pixels(
-        png(grey(), icc_profile=wide_profile()), "wide-grey.png", 2, wide_to_srgb(as_rgb(grey()))
-    ),
-    "icc-linear-grey": lambda: _pixels(
-        png(grey(), icc_profile=linear_grey_profile()), "linear-grey.png", 2, srgb_encode(as_rgb(grey()) / 255.0)
-    ),
-    "icc-of-grey-on-rgb": lambda: _pixels(png(photo(), icc_profile=linear_grey_profile()), "mismatch.png", 0),
+    "icc-of-rgb-on-grey": lambda: _linear_grey(linear_profile()),
+    "icc-linear-grey": lambda: _linear_grey(linear_profile(grey=True)),
+    "icc-of-grey-on-rgb": lambda: _pixels(png(photo(), icc_profile=linear_profile(grey=True)), "mismatch.png", 0),
     "icc-srgb": lambda: _pixels(png(photo(), icc_profile=srgb_profile()), "srgb.png", 0),
     "icc-broken": lambda: _pixels(png(photo(), icc_profile=b"not a profile at all"), "icc.png", 0),
     "grey-16": lambda: _pixels(

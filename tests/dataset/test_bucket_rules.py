@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from latentcache.config import BucketsConfig
-from latentcache.config_file import parse_config
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.resampling import resize
-from latentcache.errors import ConfigError
 from latentcache.types import Geometry, Size
 
 DATA = Path(__file__).parent / "data"
@@ -152,19 +150,3 @@ def test_pixels_are_those_of_the_trainer_bit_for_bit(case: dict[str, Any]) -> No
     got = np.ascontiguousarray(resize(noise(size), resized, name))
     assert got.shape == (*resized, 3) and got.dtype == np.uint8
     assert hashlib.sha256(got.tobytes()).hexdigest() == case["sha256"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_side": 2048}, "max_side is no setting of rule latentcache; it has area, max_aspect, step"),
-        ({"rule": "kohya", "resolution": 1536}, "kohya needs step 64 <= min_side 256 <= resolution 1536 <= max_side"),
-        ({"rule": "onetrainer", "resolution": 512, "step": 1024}, "resolution is 512; it must be at least step, 1024"),
-        ({"area": 10**12}, "buckets.area: Input should be less than or equal to 268435456"),
-        ({"rule": "novelai"}, "buckets.rule: Input should be 'latentcache', 'kohya'"),
-    ],
-)
-def test_settings_that_do_not_fit_the_rule_are_config_errors(settings: dict[str, Any], message: str) -> None:
-    dataset = {"name": "photos", "source": {"path": "photos"}, "buckets": settings}
-    with pytest.raises(ConfigError, match=message):
-        parse_config({"datasets": [dataset]})

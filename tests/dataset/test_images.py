@@ -65,14 +65,10 @@ def test_each_odd_image_meets_its_verdict(name: str) -> None:
     if odd.reason not in ("corrupt", "truncated"):
         with pytest.raises(ImageRefused, match=odd.path):
             probe(odd.data, odd.path, POLICY)
-
-
-@pytest.mark.parametrize("name", [name for name in CORPUS if name.startswith("animated-")])
-def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
-    odd = made(name)
-    pixels = decode(odd.data, odd.path, ImagesConfig(min_side=16, animated="first-frame"))
-    # WebP and AVIF are lossy, GIF has few colours; the second frame is mirrored, and differs by up to 200.
-    assert difference(pixels, photo()) <= 40
+    if odd.reason == "animated":
+        first = decode(odd.data, odd.path, ImagesConfig(min_side=16, animated="first-frame"))
+        # WebP and AVIF are lossy, GIF has few colours; the second frame is mirrored, and differs by up to 200.
+        assert difference(first, photo()) <= 40
 
 
 def test_half_a_phones_picture_is_refused() -> None:
@@ -132,7 +128,7 @@ EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_si
 @pytest.mark.parametrize(
     "name",
     [
-        *("exif-6", "exif-tiff", "exif-avif", "exif-png-late", "jpeg-mpo", "cmyk-icc", "icc-wide-alpha", "grey-16"),
+        *("exif-6", "exif-tiff", "exif-avif", "exif-png-late", "jpeg-mpo", "cmyk-icc", "icc-linear-alpha", "grey-16"),
         *("palette-alpha", "webp-alpha", "gif-transparent", "bmp", "animated-png"),
     ],
 )

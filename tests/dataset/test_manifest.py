@@ -54,16 +54,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         folder.read("other")
 
 
-def test_runs_that_began_are_listed_until_they_are_done(tmp_path: Path) -> None:
-    folder = ManifestFolder(tmp_path / "manifests")
-    assert folder.unfinished() == {}
-    folder.begin("photos")
-    folder.begin("other")
-    assert list(folder.unfinished()) == ["other", "photos"] and folder.names() == []
-    folder.write(manifest("one"))
-    assert list(folder.unfinished()) == ["other"]
-
-
 def test_no_update_undoes_another(tmp_path: Path) -> None:
     """Two processes, and threads with folders of their own, add a sample each time."""
     num_updates = 15

@@ -19,8 +19,6 @@ import odd_images
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from latentcache.config import SourceConfig
 from latentcache.config_file import parse_config
@@ -159,14 +157,10 @@ class TestAllSources:
             assert [sample.captions for sample in found] == [captions or ("",) for _, captions in PHOTOS.values()]
             with ThreadPoolExecutor(8) as pool:
                 assert list(pool.map(opened.read, [*found, *found[::-1]] * 20)) == [*wanted, *wanted[::-1]] * 20
-
-    def test_a_vanished_file_is_refused_as_missing(self, source: SampleSource) -> None:
-        sample = next(iter(source.samples()))
-        assert isinstance(sample, Sample)
-        os.unlink(sample.path.split("#")[0])
+        os.unlink(found[0].path.split("#")[0])
         with pytest.raises(ImageRefused) as caught:
-            source.read(sample)
-        assert caught.value.reason == "missing" and caught.value.path == sample.path
+            pickle.loads(pickle.dumps(source)).read(found[0])
+        assert caught.value.reason == "missing" and caught.value.path == found[0].path
 
     def test_what_is_not_there_is_an_error(self, kind: str, tmp_path: Path, source: SampleSource) -> None:
         with pytest.raises(DatasetError, match="does not exist"):
@@ -177,9 +171,6 @@ class TestAllSources:
         if kind != "folder":  # it trained with empty captions
             with pytest.raises(DatasetError, match=r"column 'captoin', but: .*(text|caption)"):
                 listed(open_source(kind, tmp_path, caption_columns=["captoin"]))
-
-
-# Folders
 
 
 class TestFolder:
@@ -265,9 +256,6 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatc
         open_source("webdataset", tmp_path)
 
 
-# Folders with metadata
-
-
 class TestImageFolder:
     def test_each_folder_may_have_its_own_metadata(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write(tmp_path, "a.png left-out.png train/b.png train/deep/c.png")
@@ -322,9 +310,6 @@ class TestImageFolder:
             "gone.png": "missing",
             "b.png": "bad-caption",
         }
-
-
-# Tars
 
 
 def header(kind: bytes, size: int, rest: bytes = b"") -> bytes:
@@ -448,22 +433,6 @@ class TestWebDataset:
         with pytest.raises(ImageRefused) as caught:
             source.read(sample)  # type: ignore[arg-type]
         assert caught.value.reason == "changed"
-
-    @given(edits=st.lists(st.tuples(st.floats(0, 0.67), st.integers(0, 255)), min_size=1, max_size=8))
-    @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    def test_damaged_tars_never_raise(self, tmp_path: Path, edits: list[tuple[float, int]]) -> None:
-        path, long = tmp_path / "s.tar", "long/" * 30
-        mutated = bytearray(write_tar(path, {"a.png": IMAGE, f"{long}b.png": b"1", f"{long}b.txt": b"b"}).read_bytes())
-        for place, value in edits:
-            mutated[int(place * len(mutated))] = value
-        path.write_bytes(mutated)
-        try:
-            listed(open_source("webdataset", path))
-        except DatasetError:
-            return
-
-
-# Tables
 
 
 class TestParquet:
