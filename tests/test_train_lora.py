@@ -204,63 +204,32 @@ def test_the_loss(script: ModuleType, cached: Config, options: Any) -> None:
         assert found == pytest.approx((seen["output"] - target).square().mean().item())
 
 
-def rows_of(batches: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
-    return [row for batch in batches for row in zip(*(batch[name] for name in names), strict=True)]
-
-
-def check_captions_and_flips(batches: list[dict[str, Any]]) -> None:
-    rows = rows_of(batches, "caption", "prompt_embeds")
-    assert all((caption == "") == (not texts.any()) for caption, texts in rows)
-    captions = {caption for caption, _ in rows}
-    assert "" in captions and all(each.startswith("another caption") for each in captions - {""})
-    assert {batch["num_items"] for batch in batches} == {5}, "and not 10, of both sides"
-
-
-def check_crops_and_long_prompts(batches: list[dict[str, Any]]) -> None:
-    rows = rows_of(batches, "caption", "prompt_embeds")
-    assert "" in {caption for caption, _ in rows} and all(texts.any() and len(texts) == 152 for _, texts in rows)
-    crops = set(rows_of(batches, "sample_id", "crop_top_left"))
-    assert len(crops) > len({name for name, _ in crops})
-
-
-@pytest.mark.parametrize(
-    ("dataset", "encode", "train", "check"),
-    [
-        (
-            {"flip": True},
-            {},
-            {"flips": "random", "caption": 1, "caption_dropout": 0.5, "dropout_to": "zeros"},
-            check_captions_and_flips,
-        ),
-        (
-            {"variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8},
-            {"max_length": 150},
-            {"crops": "random", "caption_dropout": 0.5},
-            check_crops_and_long_prompts,
-        ),
-    ],
-    ids=["captions and flips", "crops and long prompts"],
-)
-def test_a_recipe_trains(
-    script: ModuleType, cold: Config, options: Any, monkeypatch: Any, dataset: Any, encode: Any, train: Any, check: Any
+def test_the_choices_of_a_config_are_those_of_the_training(
+    script: ModuleType, cold: Config, options: Any, monkeypatch: Any
 ) -> None:
-    """With these changes of the second dataset, of `encode` and of `train`."""
+    """Captions, flips, crops and long prompts; a dropped caption is zeros."""
     settings = training_only(cold).model_dump(mode="json", exclude_unset=True)
-    settings["datasets"][1] |= dataset
-    settings["encode"] |= encode
+    settings["datasets"][1] |= {"flip": True, "variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8}
+    settings["encode"] |= {"max_length": 150}
+    train = {"flips": "random", "crops": "random", "caption": 1, "caption_dropout": 0.5, "dropout_to": "zeros"}
     config = parse_config(settings | {"train": train})
     run_precache(config)
-    batches: list[dict[str, Any]] = []
+    seen: list[tuple[str, torch.Tensor, str, Any]] = []
     loss = script.Training.loss
 
     def watched(training: Any, batch: dict[str, Any]) -> Any:
-        batches.append(batch | {"num_items": len(training.dataset)})
+        seen.extend(zip(*(batch[name] for name in names), strict=True))
         return loss(training, batch)
 
+    names = ("caption", "prompt_embeds", "sample_id", "crop_top_left")
     monkeypatch.setattr(script.Training, "loss", watched)
     result = script.train(config, options)
     assert result["step"] == NUM_STEPS and all(map(math.isfinite, result["losses"]))
-    check(batches)
+    captions = {caption for caption, *_ in seen}
+    assert "" in captions and all(each.startswith("another caption") for each in captions - {""})
+    assert all((caption == "") == (not texts.any()) and len(texts) == 152 for caption, texts, *_ in seen)
+    crops = {(sample_id, crop) for *_, sample_id, crop in seen}
+    assert len(crops) > len({sample_id for sample_id, _ in crops})
 
 
 def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: Any) -> None:
