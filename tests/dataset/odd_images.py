@@ -84,16 +84,9 @@ def exif(orientation: int) -> bytes:
 
 def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """What a viewer shows of stored `pixels`, from the table in the EXIF standard: where row 0 and column 0 are."""
-    return {
-        1: pixels,
-        2: pixels[:, ::-1],
-        3: pixels[::-1, ::-1],
-        4: pixels[::-1],
-        5: pixels.transpose(1, 0, 2),
-        6: np.rot90(pixels, -1),
-        7: pixels[::-1, ::-1].transpose(1, 0, 2),
-        8: np.rot90(pixels, 1),
-    }[orientation]
+    shown = pixels if orientation < 5 else pixels.transpose(1, 0, 2)
+    shown = shown[::-1] if orientation in (3, 4, 7, 8) else shown
+    return shown[:, ::-1] if orientation in (2, 3, 6, 7) else shown
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

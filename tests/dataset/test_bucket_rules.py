@@ -1,4 +1,4 @@
-"""Every trainer's buckets and resize filters, against what was recorded from its own functions."""
+"""Every trainer's buckets and resize filters, against what was recorded from its own functions; and our own buckets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from latentcache.config import BucketsConfig
 from latentcache.dataset.bucket_rules import BucketRule
+from latentcache.dataset.buckets import assign
 from latentcache.dataset.resampling import resize
 from latentcache.types import Geometry, Size
 
@@ -111,6 +112,29 @@ def test_a_rule_gives_what_its_trainer_gave(config: Any, case: dict[str, Any]) -
         assert by_size[f"{width}x{height}"] == row
     assert sum(text.count(" ") == 1 for text in lines) == case["without_bucket"]
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == case["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "digest"),
+    [
+        ({}, "279d8bf38042a1e3b6d5f06f3bfcfcde1c2c576318cee65bd0ddc0f86d5ebcd4"),
+        ({"area": 512 * 512}, "deda7332e3292c8e1a8cd9f7d9dcc5d0d65d3b55b5c25266f2493bda98b180f3"),
+        (
+            {"area": 300 * 300, "step": 8, "max_aspect": 3.0},
+            "0cc0d2ce7926781b6e13f8a8653d81dff040d75dee9f77f088479bdaa4f37f61",
+        ),
+    ],
+)
+def test_our_own_rule_gives_what_it_gave(settings: dict[str, Any], digest: str) -> None:
+    """Another geometry of an image is another key. The buckets were compared with all that the definition allows."""
+    rule = BucketRule(BucketsConfig(**settings))
+    lines = [line(size, rule.geometry(size)) for size in recorded_sizes()]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == digest
+
+
+def test_ties_go_to_the_larger_area_then_the_smaller_height() -> None:
+    assert assign(Size(500, 500), (Size(512, 512), Size(1024, 1024))) == Size(1024, 1024)
+    assert assign(Size(500, 500), (Size(1216, 832), Size(832, 1216))) == Size(832, 1216)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from latentcache.config import CaptionsConfig
 from latentcache.dataset.captions import variants_of, varied
 
@@ -34,19 +31,8 @@ def test_the_rule_is_that_of_sd_scripts() -> None:
 def test_texts_stay_what_they_are() -> None:
     """Another stream would encode all variants of everybody again."""
     rule = CaptionsConfig(variants=4, shuffle=True, keep=1, drop=0.25)
-    assert variants_of("ohwx, a, b, c, d, e", rule) == (
-        "ohwx, a, b, c, d, e",
-        "ohwx, a, b, c, d",
-        "ohwx, d, a, b, c",
-        "ohwx, e, a, d, b, c",
-    )
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(2, 6), st.integers(0, 3))
-def test_more_variants_begin_with_the_same(caption: str, num: int, seed: int) -> None:
-    rule = CaptionsConfig(variants=num, shuffle=True, drop=0.2, seed=seed)
-    made = variants_of(caption, rule)
-    assert made[0] == caption and len(made) == num
     state = random.getstate()
-    assert variants_of(caption, rule.model_copy(update={"variants": num + 3}))[:num] == made
+    made = variants_of("ohwx, a, b, c, d, e", rule)
+    assert made == ("ohwx, a, b, c, d, e", "ohwx, a, b, c, d", "ohwx, d, a, b, c", "ohwx, e, a, d, b, c")
+    assert variants_of(made[0], rule.model_copy(update={"variants": 7}))[:4] == made, "more begin with the same"
     assert random.getstate() == state, "Python's own stream is left alone"

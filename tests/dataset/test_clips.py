@@ -129,9 +129,6 @@ def test_a_video_is_turned_as_its_matrix_says() -> None:
     assert pixels.shape == (64, 48, 3) and (pixels[4:10, -10:-4] > 230).all() and (pixels[4:10, 4:10] < 30).all()
 
 
-# What is refused
-
-
 def truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
@@ -163,15 +160,11 @@ def test_what_cannot_be_read_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         ("too-many-pixels", video, limits),
     ):
         for fps in (10, None):
-            with pytest.raises(ImageRefused) as caught:
+            with pytest.raises(ImageRefused, match=rf"refused \({reason}\)"):
                 probe_clip(damaged, "a.mp4", IMAGES.model_copy(update=changes), FramesConfig(fps=fps))
-            assert caught.value.reason == reason
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImageRefused, match=r"pip install 'latentcache\[video\]'"):
         probe_clip(video, "a.mp4", IMAGES, FramesConfig())
-
-
-# Caching
 
 
 @pytest.fixture(scope="module")

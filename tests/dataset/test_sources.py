@@ -158,9 +158,8 @@ class TestAllSources:
             with ThreadPoolExecutor(8) as pool:
                 assert list(pool.map(opened.read, [*found, *found[::-1]] * 20)) == [*wanted, *wanted[::-1]] * 20
         os.unlink(found[0].path.split("#")[0])
-        with pytest.raises(ImageRefused) as caught:
+        with pytest.raises(ImageRefused, match=r"refused \(missing\)"):
             pickle.loads(pickle.dumps(source)).read(found[0])
-        assert caught.value.reason == "missing" and caught.value.path == found[0].path
 
     def test_what_is_not_there_is_an_error(self, kind: str, tmp_path: Path, source: SampleSource) -> None:
         with pytest.raises(DatasetError, match="does not exist"):
@@ -175,6 +174,8 @@ class TestAllSources:
 
 class TestFolder:
     def test_captions_pair_by_the_whole_stem_and_by_suffixes_in_capitals(self, tmp_path: Path) -> None:
+        odd = {"new\nline.png", "ünïcode 熊.png", "u\u0308.png", "\u202egnp.png", "a b.png", os.fsdecode(b"\xe9.png")}
+        write(tmp_path, odd)
         texts = {"aaa.bbb": b"bbb", "aaa": b"wrong", "cat": b"a cat"}
         texts = {f"{name}.txt": text for name, text in texts.items()}
         texts |= {"cat.Txt": b"wrong", "sub/cat.TXT": b"another cat", "Fox.TXT": b"no fox"}
@@ -186,6 +187,7 @@ class TestFolder:
             "cat.png": ("a cat",),
             "fox.png": ("",),
             "sub/cat.png": ("another cat",),
+            **dict.fromkeys(odd, ("",)),
         }
 
     @pytest.mark.parametrize(
@@ -208,12 +210,6 @@ class TestFolder:
             found = {"b.png": ("",)} if wanted is None else {"a.png": wanted, "b.png": ("",)}
             assert listed(source) == (found, {"a.png": "bad-caption"} if wanted is None else {})
         assert captions or next(iter(source.samples())).path == str(tmp_path / "a.caption")
-
-    def test_odd_names_survive(self, tmp_path: Path) -> None:
-        odd = os.fsdecode(b"\xe9.png")
-        names = {"new\nline.png", "ünïcode 熊.png", "u\u0308.png", "\u202egnp.png", "a b.png", odd}
-        write(tmp_path, names)
-        assert listed(open_source("folder", tmp_path))[0].keys() == names
 
     def test_what_is_planted_is_refused_and_nothing_is_read_twice(self, tmp_path: Path) -> None:
         plants: dict[str, Callable[[Path], object]] = {
@@ -430,9 +426,8 @@ class TestWebDataset:
         source = open_source("webdataset", path)
         [sample] = source.samples()
         write_tar(path, {"other.txt": b"x" * 5000, "a.png": IMAGE})
-        with pytest.raises(ImageRefused) as caught:
+        with pytest.raises(ImageRefused, match=r"refused \(changed\)"):
             source.read(sample)  # type: ignore[arg-type]
-        assert caught.value.reason == "changed"
 
 
 class TestParquet:
@@ -482,9 +477,8 @@ class TestParquet:
         data[start : start + 60] = b"\xff" * 60
         file.write_bytes(data)
         assert source.read(found[0]) == noise[0]
-        with pytest.raises(ImageRefused) as caught:
+        with pytest.raises(ImageRefused, match=r"refused \(corrupt\)"):
             source.read(found[2])
-        assert caught.value.reason == "corrupt"
 
 
 # Control images and masks

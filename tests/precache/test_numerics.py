@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,7 @@ BACKENDS = torch.backends
 PRECISIONS = (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv)
 CALLERS: dict[str, list[tuple[Any, str, Any]]] = {
     "leaves them": [],
-    "races kernels": [(BACKENDS.cudnn, "benchmark", True)],
-    "sums in float16": [(BACKENDS.cuda.matmul, "allow_fp16_accumulation", True)],
+    "races and sums": [(BACKENDS.cudnn, "benchmark", True), (BACKENDS.cuda.matmul, "allow_fp16_accumulation", True)],
     "sets tf32 for all": [(BACKENDS, "fp32_precision", "tf32")],
     "mixes both": [(BACKENDS.cuda.matmul, "allow_tf32", True), (BACKENDS.cuda.matmul, "fp32_precision", "ieee")],
     "sets medium": [],
@@ -30,16 +30,10 @@ CALLERS: dict[str, list[tuple[Any, str, Any]]] = {
 
 def seen_by_caller() -> list[Any]:
     """All that a caller can read; an older flag says that it cannot be read where both interfaces were used."""
-    readers: list[Callable[[], Any]] = [
-        torch.get_float32_matmul_precision,
-        lambda: BACKENDS.cuda.matmul.allow_tf32,
-        lambda: BACKENDS.cudnn.allow_tf32,
-        lambda: BACKENDS.cudnn.benchmark,
-        lambda: BACKENDS.cuda.matmul.allow_fp16_accumulation,
-        lambda: [each.fp32_precision for each in PRECISIONS],
-    ]
+    flags = [(BACKENDS.cuda.matmul, "allow_tf32"), (BACKENDS.cudnn, "allow_tf32"), (BACKENDS.cudnn, "benchmark")]
+    flags += [(BACKENDS.cuda.matmul, "allow_fp16_accumulation"), *((each, "fp32_precision") for each in PRECISIONS)]
     found: list[Any] = []
-    for reader in readers:
+    for reader in (torch.get_float32_matmul_precision, *(partial(getattr, *flag) for flag in flags)):
         try:
             found.append(reader())
         except RuntimeError as error:

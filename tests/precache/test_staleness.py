@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.photo_files import write_mask, write_photo, write_photos
+from helpers.photo_files import write_clip, write_mask, write_photo, write_photos
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_encoders
 from PIL import Image
@@ -90,13 +90,6 @@ def one_pixel(photos: Path) -> None:
     image.save(photos / "a.png")
 
 
-def exif_turn(photos: Path) -> None:
-    image = Image.open(photos / "a.png")
-    exif = image.getexif()
-    exif[0x0112] = 3
-    image.save(photos / "a.png", exif=exif)
-
-
 def new_photo(photos: Path) -> None:
     write_companions(write_photo(photos / "new.png", 77), 77)
 
@@ -104,9 +97,7 @@ def new_photo(photos: Path) -> None:
 def only_a_clip(photos: Path) -> None:
     """Ten frames of a tenth of a second."""
     shutil.rmtree(photos)
-    photos.mkdir()
-    frames = [Image.new("RGB", (96, 96), (20 * number, 0, 0)) for number in range(10)]
-    frames[0].save(photos / "a.gif", save_all=True, append_images=frames[1:], duration=100)
+    write_clip(photos / "a.gif", 1, (96, 96), num_frames=10)
 
 
 def rule_of_frames(**changes: Any) -> dict[str, Any]:
@@ -115,10 +106,6 @@ def rule_of_frames(**changes: Any) -> dict[str, Any]:
 
 def buckets(area: int, step: int = 32, **more: Any) -> dict[str, Any]:
     return {"datasets.0.buckets": {"area": area, "step": step, **more}}
-
-
-def masks(**settings: Any) -> dict[str, Any]:
-    return {"datasets.0.mask": {"suffix": "_mask", **settings}}
 
 
 def one_bit(part: str) -> Callable[[dict[str, Any]], None]:
@@ -198,23 +185,20 @@ def other_condition(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(family_named("wan-i2v")), "clip_condition", "two frames, padded")
 
 
-def other_mask(photos: Path) -> None:
-    write_mask(photos / "a_mask.png", 9, (80, 144))
-
-
 A_CLIP: dict[str, Any] = {"base": rule_of_frames(), "prepare": only_a_clip, "family": "wan"}
 IN_FLOAT32 = {"encode.store_dtype": "float32"}
 A_SAMPLE = {"encode.image_output": "sample"}
 BLACK = {"datasets.0.images": {"min_side": 8, "alpha_colour": "#000000"}}
 ALPHA = {"datasets.0.mask": {"alpha": True, "inpaint": "hard"}}
+SOFT = {"datasets.0.mask": {"suffix": "_mask", "inpaint": "soft"}}
 OWN_AREA = {"datasets.0.control": [{"suffix": "_before", "area": 64 * 64}]}
+OTHER_MASK = ("mask: image changed", "masked image: mask changed")
 LARGE, SMALL = (buckets(side * side, max_aspect=1.0) for side in (96, 64))
 CHANGES = [
     Change("image.source masking.source", "image changed", edit=one_pixel, count=2),
-    Change("image.source", "image changed", edit=exif_turn, count=2),
     Change("image.source", "new", edit=new_photo, count=4),
     Change("image.source", "control 1: image changed", edit=lambda f: write_photo(f / "a_before.png", 8), count=1),
-    Change("mask.source", ("mask: image changed", "masked image: mask changed"), edit=other_mask, count=2),
+    Change("mask.source", OTHER_MASK, edit=lambda f: write_mask(f / "a_mask.png", 9, (80, 144)), count=2),
     Change("text.source", "caption changed", edit=lambda f: (f / "b.txt").write_text("a blue cat\n"), count=1),
     Change("text.source", "new", {"validation.prompts": ["a validation prompt", "b"]}, count=1),
     Change("preparation.exif masking.preparation", "exif policy changed", patch=policy("exif"), count=20),
@@ -222,7 +206,7 @@ CHANGES = [
     Change("preparation.decoder", "decoder policy changed", patch=policy("decoder"), count=20),
     Change("preparation.resample", "resample policy changed", patch=policy("resample")),
     Change("preparation.alpha", "alpha policy changed", BLACK, count=20),
-    Change("mask.preparation", ("mask: image changed", "masked image: mask changed"), ALPHA, 10, edit=no_masks),
+    Change("mask.preparation", OTHER_MASK, ALPHA, count=10, edit=no_masks),
     Change("mask.downscale", "mask: downscale changed", patch=downscale, count=5),
     Change("preparation.target_size", "bucket changed (96x96 -> 64x64)", SMALL, base=LARGE),
     Change("preparation.target_size", "bucket changed", buckets(96 * 96, step=24), count=20),
@@ -243,7 +227,7 @@ CHANGES = [
     Change("image_encoding.output", "output changed (moments -> mean)", {"encode.image_output": "mean"}, count=5),
     Change("image_encoding.seed", "seed changed (0 -> 1)", {"encode.seed": 1}, base=A_SAMPLE, count=5),
     Change("image_encoding.condition", "condition", patch=other_condition, **A_CLIP | {"family": "wan-i2v"}),
-    Change("masking.rule", "masked image: inpaint changed (hard -> soft)", masks(inpaint="soft"), count=5),
+    Change("masking.rule", "masked image: inpaint changed (hard -> soft)", SOFT, count=5),
     Change("image_encoding.store_dtype text_encoding.store_dtype", "stored dtype", {"encode.store_dtype": "float16"}),
     Change("text_encoding.compute_dtype", "encoder dtype", {"encode.text_dtype": "bfloat16"}, base=IN_FLOAT32),
     Change("text_encoding.text_encoder", "text encoder changed (", models=one_bit("text_encoder"), count=7),

@@ -166,9 +166,6 @@ def test_the_plan_the_loss_and_explain_know_which_crop_is_meant(folder: Path) ->
     assert all(f"at {crop.top},{crop.left})" in text for crop in crops) and len(set(crops)) == 3
 
 
-# Reading
-
-
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Five wide images in one bucket with three crops each, mirrored too; and the same images with one."""
@@ -208,22 +205,6 @@ def test_each_visit_draws_a_crop_with_its_mask_and_time_ids(cached: Config) -> N
     assert [tuple(item["crop_top_left"].tolist()) for item in first] == [
         rows[item["sample_id"]].images[0].geometry.crop_top_left for item in first
     ]
-
-
-def test_a_choice_of_today_is_not_moved_by_crops(cached: Config) -> None:
-    """The crop comes after caption and flip: these stay what they are without it."""
-    draws = [0, 1, 2, 3, 5, 7, 1 << 40, (1 << 62) + 1]
-    visits = Visits.of([Visit.of(item % 5, draw, 0, 1) for item, draw in enumerate(draws)])
-    with_crops = LatentDataset(cached.cache, "photos", crops="random", flips="random", caption="random").refs(visits)
-    without = LatentDataset(cached.cache, "photos", flips="random", caption="random").refs(visits)
-    rows = rows_of(cached)
-    for here, there in zip(with_crops, without, strict=True):
-        assert here.caption == there.caption
-        flips = [
-            [ref.geometry.flip for ref in rows[here.sample_id].images if ref.key == each.keys[0]]
-            for each in (here, there)
-        ]
-        assert flips[0] == flips[1]
 
 
 def test_datasets_of_several_crops_and_of_one_are_read_together(cached: Config) -> None:

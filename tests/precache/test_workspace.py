@@ -20,7 +20,6 @@ from latentcache.dataset.samples import SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.errors import StoreError
 from latentcache.identity import digest
-from latentcache.precache import memo as memo_module
 from latentcache.precache import plan as planner
 from latentcache.precache.memo import FLUSH_ROWS, Memo
 from latentcache.precache.run import run_precache
@@ -46,17 +45,6 @@ def test_what_was_remembered_is_there_next_time_and_in_other_processes(tmp_path:
         again.flush()
         assert again["name"] == "kept in memory"
     assert (tmp_path / "memo").read_bytes() == before, "reading only writes nothing"
-
-
-def test_rows_that_nobody_asks_for_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1.0]
-    monkeypatch.setattr(memo_module.time, "time", lambda: clock[0] * 86400)
-    with contextlib.closing(Memo(tmp_path / "memo")) as memo:
-        memo.update({"used": "1", "unused": "2"})
-    for clock[0] in (100.0, 200.0, 300.0):
-        with contextlib.closing(Memo(tmp_path / "memo")) as memo:
-            assert memo["used"] == "1"
-    assert set(Memo(tmp_path / "memo")) == {"used"}
 
 
 def test_a_damaged_memo_is_named_and_removed_for_the_next_run(tmp_path: Path) -> None:
