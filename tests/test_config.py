@@ -71,28 +71,23 @@ def test_precedence_is_flag_file_default(load: Any) -> None:
         load(written, {"datasets": {"cats": {"flip": "true"}}})
 
 
-@pytest.mark.parametrize(
-    ("written", "flags", "expected"),
-    [
-        (
-            {"control": [{"suffix": "_1"}, {"suffix": "_2"}]},
-            {"control": {"1": {"area": "8192"}, "0": {"suffix": "_a"}}},
-            [("_a", None), ("_2", 8192)],
-        ),
-        ({"control": {"suffix": "_1"}}, {"control": {"0": {"suffix": "_a"}}}, [("_a", None)]),  # one without a list
-        ({"control": [{"suffix": "_1"}] * 2}, {}, "two of control and mask are the same file"),
-        ({"control": [{"suffix": "_1"}]}, {"control": {"1": {"suffix": "_2"}}}, "there is no '1' in the file; it has"),
-        ({}, {"control": {"0": {"suffix": "_1"}}}, "control: there is no '0' in the file; it has none"),
-        ({"mask": "alpha"}, {"mask": {"suffix": "_m"}}, "alpha is the image's own channel"),
-    ],
-)
-def test_flags_of_control_images_and_masks(load: Any, written: Any, flags: dict[str, Any], expected: Any) -> None:
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            load(dataset(**written), {"datasets": {"photos": flags}})
-    else:
+def test_flags_of_control_images_and_masks(load: Any) -> None:
+    one, pair = {"suffix": "_1"}, [{"suffix": "_1"}, {"suffix": "_2"}]
+
+    def control_of(written: Any, **flags: Any) -> list[Any]:
         [found] = load(dataset(**written), {"datasets": {"photos": flags}}).datasets
-        assert [(each.suffix, each.area) for each in found.control] == expected
+        return [(each.suffix, each.area) for each in found.control]
+
+    both = control_of({"control": pair}, control={"1": {"area": "8192"}, "0": {"suffix": "_a"}})
+    assert both == [("_a", None), ("_2", 8192)]
+    assert control_of({"control": one}, control={"0": {"suffix": "_a"}}) == [("_a", None)], "one without a list"
+    for written, flags, message in (
+        ({"control": [one]}, {"control": {"1": {"suffix": "_2"}}}, "there is no '1' in the file; it has"),
+        ({}, {"control": {"0": one}}, "control: there is no '0' in the file; it has none"),
+        ({"mask": "alpha"}, {"mask": {"suffix": "_m"}}, "alpha is the image's own channel"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            control_of(written, **flags)
 
 
 def test_resolution_is_the_side_of_an_area(load: Any) -> None:

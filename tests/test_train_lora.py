@@ -216,6 +216,7 @@ def test_the_choices_of_a_config_are_those_of_the_training(
     loss = script.Training.loss
 
     def watched(training: Any, batch: dict[str, Any]) -> Any:
+        assert len(training.dataset) == 3 + 8 * 2, "and not twice as many, of both sides"
         seen.extend(zip(*(batch[name] for name in names), strict=True))
         return loss(training, batch)
 

@@ -96,6 +96,7 @@ def test_frames_are_those_shown_at_the_times_of_the_rate(suffix: str) -> None:
     assert probe_clip(data, "a", IMAGES, FramesConfig(fps=None)) == (WHOLE, 9)
     assert shown(data, 5, None) == [0, 1, 2, 3, 4]
     assert shown(data, 5, None, "middle") == [2, 3, 4, 5, 6]
+    assert probe_clip(clip_file([100, 50], suffix), "a", IMAGES, FramesConfig(fps=10)) == (WHOLE, 2), "it has begun"
 
 
 def test_a_png_whose_first_picture_is_no_frame() -> None:

@@ -14,8 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-import odd_images
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,11 +29,9 @@ from latentcache.types import Refusal
 Captions = tuple[str, ...]
 KINDS = get_args(SourceConfig.model_fields["kind"].annotation)
 
+CAPTIONS = {"a": ("a cat",), "b": ("a dog", "a good dog"), "c": (), "d": ("ein Bär, 熊 🐻",), "e": ("last",)}
 PHOTOS: dict[str, tuple[bytes, Captions]] = {
-    name: (odd_images.png(odd_images.photo(20 + number, 30)), captions)
-    for number, (name, captions) in enumerate(
-        [("a", ("a cat",)), ("b", ("a dog", "a good dog")), ("c", ()), ("d", ("ein Bär, 熊 🐻",)), ("e", ("last",))]
-    )
+    name: (f"photo {name}".encode() * 100, captions) for name, captions in CAPTIONS.items()
 }
 IMAGE = PHOTOS["a"][0]
 TOO_LONG = b"x" * ((1 << 20) + 1)
@@ -484,13 +480,9 @@ class TestParquet:
 # Control images and masks
 
 
-def png(seed: int) -> bytes:
-    return odd_images.png(np.full((16, 16, 3), seed, np.uint8))
-
-
 def put(root: Path, *names: str, seed: int = 1) -> list[bytes]:
-    """Images of one colour each, and their bytes."""
-    images = {name: png(number) for number, name in enumerate(names, seed)}
+    """Files of different bytes, and these."""
+    images = {name: b"%d" % number for number, name in enumerate(names, seed)}
     write(root, (), images)
     return [*images.values()]
 
@@ -547,21 +539,22 @@ class TestCompanions:
 
     def test_members_of_a_tar(self, tmp_path: Path) -> None:
         names = "cat.png cat.control.png cat.Mask.png dog.png dog.control.png fox.png fox.mask.png fox.mask.webp"
-        write_tar(tmp_path / "0.tar", {name: png(seed) for seed, name in enumerate(f"{names} fox.control.png".split())})
+        numbered = enumerate([*names.split(), "fox.control.png"])
+        write_tar(tmp_path / "0.tar", {name: b"%d" % number for number, name in numbered})
         parts = {"control": {"column": "control"}, "mask": {"column": "mask"}}
         found, refused = parts_of(open_source("webdataset", tmp_path, parts=parts))
-        assert found == {"0.tar/cat": [png(1), png(2)]}
+        assert found == {"0.tar/cat": [b"1", b"2"]}
         assert refused == {
             "0.tar/dog": ("missing", "mask: its key has no member .mask of an image"),
             "0.tar/fox": ("duplicate", "mask: its key has several: fox.mask.png, fox.mask.webp"),
         }
 
     def test_columns_of_a_table(self, tmp_path: Path) -> None:
-        edits = [{"bytes": png(3), "path": "x"}, {"bytes": None, "path": "y"}]
-        write_parquet(tmp_path / "0.parquet", {"image": [png(1), png(2)], "text": ["a", "b"], "edit": edits})
+        edits = [{"bytes": b"3", "path": "x"}, {"bytes": None, "path": "y"}]
+        write_parquet(tmp_path / "0.parquet", {"image": [b"1", b"2"], "text": ["a", "b"], "edit": edits})
         source = open_source("parquet", tmp_path, parts={"control": {"column": "edit"}})
         first, second = (item for item in source.samples() if isinstance(item, Sample))
-        assert source.read(first) == png(1) and [source.read(part) for part in first.parts] == [png(3)]
+        assert source.read(first) == b"1" and [source.read(part) for part in first.parts] == [b"3"]
         with pytest.raises(ImageRefused, match="column 'edit' has no bytes in this row"):
             source.read(second.parts[0])
         with pytest.raises(DatasetError, match="has no column 'depth'"):

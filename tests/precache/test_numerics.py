@@ -32,8 +32,10 @@ def seen_by_caller() -> list[Any]:
     """All that a caller can read; an older flag says that it cannot be read where both interfaces were used."""
     flags = [(BACKENDS.cuda.matmul, "allow_tf32"), (BACKENDS.cudnn, "allow_tf32"), (BACKENDS.cudnn, "benchmark")]
     flags += [(BACKENDS.cuda.matmul, "allow_fp16_accumulation"), *((each, "fp32_precision") for each in PRECISIONS)]
+    readers: list[Callable[[], Any]] = [torch.get_float32_matmul_precision]
+    readers += [partial(getattr, *flag) for flag in flags]
     found: list[Any] = []
-    for reader in (torch.get_float32_matmul_precision, *(partial(getattr, *flag) for flag in flags)):
+    for reader in readers:
         try:
             found.append(reader())
         except RuntimeError as error:
