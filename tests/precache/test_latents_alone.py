@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -158,6 +160,10 @@ def test_upkeep_knows_of_no_texts(make_config: Make, run: Any, run_json: Any, tm
         for export, folder in ((export_kohya, "kohya"), (export_webdataset, "shards")):
             report = export(cache, "photos", tmp_path / folder)
             assert (report.num_images, report.num_texts) == (5, 0)
+    with tarfile.open(next((tmp_path / "shards").glob("*.tar"))) as tar:
+        facts = [json.load(tar.extractfile(each)) for each in tar if each.name.endswith(".json")]  # type: ignore[arg-type]
+    assert {each["sample_id"]: each["captions"] for each in facts}["a.png"] == ["a red house", "a house in the rain"]
+    assert all(each["keys"]["captions"] == [] for each in facts)
 
 
 def test_cached_texts_of_a_trained_token_are_refused(alone: Config) -> None:
