@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from latentcache.dataset.manifest import MARK, Manifest, manifest_bytes, read_manifest
+from latentcache.dataset.manifest import MARK, Manifest, manifest_bytes, merged_rows, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
-from latentcache.dataset.row_table import Ref, Row, RowTable
+from latentcache.dataset.row_table import ROLES, Ref, Row, RowTable
 from latentcache.errors import DatasetError
+from latentcache.identity import key_names
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {}}
@@ -186,3 +190,79 @@ def test_a_flipped_bit_gives_no_other_samples() -> None:
             assert read_manifest(data, "photos", "it") == manifest("one")
         except DatasetError as error:
             assert str(error).startswith("it: ")
+
+
+# The rows as columns
+
+
+TEXTS = st.text(st.characters(), max_size=8)
+PATHS = TEXTS.map(lambda text: text.rstrip("\0"))
+KEYS = st.binary(min_size=32, max_size=32).filter(any).map(bytes.hex)  # no digest is all zeros
+SIDES = st.integers(1, 1 << 24)
+SIZES = st.builds(Size, SIDES, SIDES)
+TRUSTS = st.sampled_from(["verified", "unverified"])
+GEOMETRIES = st.builds(Geometry, SIZES, SIZES, st.builds(Crop, SIDES, SIDES), SIZES, st.booleans())
+CROPS = st.integers(0, 2)
+
+
+def some(strategy: st.SearchStrategy[Ref]) -> st.SearchStrategy[tuple[Ref, ...]]:
+    return st.lists(strategy, max_size=4).map(tuple)
+
+
+ROWS = st.lists(
+    st.builds(
+        Row,
+        TEXTS,
+        PATHS,
+        st.none() | KEYS,
+        some(st.builds(Ref, KEYS, GEOMETRIES, TRUSTS, st.just("image"), crop=CROPS)),
+        some(st.builds(Ref.of_text, TEXTS, KEYS, TRUSTS)),
+        st.none() | st.builds(Refusal, TEXTS, TEXTS, TEXTS, TEXTS),
+        some(st.builds(Ref, KEYS, GEOMETRIES, TRUSTS, st.sampled_from(ROLES[1:]), KEYS, crop=CROPS)),
+    ),
+    unique_by=lambda row: row.sample_id,
+    max_size=6,
+)
+
+
+@given(ROWS, TEXTS)
+@settings(max_examples=40)
+def test_a_table_is_the_mapping_that_it_was_made_of(made: list[Row], other: str) -> None:
+    rows = {row.sample_id: row for row in made}
+    # The path of every second sample ends with its id.
+    rows |= {name: replace(row, path=row.path + name) for name, row in [*rows.items()][::2]}
+    table = RowTable.of(rows)
+    table.check()
+    for found in (table, pickle.loads(pickle.dumps(table))):
+        assert found == table == rows and rows == found and len(found) == len(rows)
+        assert list(found.items()) == list(rows.items()), "in their order"
+        assert found.get(other) == rows.get(other) and (other in found) == (other in rows)
+    for usable in (False, True):
+        keys = {key for row in rows.values() if not (usable and row.refusal) for key in row.keys()}
+        assert set(table.entry_keys(usable=usable)) == keys
+    numbers, crops = np.arange(len(rows))[::-1], np.arange(len(rows)) % 3
+    for flip in (False, True):
+        places, counts = table.places(numbers, np.full(len(rows), flip), crops)
+        wanted = [
+            [ref.key for ref in (*row.images, *row.parts) if (ref.geometry.flip, ref.crop) == (flip, crop)]
+            for row, crop in zip([*rows.values()][::-1], crops, strict=True)
+        ]
+        assert key_names(table.columns["image/keys"][places]) == [key for keys in wanted for key in keys]
+        assert counts.tolist() == [*map(len, wanted)]
+
+
+@pytest.mark.parametrize("key", ["", "a" * 63, "g" * 64])
+def test_what_is_no_digest_is_refused(key: str) -> None:
+    good = manifest("one").rows["one"]
+    for changed in ({"images": (replace(good.images[0], key=key),)}, {"source": key}):
+        with pytest.raises(ValueError, match="where 64 hexadecimal digits are needed"):
+            RowTable.of([replace(good, **changed)])
+
+
+def test_a_refusal_of_the_same_image_undoes_no_entry_in_a_merge() -> None:
+    theirs, refusal = dict(manifest("0", "1", "2").rows), Refusal("1", "/x", "encode", "NaN")
+    other, new = (replace(theirs["2"], sample_id=sample_id, path="/y") for sample_id in ("0", "new"))
+    same, changed = replace(theirs["1"], refusal=refusal), replace(theirs["2"], refusal=refusal, source="f" * 64)
+    ours = {row.sample_id: row for row in (new, changed, same, other)}
+    merged = merged_rows(RowTable.of(theirs), RowTable.of(ours))
+    assert list(merged.values()) == [other, theirs["1"], changed, theirs["bad"], new]
