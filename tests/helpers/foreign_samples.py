@@ -16,7 +16,7 @@ from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignItem,
 from latentcache.interop.reports import ImportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.workspace import Workspace
-from latentcache.types import Size
+from latentcache.types import Refusal, Size
 
 BUCKET = Size(64, 128)
 STD = 7.7
@@ -43,7 +43,6 @@ def image(
     flip: bool = False,
     image_path: Path | None = None,
     std: float = STD,
-    note: str | None = None,
 ) -> ForeignImage:
     """A latent of an image of 80 x 160 pixels; its values follow from the sample_id."""
     if latents is None:
@@ -57,7 +56,6 @@ def image(
         is_scaled=is_scaled,
         output="sample",
         geometry=fit(Size(80, 160), BUCKET, flip=flip),
-        note=note,
     )
 
 
@@ -87,16 +85,26 @@ def imported(foreign: ForeignCache, name: str = "foreign", **options: Any) -> tu
     return LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True), report
 
 
-def of_family(family: str, *sample_ids: str, rows: int = 5) -> list[ForeignItem]:
+def of_family(family: str, *sample_ids: str) -> list[ForeignItem]:
     """A scaled latent, of few values, and a caption for each sample of a family other than the first."""
     declared, found = family_named(family), list[ForeignItem]()
     for seed, name in enumerate(sample_ids):
         generator = torch.Generator().manual_seed(seed)
         frames = [1] if declared.latent.is_video else []
-        latents = torch.randn(declared.latent.channels, *frames, 8, 16, generator=generator)
+        latents = torch.randn(declared.latent.channels, *frames, 8, 16, generator=generator).bfloat16()
         found.append(ForeignImage(name, f"{name}.bin", None, latents, True, "mean", fit(Size(80, 160), BUCKET)))
         features = (3, 8) if family == "krea2" else (8,)
-        embeds = torch.randn(rows if family == "flux" else rows + seed, *features, generator=generator).bfloat16()
+        embeds = torch.randn(5 if family == "flux" else 5 + seed, *features, generator=generator).bfloat16()
         pooled = torch.randn(4, generator=generator).bfloat16() if "pooled_prompt_embeds" in declared.fields else None
         found.append(ForeignText((name,), f"{name}.text", f"of {name}", embeds, pooled))
     return found
+
+
+def split(cache: ForeignCache) -> tuple[list[ForeignImage], list[ForeignText], list[Refusal]]:
+    """All items of a cache, by type."""
+    items: list[ForeignItem] = list(cache.items())
+    return (
+        [item for item in items if isinstance(item, ForeignImage)],
+        [item for item in items if isinstance(item, ForeignText)],
+        [item for item in items if isinstance(item, Refusal)],
+    )

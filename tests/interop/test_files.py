@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import pickle
 from pathlib import Path, PurePosixPath
@@ -11,14 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.foreign_files import latents_of, saved, write
 from helpers.kohya_files import npz_of
 
 from latentcache.errors import ForeignFileRefused
 from latentcache.interop import files
 from latentcache.interop.files import read_file, read_npz, read_torch, tensor_in
 
-LATENTS = latents_of(0, 96, 64)
+
+def saved(content: Any) -> bytes:
+    """The bytes that torch.save writes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+LATENTS = torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(0))
 SAVED = saved(LATENTS)
 NPZ = npz_of({"latents": LATENTS.numpy()})
 LIMIT = 1 << 16
@@ -32,12 +45,6 @@ class Bomb:
         return os.mkdir, ("made",)
 
 
-def flipped(data: bytes, part: bytes) -> bytes:
-    """The file with another byte where this part of it begins."""
-    at = data.index(part)
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
 @pytest.mark.parametrize(
     ("read", "data", "words"),
     [
@@ -48,10 +55,6 @@ def flipped(data: bytes, part: bytes) -> bytes:
         (read_npz, npz_of({"latents": np.array([Bomb()], dtype=object)}), "allow_pickle=False"),
         (read_torch, saved(torch.zeros(LIMIT)), "it unpacks to .* are allowed"),
         (read_torch, gzip.compress(bytes(LIMIT + 1)), "it unpacks to more than"),
-        (read_torch, flipped(SAVED, LATENTS.numpy().tobytes()[:16]), "checksum"),
-        (read_torch, SAVED[:-1000], "zip"),
-        (read_torch, gzip.compress(SAVED)[:-9], "gzip: EOFError"),
-        (read_torch, gzip.compress(SAVED)[:-8] + bytes(8), "gzip"),
         # numpy stops reading where the header says, and then nobody compares the checksum.
         (read_npz, NPZ.replace(b"(4, 12, 8)", b"(4, 12, 7)"), "checksum"),
     ],
@@ -66,6 +69,22 @@ def test_what_is_hostile_or_damaged_is_refused_and_not_run(
         read(write(tmp_path / "f.pt", data))
     assert not Path("made").exists()
     assert "weights_only" not in str(caught.value) and "safe_globals" not in str(caught.value), "no advice to allow it"
+
+
+@pytest.mark.parametrize(
+    ("read", "whole"), [(read_npz, NPZ), (read_torch, SAVED), (read_torch, gzip.compress(SAVED, mtime=0))]
+)
+def test_a_damaged_file_is_refused_or_read_as_it_was(tmp_path: Path, read: Any, whole: bytes) -> None:
+    """Some bytes of a zip have no meaning: never the values. Most places are in the headers, which are at the ends."""
+    expected = read(write(tmp_path / "f.pt", whole))
+    ends = {*range(0, 200, 7), *range(len(whole) - 500, len(whole), 7)}
+    for at in sorted(ends | {*range(0, len(whole), 97)}):
+        for damaged in (whole[:at], whole[:at] + b"\xa5\x5a" + whole[at + 2 :]):
+            try:
+                found = read(write(tmp_path / "f.pt", damaged))
+            except ForeignFileRefused:
+                continue
+            assert torch.equal(found["latents"], expected["latents"]) if read is read_npz else found.equal(expected), at
 
 
 def test_a_view_owns_its_memory_after_reading(tmp_path: Path) -> None:

@@ -13,21 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.foreign_files import split
-from helpers.foreign_samples import imported
+from helpers.foreign_samples import imported, split
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
 
-from latentcache import LatentDataset
-from latentcache.config import CacheConfig, Config
-from latentcache.errors import ConfigError, StoreError
+from latentcache.config import Config
+from latentcache.errors import ConfigError
 from latentcache.interop.formats import kohya
 from latentcache.interop.formats.kohya import KohyaCache
-from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, layouts_of
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import open_workspace
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 # Samples as kohya writes them: photos of 320 x 160 pixels for a bucket of 128 x 64 pixels (width, height)
@@ -232,18 +228,6 @@ def test_sd_scripts_own_code_reads_an_export(
             expected = cache.batch([sample_id], device="cpu")
             assert np.array_equal(np.concatenate(hidden, axis=1), expected["prompt_embeds"][0].numpy())
             assert np.array_equal(pooled, expected["pooled_prompt_embeds"][0].numpy())
-
-
-def test_imports_of_two_lengths_are_not_mixed(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    with open_workspace(CacheConfig(path=cache)) as workspace:
-        for length in (77, 227):
-            write_sample(folder := tmp_path / str(length), "cat")
-            write_npz(folder / "cat_te_outputs.npz", text_of(3, np.float16, length=length))
-            assert import_cache(KohyaCache(folder), workspace, name=f"of-{length}").num_samples == 1
-    with pytest.raises(StoreError, match=r"texts of of-77, of-227 .*max_length"):
-        LatentDataset(cache, ["of-77", "of-227"], unverified=True)
-    assert LatentDataset(cache, "of-227", unverified=True)[0]["prompt_embeds"].shape == (227, 2048)
 
 
 def test_an_alpha_mask_is_the_mask_of_its_sample(tmp_path: Path) -> None:

@@ -7,74 +7,51 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from helpers.foreign_samples import BUCKET, Foreign, imported
+from helpers.foreign_samples import BUCKET, Foreign, imported, of_family
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from latentcache import unpadded
-from latentcache.dataset.buckets import fit
 from latentcache.dataset.row_table import Ref
 from latentcache.families import FAMILIES
 from latentcache.interop.formats import musubi
-from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText, layouts_of
+from latentcache.interop.readers import layouts_of
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Size
 
-CAPTIONS = {"cat": "a cat", "dog": "a dog, that sits"}
+STEMS = ("cat", "dog")
 LAYOUTS = {family: layout for family, layout in layouts_of("musubi").items() if family in FAMILIES}
-SHORT = {family: layout.architecture for family, layout in LAYOUTS.items()}
-"""Family -> the architecture in the names of its files."""
+WITH_FRAMES = ("qwen-image", "krea2", "wan")
 
 
-def latents_of(family: str, seed: int) -> torch.Tensor:
-    """Of a bucket of 64 x 128 pixels: [16, h, w], or [16, 1, h, w] with frames; scaled but for z-image."""
-    frames = [1] if family in ("qwen-image", "krea2", "wan") else []
-    std = 2.8 if family == "z-image" else 1.0  # of unscaled latents of FLUX.1's VAE
-    values = torch.randn(16, *frames, 8, 16, generator=torch.Generator().manual_seed(seed)) * std
-    return values.to(torch.float32 if family in ("z-image", "flux") else torch.bfloat16)
-
-
-def texts_of(family: str, seed: int) -> dict[str, torch.Tensor]:
-    """Key without dtype -> tensor, of few features: 5 rows and more, which follow from the seed; of FLUX.1 512."""
-    generator = torch.Generator().manual_seed(seed)
-    names = list(LAYOUTS[family].texts)
-    shape = (512 if family == "flux" else 5 + seed, *([3] if family == "krea2" else []), 8)
-    found = {names[0]: torch.randn(shape, generator=generator).bfloat16()}
-    return found | {name: torch.randn(6, generator=generator).bfloat16() for name in names[1:]}
-
-
-def cache_of(family: str, folder: str = "") -> LatentCache:
-    """A sample for each caption, of an image of 320 x 160 pixels (width, height)."""
-    found: list[ForeignItem] = []
-    for seed, (stem, caption) in enumerate(CAPTIONS.items()):
-        name, is_scaled = f"{folder}{stem}.png", family != "z-image"
-        latents, geometry = latents_of(family, seed), fit(Size(160, 320), BUCKET)
-        found.append(ForeignImage(name, "f", None, latents, is_scaled, "mean", geometry))
-        fields = LAYOUTS[family].texts
-        texts = {fields[key]: tensor for key, tensor in texts_of(family, seed).items()}
-        found.append(ForeignText((name,), "f", caption, texts["prompt_embeds"], texts.get("pooled_prompt_embeds")))
-    cache, report = imported(Foreign(found, family=family))
+def cache_of(family: str, folder: str = "") -> tuple[LatentCache, list[Any]]:
+    """A cache with a sample for each stem, and the foreign items, a latent and a text for each, that it was made of."""
+    items = of_family(family, *(f"{folder}{stem}.png" for stem in STEMS))
+    cache, report = imported(Foreign(items, family=family))
     assert not report.refused and report.num_samples == 2
-    return cache
+    return cache, items
 
 
-@pytest.mark.parametrize("family", sorted(set(SHORT) - {"flux", "wan-i2v"}))
+@pytest.mark.parametrize("family", sorted(set(LAYOUTS) - {"flux", "wan-i2v"}))
 def test_the_files_are_as_the_specification_has_them(tmp_path: Path, family: str) -> None:
     """To the last bit, with the names and the metadata that musubi-tuner asks for."""
-    dtype, short = latents_of(family, 0).dtype, SHORT[family]
-    of_all = {"architecture": LAYOUTS[family].title, "format_version": "1.0.1"}
+    cache, items = cache_of(family, "sub/")
+    layout, is_scaled = LAYOUTS[family], family != "z-image"
+    of_all = {"architecture": layout.title, "format_version": "1.0.1"}
+    dtype = torch.bfloat16 if is_scaled else torch.float32
     expected = {}
-    for seed, (stem, caption) in enumerate(CAPTIONS.items()):
-        latents, texts = latents_of(family, seed), texts_of(family, seed)
+    for stem, image, text in zip(STEMS, items[::2], items[1::2], strict=True):
+        latents = image.latents.bfloat16() if is_scaled else cache.batch([image.sample_id], device="cpu")["latents"][0]
+        assert latents.shape == ((16, 1, 8, 16) if family in WITH_FRAMES else (16, 8, 16)) and latents.dtype is dtype
         name = f"latents_1x8x16_{str(dtype).removeprefix('torch.')}"
-        size = {"width": "320", "height": "160"}
-        expected[f"{stem}_0320x0160_{short}.safetensors"] = {name: latents}, of_all | size
-        named = {f"{name}_bfloat16": tensor for name, tensor in texts.items()}
-        expected[f"{stem}_{short}_te.safetensors"] = named, of_all | {"caption1": caption}
-    report = musubi.export(cache_of(family, "sub/"), "foreign", tmp_path, dtype=dtype)
+        size = {"width": "160", "height": "80"}
+        expected[f"{stem}_0160x0080_{layout.architecture}.safetensors"] = {name: latents}, of_all | size
+        named = {f"{name}_bfloat16": getattr(text, field) for name, field in layout.texts.items()}
+        expected[f"{stem}_{layout.architecture}_te.safetensors"] = named, of_all | {"caption1": text.caption}
+    report = musubi.export(cache, "foreign", tmp_path, dtype=dtype)
     assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (2, 2, 4, [])
     assert {path.name for path in tmp_path.iterdir()} == expected.keys()
     for name, (tensors, metadata) in expected.items():
@@ -94,22 +71,22 @@ def test_musubi_tuner_s_own_code_reads_an_export(
     monkeypatch.syspath_prepend(str(Path(os.environ["MUSUBI_TUNER"], "src")))
     from musubi_tuner.dataset.bucket import BucketBatchManager
 
-    cache = cache_of(family)
+    cache, _ = cache_of(family)
     musubi.export(cache, "foreign", tmp_path, dtype=torch.float32)
-    items = []
-    for stem in CAPTIONS:
+    items, short = [], LAYOUTS[family].architecture
+    for stem in STEMS:
         start = f"{tmp_path}/{stem}"
-        latents, texts = f"{start}_0320x0160_{SHORT[family]}.safetensors", f"{start}_{SHORT[family]}_te.safetensors"
+        latents, texts = f"{start}_0160x0080_{short}.safetensors", f"{start}_{short}_te.safetensors"
         items.append(SimpleNamespace(latent_cache_path=latents, text_encoder_output_cache_path=texts))
     [batch] = BucketBatchManager({(BUCKET.width, BUCKET.height): items}, batch_size=2)
-    for number, sample_id in enumerate(f"{stem}.png" for stem in CAPTIONS):
+    for number, sample_id in enumerate(f"{stem}.png" for stem in STEMS):
         expected = cache.batch([sample_id], device="cpu", scaled=family != "z-image")
         assert torch.equal(batch["latents"][number].reshape(-1), expected["latents"].float().reshape(-1))
         assert torch.equal(batch[text][number], unpadded(expected, "prompt_embeds")[0])
 
 
 def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
-    cache = cache_of("flux")
+    cache, items = cache_of("flux")
     report = musubi.export(cache, "foreign", tmp_path / "none")
     assert {each.reason for each in report.skipped} == {"unsupported-format"} and len(report.skipped) == 2
     assert "one control image (Kontext): this sample has 0" in report.skipped[0].detail
@@ -128,16 +105,13 @@ def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
     ]
     (path,) = (tmp_path / "out").glob("cat_*_fk.safetensors")
     found = load_file(path)
-    torch.testing.assert_close(found["latents_1x8x16_float32"], latents_of("flux", 0))
-    torch.testing.assert_close(found["latents_control_1x8x16_float32"], latents_of("flux", 1))
+    torch.testing.assert_close(found["latents_1x8x16_float32"], items[0].latents.float())
+    torch.testing.assert_close(found["latents_control_1x8x16_float32"], items[2].latents.float())
 
 
 def test_a_text_without_its_caption_is_not_exported_as_the_empty_one(tmp_path: Path) -> None:
     """musubi-tuner would take it for what it trains with where a caption is dropped."""
-    items = [
-        ForeignImage("a.png", "f", None, latents_of("wan", 0), True, "mean", fit(Size(160, 320), BUCKET)),
-        ForeignText(("a.png",), "f", None, torch.ones(5, 8), None),
-    ]
-    cache, _ = imported(Foreign(items, family="wan"))
+    image, text = of_family("wan", "a.png")
+    cache, _ = imported(Foreign([image, replace(text, caption=None)], family="wan"))
     report = musubi.export(cache, "foreign", tmp_path)
     assert (report.num_images, report.num_texts, report.notes[musubi.NOTE_UNKNOWN]) == (1, 0, 1)
