@@ -18,21 +18,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.pack_damage import damage as flip_bit
+from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.pipeline_sdxl import Run, Setup, concept
+from helpers.tensor_bits import bits
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
+from latentcache.integrations.onetrainer.values import PLAIN_FIELD, fields_of, values_of
 from latentcache.models.tiny import tiny_parts
-from latentcache.store.disk import DiskStore
+
+Make = Callable[..., Setup]
 
 NUM = 4
-DAMAGED = 2
 TENSORS = {"image": "latent_image", "text": "text_encoder_2_pooled_state"}
 EACH = {"image": ("vae",), "text": ("text_encoder", "text_encoder_2")}
 
 
-def test_masks_are_cached_and_an_edited_mask_is_noticed(setup: Callable[..., Setup], folder: Path) -> None:
+def test_masks_are_cached_and_an_edited_mask_is_noticed(setup: Make, folder: Path) -> None:
     write_photo(folder / "p00-masklabel.png", 5, (96, 64))
     first = setup(masks=True).start().by_photo()
     assert first["p00.png"]["latent_mask"].shape[0] == 1
@@ -44,7 +46,7 @@ def test_masks_are_cached_and_an_edited_mask_is_noticed(setup: Callable[..., Set
     assert not torch.equal(run.by_photo()["p02.png"]["latent_mask"], first["p02.png"]["latent_mask"])
 
 
-def test_each_variation_has_a_draw_of_its_own(setup: Callable[..., Setup], folder: Path) -> None:
+def test_each_variation_has_a_draw_of_its_own(setup: Make, folder: Path) -> None:
     def sampling(image_variations: int) -> Run:
         run = Run(setup(concepts=[concept(folder, image_variations=image_variations)]))
         next(m for m in run.pipeline.modules if type(m).__name__ == "SampleVAEDistribution").mode = "sample"
@@ -61,7 +63,7 @@ def test_each_variation_has_a_draw_of_its_own(setup: Callable[..., Setup], folde
     assert sampling(1).encoded["vae"] == 0
 
 
-def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: dict[str, Any]) -> None:
+def test_ctrl_c_waits_for_what_is_under_way(setup: Make, parts: dict[str, Any]) -> None:
     """It comes in the main thread while a thread encodes: models are moved back only when no thread uses them."""
     using: list[int] = []
     seen: list[int] = []
@@ -89,7 +91,7 @@ def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: 
     assert setup().start().encoded["vae"] == NUM - run.encoded["vae"]
 
 
-def test_random_streams_and_gradient_mode_are_as_before(setup: Callable[..., Setup], parts: dict[str, Any]) -> None:
+def test_random_streams_and_gradient_mode_are_as_before(setup: Make, parts: dict[str, Any]) -> None:
     def draw(*_: Any) -> None:
         torch.rand(3), np.random.rand(3), random.random()
 
@@ -144,7 +146,7 @@ def scaling_class(pipeline: SimpleNamespace) -> type:
 
 
 def test_an_unknown_module_counts_by_its_class_settings_and_place(
-    setup: Callable[..., Setup], pipeline: SimpleNamespace, folder: Path, caplog: pytest.LogCaptureFixture
+    setup: Make, pipeline: SimpleNamespace, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scale = scaling_class(pipeline)
     with caplog.at_level(logging.INFO, "latentcache"):
@@ -167,7 +169,7 @@ def test_an_unknown_module_counts_by_its_class_settings_and_place(
         assert with_module(setup(), noisy).encoded["vae"] == NUM
 
 
-def test_what_cannot_be_read_must_be_stated(setup: Callable[..., Setup], pipeline: SimpleNamespace) -> None:
+def test_what_cannot_be_read_must_be_stated(setup: Make, pipeline: SimpleNamespace) -> None:
     scale, two = scaling_class(pipeline), partial(float, 2.0)
     with pytest.raises(PipelineError, match=r"ScaleLatents: its setting 'factor' is a partial.*provenance=") as caught:
         with_module(setup(), scale(two))
@@ -179,7 +181,7 @@ def test_what_cannot_be_read_must_be_stated(setup: Callable[..., Setup], pipelin
     assert with_module(setup(changes={"provenance": {"ScaleLatents": "v2"}}), scale(two)).encoded["vae"] == NUM
 
 
-def test_autocast_and_dtype_count(setup: Callable[..., Setup]) -> None:
+def test_autocast_and_dtype_count(setup: Make) -> None:
     """Of a recognised module, what changes values: contexts that do nothing are as none."""
 
     def encoded(*contexts: Any) -> int:
@@ -195,7 +197,7 @@ def test_autocast_and_dtype_count(setup: Callable[..., Setup]) -> None:
     assert encoded(torch.autocast("cpu", torch.bfloat16, enabled=False)) == 0
 
 
-def test_weights_changed_in_place_are_noticed_and_nothing_is_moved(setup: Callable[..., Setup]) -> None:
+def test_weights_changed_in_place_are_noticed_and_nothing_is_moved(setup: Make) -> None:
     parts = tiny_parts(0)
     pointers = [parameter.data_ptr() for parameter in parts["vae"].parameters()]
     setup(parts=parts).start()
@@ -209,48 +211,36 @@ def test_weights_changed_in_place_are_noticed_and_nothing_is_moved(setup: Callab
     assert pointers == [parameter.data_ptr() for parameter in parts["vae"].parameters()]
 
 
-# An entry that is lost or damaged in the middle of an epoch
-
-
-def key_of(run: Run, kind: str, number: int = DAMAGED) -> str:
-    cache = run.caches[kind]
-    return cache._items[cache._outputs[number]][0]
-
-
-def store_of(run: Run, kind: str) -> Path:
-    return run.setup.cache_dir / kind / "latentcache"
-
-
-def damage(run: Run, kind: str) -> None:
-    """Flip one bit in the bytes of an entry of this run."""
-    with DiskStore(store_of(run, kind)) as store:
-        tensor = store.get(key_of(run, kind)).tensors[TENSORS[kind]].clone()
-    flip_bit(store_of(run, kind), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-
-
-def lose(run: Run, kind: str) -> None:
-    """Remove the files of all entries."""
-    for pack in (store_of(run, kind) / "packs").rglob("*.safetensors"):
-        pack.unlink()
-
-
 @pytest.mark.parametrize("kind", ["image", "text"])
-@pytest.mark.parametrize(("harm", "num"), [(damage, 1), (lose, NUM)])
-def test_what_is_gone_ends_the_epoch_and_is_encoded_again_by_the_next_start(
-    setup: Callable[..., Setup], kind: str, harm: Callable[[Run, str], None], num: int
-) -> None:
+@pytest.mark.parametrize("is_lost", [False, True], ids=["damaged", "lost"])
+def test_what_is_gone_ends_the_epoch_and_the_next_start_encodes_it(setup: Make, kind: str, is_lost: bool) -> None:
     expected = setup().start().items
     run = setup().start()  # it encoded nothing: what it reads first it compares with its digest
     assert run.encoded == Counter()
-    harm(run, kind)
+    store = run.setup.cache_dir / kind / "latentcache"
+    if is_lost:
+        for pack in (store / "packs").rglob("*.safetensors"):
+            pack.unlink()
+    else:  # one bit of one entry
+        damage(store, bits(expected[2][TENSORS[kind]]).numpy().tobytes())
     with run.counting(), pytest.raises((EntryDamagedError, EntryMissingError)) as caught:
         run.cache_items(kind)
     assert run.encoded == Counter(), "the trainer may use the model at this moment"
     (note,) = caught.value.__notes__
     assert "start the training again" in note and (kind == "text" or ".png: " in note)
     again = setup().start()
-    assert again.encoded == Counter({part: num for part in EACH[kind]})
+    assert again.encoded == Counter({part: NUM if is_lost else 1 for part in EACH[kind]})
     for item, other in zip(again.items, expected, strict=True):
         assert item.keys() == other.keys()
         for name, value in item.items():
             assert torch.equal(value, other[name]) if torch.is_tensor(value) else value == other[name], name
+
+
+def test_plain_values_come_back_as_they_were_and_others_are_refused() -> None:
+    values = {"a": (1, [2.0, True, "ü"], ()), "b": {"k": [], "l": {"m": (0.1,)}}, "c": False, "d": -(2**70)}
+    fields = fields_of(values)
+    assert fields.keys() == {PLAIN_FIELD}
+    assert repr(values_of(fields)) == repr(values), "the types too"
+    for value in (None, object(), np.float32(1), {1: "a"}, torch.tensor([1.0, torch.nan])):
+        with pytest.raises(PipelineError, match="'name'"):
+            fields_of({"name": value})
