@@ -15,7 +15,6 @@ from latentcache import LatentCache, LoadedModels, ValidationRunner, masked_erro
 from latentcache.config import Config, ValidationConfig
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import family_named
-from latentcache.families.scaling import patchified
 from latentcache.precache.run import run_precache
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.metrics import LossReport, paired_difference
@@ -112,30 +111,6 @@ def test_control_images_that_nobody_reads_are_refused(folder: Path, script: Any)
         ValidationRunner(parts, cache, removed)
         with pytest.raises(ConfigError, match=UNREAD):
             ValidationRunner(parts, cache, config)
-
-
-# Errors under a mask, in each layout of latents
-
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(
-    ("frames", "dtype"), [(None, torch.float32), (None, torch.float16), (1, torch.bfloat16), (3, torch.float32)]
-)
-def test_each_error_has_the_weight_of_its_latent(frames: int | None, dtype: torch.dtype) -> None:
-    errors = drawn(0, 3, 2, *([frames] if frames else []), 4, 6).to(dtype)
-    mask = (drawn(1, 3, 1, 4, 6) * 256).to(torch.uint8)
-    found = masked_errors(errors, {"mask": mask})
-    assert found.dtype == dtype
-    for number in range(3):
-        weights = mask[number, 0].to(dtype) / 255
-        assert torch.equal(found[number], errors[number] * weights)
-    assert torch.equal(masked_errors(errors, {"mask": torch.full_like(mask, 255)}), errors)
-    assert masked_errors(errors, {}) is errors
-    if frames is None:  # patches as channels: the same numbers, elsewhere
-        assert torch.equal(masked_errors(patchified(errors), {"mask": mask}), patchified(found))
 
 
 @pytest.mark.parametrize("shape", [(2, 16, 64), (2, 4, 4, 8), (1, 4, 8, 8)])

@@ -32,9 +32,6 @@ def put(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-# What is written is what is read
-
-
 def test_steps_come_back_as_they_were_measured_in_order(tmp_path: Path) -> None:
     steps = (2_000_000, 0, 500, 10_000)
     for step in steps:
@@ -56,8 +53,6 @@ def test_fields_and_settings_of_a_later_version(tmp_path: Path) -> None:
     assert found.measurement_settings != SETTINGS, "another setting may give other losses"
     assert list(SETTINGS.differences(found.measurement_settings)) == ["min_timestep is None in one and 20 in the other"]
 
-
-# What does not fit
 
 GOOD = report(5, num_images=1).to_json()
 BIN = GOOD["loss_by_timestep"][0]

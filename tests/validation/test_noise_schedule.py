@@ -14,7 +14,6 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
 )
-from diffusers.training_utils import compute_snr
 
 from latentcache.errors import ConfigError
 from latentcache.families.base import TimestepSampling
@@ -23,13 +22,7 @@ from latentcache.validation.noise_schedule import NoiseSchedule
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 INDEX = torch.tensor([0, 1, 499, 998, 999])
 TRAINED_BETAS = torch.linspace(0.001, 0.02, 50).tolist()
-
-
-def randn(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(5, 4, 3, 2, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-LATENTS, NOISE = randn(0), randn(1)
+LATENTS, NOISE = (torch.randn(5, 4, 3, 2, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
@@ -37,7 +30,9 @@ LATENTS, NOISE = randn(0), randn(1)
 @pytest.mark.parametrize("sampler", [EulerDiscreteScheduler, DDIMScheduler, DDPMScheduler])
 def test_betas_are_those_of_ddpm_for_any_sampler(sampler: Any, zero_snr: bool, prediction_type: str) -> None:
     settings = {**SDXL, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
-    schedule, ddpm = NoiseSchedule.of(sampler(**settings)), DDPMScheduler(**settings)
+    scheduler, ddpm = sampler(**settings), DDPMScheduler(**settings)
+    scheduler.set_timesteps(7)  # those of a sampling are not the training's
+    schedule = NoiseSchedule.of(scheduler)
     assert schedule.num_train_timesteps == 1000 and schedule.prediction_type == prediction_type
     assert schedule.timesteps[INDEX].equal(INDEX)
     assert schedule.noised(LATENTS, NOISE, INDEX).equal(ddpm.add_noise(LATENTS, NOISE, INDEX))
@@ -64,17 +59,6 @@ def test_a_scheduler_config_file_is_enough() -> None:
     assert NoiseSchedule.of(old).prediction_type == "epsilon", "diffusers' default: old files do not name it"
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-def test_min_snr_weights_are_those_of_diffusers_scripts(prediction_type: str) -> None:
-    ddpm = DDPMScheduler(**SDXL, prediction_type=prediction_type)
-    schedule, index = NoiseSchedule.of(ddpm), torch.arange(1000)
-    snr = compute_snr(ddpm, index)
-    torch.testing.assert_close(schedule.snr(index).float(), snr, rtol=1e-6, atol=0)
-    # As in examples/text_to_image/train_text_to_image_sdxl.py.
-    weights = snr.clamp(max=5.0) / {"epsilon": snr, "v_prediction": snr + 1, "sample": 1}[prediction_type]
-    torch.testing.assert_close(schedule.min_snr_weight(index, 5.0).float(), weights, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(("prediction_type", "limit"), [("epsilon", 1.0), ("v_prediction", 0.0), ("sample", 0.0)])
 def test_zero_terminal_snr_divides_by_nothing(prediction_type: str, limit: float) -> None:
     schedule = NoiseSchedule.of(DDPMScheduler(**SDXL, rescale_betas_zero_snr=True, prediction_type=prediction_type))
@@ -83,27 +67,14 @@ def test_zero_terminal_snr_divides_by_nothing(prediction_type: str, limit: float
     assert schedule.noised(LATENTS[:1], NOISE[:1], last).equal(NOISE[:1])
 
 
-@pytest.mark.parametrize("scheduler", [DDPMScheduler(**SDXL), FlowMatchEulerDiscreteScheduler(shift=3.0)])
-def test_the_scheduler_given_is_not_touched(scheduler: Any) -> None:
-    scheduler.set_timesteps(7)
-    before = str(vars(scheduler))
-    schedule = NoiseSchedule.of(scheduler)
-    schedule.noised(LATENTS, NOISE, INDEX), schedule.target(LATENTS, NOISE, INDEX)
-    assert schedule.num_train_timesteps == 1000, "the seven steps of a sampling are not the training's"
-    assert str(vars(scheduler)) == before
-
-
 def test_the_digest_stands_for_what_counts_and_nothing_else() -> None:
     base: dict[str, Any] = {**SDXL, "prediction_type": "epsilon", "num_train_timesteps": 1000}
     digest = NoiseSchedule.of(base).digest
     for same in (EulerDiscreteScheduler(**base, steps_offset=1), DDPMScheduler(**base, clip_sample=False)):
         assert NoiseSchedule.of(same).digest == digest
     changes: list[dict[str, Any]] = [
-        {"beta_start": 0.001},
         {"beta_end": 0.02},
-        {"beta_schedule": "linear"},
         {"trained_betas": TRAINED_BETAS},
-        {"trained_betas": TRAINED_BETAS[:-1]},
         {"prediction_type": "v_prediction"},
         {"rescale_betas_zero_snr": True},
         {"num_train_timesteps": 500},
