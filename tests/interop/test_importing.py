@@ -37,9 +37,6 @@ def rows_of(workspace: Workspace) -> dict[str, Row]:
     return dict(manifest.rows)
 
 
-# What is stored
-
-
 def test_an_unscaled_import_keeps_every_bit_and_says_what_it_is(tmp_path: Path) -> None:
     photo = write_photo(tmp_path / "a.png", 0, (80, 160))
     plain, twin = image("a.png", image_path=photo), image("a.png", flip=True, image_path=photo)
@@ -97,9 +94,6 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
     assert [ref.text for ref in rows["a"].captions] == [""] and [ref.text for ref in rows["b"].captions] == ["", "x"]
     assert rows["a"].captions[0].key == rows["b"].captions[0].key
     assert workspace.store.get(rows["a"].captions[0].key).record.identity["source"] is None
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -164,10 +158,7 @@ def test_latents_that_are_not_scaled_as_claimed_are_refused(
         assert re.search(expected, str(caught.value)) and "--no-scale-check" in str(caught.value)
     assert workspace.manifests.names() == []
     assert into(workspace, *items, scale_check=False).num_images == 65
-
-
-def test_latents_that_are_scaled_as_claimed_pass_also_with_odd_ones_among_them() -> None:
-    """A few white images hide nothing: the median counts."""
+    # A few white images among those that are as claimed hide nothing: the median counts.
     odd = [image(f"{number}", is_scaled=True, std=1.0 if number > 30 else 20.0) for number in range(100)]
     assert into(Workspace(), *odd).num_images == 100
 
@@ -190,28 +181,20 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
             assert manifest is not None and workspace.store.find(manifest.keys()) == manifest.keys()
 
 
-def test_an_import_replaces_an_import_but_never_what_precache_made(config: Config) -> None:
+def test_an_import_replaces_an_import_but_never_with_nothing_nor_what_precache_made(config: Config) -> None:
     with open_workspace(config.cache) as workspace:
         into(workspace, *pairs("a"))
         into(workspace, *pairs("b"))
         assert set(rows_of(workspace)) == {"b"}
         with pytest.raises(StoreError, match="photos was made by precache"):
             import_cache(Foreign(pairs("a")), workspace, name="photos")
-
-
-def test_an_import_of_nothing_changes_nothing() -> None:
-    workspace = Workspace()
-    into(workspace, *pairs("a"))
-    with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
-        into(workspace)
-    refused = Refusal("", "/foreign", "missing", "there is no index")
-    report = into(workspace, refused)
-    assert report.refused == [refused]
-    assert "manifest  none written: nothing was imported" in report.to_text()
-    assert set(rows_of(workspace)) == {"a"}
-
-
-# Trust
+        with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
+            into(workspace)
+        refused = Refusal("", "/foreign", "missing", "there is no index")
+        report = into(workspace, refused)
+        assert report.refused == [refused]
+        assert "manifest  none written: nothing was imported" in report.to_text()
+        assert set(rows_of(workspace)) == {"b"}
 
 
 def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:
