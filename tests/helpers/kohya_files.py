@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-SDXL_STD = 7.7
 
-
-def latents_of(seed: int, height: int, width: int, std: float = SDXL_STD) -> np.ndarray:
+def latents_of(seed: int, height: int, width: int) -> np.ndarray:
     """float32 [4, height / 8, width / 8]: unscaled, as a VAE of SDXL gives them."""
-    values = np.random.default_rng(seed).normal(0, std, (4, height // 8, width // 8))
+    values = np.random.default_rng(seed).normal(0, 7.7, (4, height // 8, width // 8))
     return values.astype(np.float32)
 
 

@@ -223,9 +223,11 @@ def test_a_pipeline_asks_in_the_dtype_of_its_unet_and_where_it_will_run(make_cac
     assert {parameter.device.type for parameter in bare.unet.parameters()} == {"meta"}
     with LatentCache(make_cache(text_dtype="bfloat16")) as cache:
         kwargs = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
+        half = prompt_kwargs(cache, PROMPTS[0], "ugly", device=torch.nn.Linear(1, 1).half())
     assert {(tensor.device.type, tensor.dtype) for tensor in kwargs.values()} == {("cpu", torch.bfloat16)}
     assert torch.equal(kwargs["prompt_embeds"], encoded[0])
     assert torch.equal(kwargs["negative_pooled_prompt_embeds"], encoded[3])
+    assert torch.equal(half["prompt_embeds"], encoded[0].half()) and half["prompt_embeds"].dtype is torch.float16
 
 
 def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:

@@ -63,7 +63,7 @@ def test_each_variation_has_a_draw_of_its_own(setup: Make, folder: Path) -> None
     assert sampling(1).encoded["vae"] == 0
 
 
-def test_ctrl_c_waits_for_what_is_under_way(setup: Make, parts: dict[str, Any]) -> None:
+def test_ctrl_c_waits_for_what_is_under_way(setup: Make) -> None:
     """It comes in the main thread while a thread encodes: models are moved back only when no thread uses them."""
     using: list[int] = []
     seen: list[int] = []
@@ -77,33 +77,28 @@ def test_ctrl_c_waits_for_what_is_under_way(setup: Make, parts: dict[str, Any]) 
         time.sleep(0.3)
         using.append(-1)
 
-    run = Run(setup(changes={"after_cache_fun": lambda: seen.append(sum(using))}))
-    encoder = parts["vae"].encoder
-    handles = [encoder.register_forward_pre_hook(press), encoder.register_forward_hook(leave)]
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run.next_epoch()
-    finally:
-        for handle in handles:
-            handle.remove()
+    parts = tiny_parts(0)
+    run = Run(setup(parts=parts, changes={"after_cache_fun": lambda: seen.append(sum(using))}))
+    parts["vae"].encoder.register_forward_pre_hook(press)
+    parts["vae"].encoder.register_forward_hook(leave)
+    with pytest.raises(KeyboardInterrupt):
+        run.next_epoch()
     assert run.begun == ["image"] and seen == [0]
     assert 1 <= run.encoded["vae"] < NUM
     assert setup().start().encoded["vae"] == NUM - run.encoded["vae"]
 
 
-def test_random_streams_and_gradient_mode_are_as_before(setup: Make, parts: dict[str, Any]) -> None:
+def test_random_streams_and_gradient_mode_are_as_before(setup: Make) -> None:
     def draw(*_: Any) -> None:
         torch.rand(3), np.random.rand(3), random.random()
 
-    handle = parts["vae"].encoder.register_forward_hook(draw)
+    parts = tiny_parts(0)
+    parts["vae"].encoder.register_forward_hook(draw)
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr]
-    try:
-        run = Run(setup())
-        with torch.enable_grad():
-            run.next_epoch()
-            assert torch.is_grad_enabled()
-    finally:
-        handle.remove()
+    run = Run(setup(parts=parts))
+    with torch.enable_grad():
+        run.next_epoch()
+        assert torch.is_grad_enabled()
     assert torch.equal(before[0], torch.get_rng_state()) and before[2] == random.getstate()
     assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[arg-type]
     assert not run.items[0]["latent_image"].requires_grad

@@ -58,11 +58,10 @@ def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(fold
     models = LoadedModels(family=family, **{name: parts[name] for name in family.parts})
     assert run_precache(config, models=models).notes == []
     calls: list[tuple[int, ...]] = []
-    handle = parts["transformer"].register_forward_pre_hook(
+    parts["transformer"].register_forward_pre_hook(
         lambda module, arguments, options: calls.append(tuple(options["hidden_states"].shape[:2])), with_kwargs=True
     )
     one, two = loss(config, parts, 1), loss(config, parts, 3)
-    handle.remove()
     # 16 tokens of the image, 16 of the first control image, 16 or 12 of the second.
     assert calls[:8] == [(1, 44)] * 4 + [(1, 48)] * 4
     assert calls[8:] == [(3, 44), (1, 44), (3, 48), (1, 48)]

@@ -21,7 +21,6 @@ from latentcache.validation.noise_schedule import NoiseSchedule
 
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 INDEX = torch.tensor([0, 1, 499, 998, 999])
-TRAINED_BETAS = torch.linspace(0.001, 0.02, 50).tolist()
 LATENTS, NOISE = (torch.randn(5, 4, 3, 2, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
 
 
@@ -74,7 +73,7 @@ def test_the_digest_stands_for_what_counts_and_nothing_else() -> None:
         assert NoiseSchedule.of(same).digest == digest
     changes: list[dict[str, Any]] = [
         {"beta_end": 0.02},
-        {"trained_betas": TRAINED_BETAS},
+        {"trained_betas": torch.linspace(0.001, 0.02, 50).tolist()},
         {"prediction_type": "v_prediction"},
         {"rescale_betas_zero_snr": True},
         {"num_train_timesteps": 500},

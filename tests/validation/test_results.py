@@ -137,9 +137,7 @@ def test_wandb_gets_one_call_with_numbers_and_captioned_images(tmp_path: Path, m
     assert [data.tobytes() for data, _ in images] == [sample.image.tobytes() for sample in report().images]
 
 
-def test_a_tracker_that_fails_loses_no_results_and_ends_no_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     full = Mock(spec=["add_scalar", "add_image"])
     full.add_scalar.side_effect = OSError(28, "No space left on device")
     logged, paths = publish(report(notes=["first"]), tmp_path, full)

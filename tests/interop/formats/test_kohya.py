@@ -112,8 +112,6 @@ def test_a_text_is_both_encoders_side_by_side_and_its_images_may_be_elsewhere(tm
 GOOD = dialect_a(1, 320, 160, (128, 64))
 NAME = latents_name("cat", 320, 160)
 TEXT, FLUX = "cat_te_outputs.npz", "cat_flux_te.npz"
-
-
 BAD_MASKS = (MASK[:, :-8], MASK[None], MASK * 2, MASK - 0.1, np.full_like(MASK, np.nan))
 
 
