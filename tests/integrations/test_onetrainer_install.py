@@ -65,9 +65,7 @@ class Model:
     evict = materialize
 
 
-def test_what_is_installed_caches_as_configured(
-    loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_what_is_installed_caches(loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path) -> None:
     """One folder for all, which the trainer does not empty; modes of the model are put back; and all can be undone."""
     model, originals = Model(), [loader.DiskCache for loader in loaders]
     seen: list[bool] = []

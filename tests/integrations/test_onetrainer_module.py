@@ -24,6 +24,7 @@ from helpers.pipeline_sdxl import Run, Setup, concept
 from helpers.tensor_bits import bits
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
+from latentcache.integrations.onetrainer.items import GroupNames, Groups
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, fields_of, values_of
 from latentcache.models.tiny import tiny_parts
 
@@ -239,3 +240,12 @@ def test_plain_values_come_back_as_they_were_and_others_are_refused() -> None:
     for value in (None, object(), np.float32(1), {1: "a"}, torch.tensor([1.0, torch.nan])):
         with pytest.raises(PipelineError, match="'name'"):
             fields_of({"name": value})
+
+
+def test_a_group_goes_on_in_each_epoch_with_the_next_variation_of_its_items() -> None:
+    """As mgds' VariationSorting counts: of three items four outputs an epoch."""
+    values = {"variations": 2, "balancing": 1.5, "strategy": "REPEATS", "group": 0}
+    names = GroupNames("variations", "balancing", "strategy", ("group",), None)
+    groups = Groups(names, 3, lambda name, index: values[name])
+    assert groups.inputs(0) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert groups.inputs(1) == [(1, 1), (1, 2), (0, 0), (0, 1)]

@@ -147,9 +147,7 @@ def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
     [(False, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.68"), (True, STD, r"is 7\.\d", "about 1 |about 1[.]")],
     ids=["unscaled-claimed", "scaled-claimed"],
 )
-def test_latents_that_are_not_scaled_as_claimed_are_refused(
-    is_scaled: bool, std: float, met: str, expected: str
-) -> None:
+def test_latents_of_another_scale_are_refused(is_scaled: bool, std: float, met: str, expected: str) -> None:
     items = [image(f"{number}", is_scaled=is_scaled, std=std) for number in range(65)]
     workspace = Workspace()
     for given in (items, items[:1]):  # it is looked for after the first 64, and at the end
@@ -218,7 +216,6 @@ def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) 
         assert cache.get(key).tensors["latents"].shape == (4, 8, 16)
     dataset = LatentDataset(path, "foreign", unverified=True)
     assert len(dataset) == 2 and dataset[1]["latents"].shape == (4, 8, 16)
-    assert dataset.place({**dataset[0]}, device="cpu", scaled=True)["latents"].std() == pytest.approx(1.0, abs=0.2)
 
 
 def test_precache_replaces_what_was_imported(

@@ -160,9 +160,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     """Goes by the name of FSDP1's wrapper, whose flat parameters look like any others."""
 
 
-def test_other_ranks_work_only_where_the_unet_is_sharded(
-    warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_validate_if_sharded(warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     training = Training(CPU)

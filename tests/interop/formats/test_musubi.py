@@ -63,9 +63,7 @@ def test_the_files_are_as_the_specification_has_them(tmp_path: Path, family: str
 @pytest.mark.filterwarnings("ignore")  # of its own
 @pytest.mark.skipif("MUSUBI_TUNER" not in os.environ, reason="MUSUBI_TUNER names no checkout of kohya-ss/musubi-tuner")
 @pytest.mark.parametrize(("family", "text"), [("qwen-image", "vl_embed"), ("wan", "t5"), ("z-image", "llm_embed")])
-def test_musubi_tuner_s_own_code_reads_an_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str
-) -> None:
+def test_its_own_code_reads_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str) -> None:
     """Its reader of batches, over the names that it makes of an image's name and size, gives the cache's values."""
     monkeypatch.setitem(sys.modules, "cv2", ModuleType("cv2"))  # for images, which are not read
     monkeypatch.syspath_prepend(str(Path(os.environ["MUSUBI_TUNER"], "src")))
