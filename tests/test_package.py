@@ -160,6 +160,27 @@ def test_public_names_are_alphabetical_and_those_that_type_checkers_see() -> Non
         _ = latentcache.nonsense  # type: ignore[attr-defined]  # the error is the point
 
 
+def shown_code() -> Iterator[tuple[str, str]]:
+    """Name and Python source of what users read: README, docs, examples and the training scripts."""
+    root = PACKAGE.parent
+    for path in (*root.glob("examples/*.py"), *root.glob("scripts/train_lora*.py"), root / "scripts/quickstart.py"):
+        yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+    for path in (root / "README.md", *root.glob("docs/**/*.md")):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)):
+            yield f"{path.relative_to(root)}, block {number}", block
+
+
+def test_what_users_read_imports_public_names_only() -> None:
+    allowed = ("latentcache.integrations.", "latentcache.models.tiny.", "latentcache.scaleout.ray.")
+    for shown_in, code in shown_code():
+        for node in ast.walk(ast.parse(code)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                is_public = not name.startswith("latentcache.") or f"{name}.".startswith(allowed)
+                assert is_public, f"{shown_in} imports {name}, which is not public"
+
+
 def test_import_imports_no_torch() -> None:
     code = "import sys; import latentcache; print({'torch', 'diffusers'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -545,3 +545,12 @@ def test_a_prompt_of_other_encoders_is_never_returned(make_config: Make) -> None
         pytest.raises(StoreError, match="one, other have different text encoders"),
     ):
         cache.prompt("", device="cpu")
+
+
+def test_a_dataset_that_takes_anothers_name_is_warned_of(
+    make_config: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_precache(make_config())
+    write_photo(tmp_path / "others" / "x.png", 1)
+    run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "others"}}))
+    assert "manifest photos listed 5 other images" in caplog.text
