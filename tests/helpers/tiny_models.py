@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,20 +25,27 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.models.tiny import frozen, seeded, tiny_part, tiny_parts
 
-CHANNEL_MEANS = tuple(round(0.9 * (-1) ** i * (i % 5) / 3 - 0.1, 4) for i in range(16))
-CHANNEL_STDS = tuple(round(1.1 + 0.37 * ((i * 7) % 5), 4) for i in range(16))
-"""Uneven statistics for VAEs that have them for each of their 16 channels."""
+_STATISTICS = {
+    "latents_mean": [round(0.9 * (-1) ** i * (i % 5) / 3 - 0.1, 4) for i in range(16)],
+    "latents_std": [round(1.1 + 0.37 * ((i * 7) % 5), 4) for i in range(16)],
+}
+"""Uneven ones for VAEs that have them for each of their 16 channels."""
 
 _BLOCKS: dict[str, Any] = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
-_SINGLE_AND_DOUBLE: dict[str, Any] = _BLOCKS | {
-    **dict.fromkeys(("num_layers", "num_single_layers"), 1),
+_SINGLE_AND_DOUBLE: dict[str, Any] = {**_BLOCKS, "num_layers": 1, "num_single_layers": 1}
+_FLUX: dict[str, Any] = {
+    **_SINGLE_AND_DOUBLE,
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 4, 8),
+    "in_channels": 64,
 }
 """Settings of denoisers."""
+_FLUX_SCALING = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+_LLM = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+_SHARED_HEADS = {"num_key_value_heads": 1, "max_position_embeddings": 4096}
 _ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _QWEN3_VL = {"head_dim": 8, "rope_parameters": _ROPE}
-"""Settings of Qwen3-VL's language model."""
+"""Settings of language models, the last of Qwen3-VL's."""
 _DEEP = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 """Settings of its part that reads images."""
 _T5_WORDS = ("▁a", "▁cat", "▁red", "▁on", "▁the", "▁table", "▁cats", "▁of", "▁in")
@@ -167,112 +174,66 @@ def without_torchvision(patch: pytest.MonkeyPatch, family: Family) -> None:
 
 @cache
 def _built(family: str, seed: int) -> dict[str, Any]:
-    """Building a model takes longer than copying it."""
-    return _BUILDERS[family](seed)
+    """By the function of its name. Building a model takes longer than copying it."""
+    with seeded(seed):
+        return frozen(globals()["_" + family.replace("-", "_")](seed))
 
 
-def _default(seed: int) -> dict[str, Any]:
+def _sdxl(seed: int) -> dict[str, Any]:
     return {**tiny_parts(seed), **{name: tiny_part(name, seed) for name in ("unet", "scheduler")}}
 
 
 def _sd15(seed: int) -> dict[str, Any]:
-    tokenizer = tiny_part("tokenizer")
-    with seeded(seed):
-        encoder = clip_text_model()
-        vae = image_vae(4, scaling_factor=0.18215)
-        unet = diffusers.UNet2DConditionModel(
-            sample_size=8,
-            layers_per_block=1,
-            block_out_channels=(16, 32),
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            attention_head_dim=4,
-            cross_attention_dim=32,
-            norm_num_groups=8,
-        )
+    encoder, vae = clip_text_model(), image_vae(4, scaling_factor=0.18215)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=4,
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
     scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
     )
-    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
-    return frozen({**parts, "unet": randomised(unet, seed), "scheduler": scheduler})
+    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tiny_part("tokenizer")}
+    return {**parts, "unet": randomised(unet, seed), "scheduler": scheduler}
 
 
 def _flux(seed: int) -> dict[str, Any]:
-    clip, t5 = tiny_part("tokenizer"), t5_tokenizer()
-    with seeded(seed):
-        vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
-        transformer = diffusers.FluxTransformer2DModel(
-            in_channels=64,
-            **_SINGLE_AND_DOUBLE,
-            pooled_projection_dim=32,
-            guidance_embeds=True,
-        )
-        parts = {
-            "vae": vae,
-            "text_encoder": clip_text_model(),
-            "text_encoder_2": t5_model(t5),
-            "tokenizer": clip,
-            "tokenizer_2": t5,
-        }
-    return flow_model(transformer, seed, **parts)
+    t5, vae = t5_tokenizer(), image_vae(16, **_FLUX_SCALING)
+    transformer = diffusers.FluxTransformer2DModel(**_FLUX, pooled_projection_dim=32, guidance_embeds=True)
+    encoders = {"text_encoder": clip_text_model(), "text_encoder_2": t5_model(t5)}
+    return flow_model(transformer, seed, vae, **encoders, tokenizer=tiny_part("tokenizer"), tokenizer_2=t5)
 
 
 def _chroma(seed: int) -> dict[str, Any]:
-    tokenizer = t5_tokenizer()
-    with seeded(seed):
-        vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
-        transformer = diffusers.ChromaTransformer2DModel(
-            in_channels=64,
-            **_SINGLE_AND_DOUBLE,
-            approximator_num_channels=32,
-            approximator_hidden_dim=32,
-            approximator_layers=1,
-        )
-        encoder = t5_model(tokenizer)
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+    tokenizer, vae = t5_tokenizer(), image_vae(16, **_FLUX_SCALING)
+    approximator = {"num_channels": 32, "hidden_dim": 32, "layers": 1}
+    settings = {f"approximator_{name}": value for name, value in approximator.items()}
+    transformer = diffusers.ChromaTransformer2DModel(**_FLUX, **settings)
+    return flow_model(transformer, seed, vae, text_encoder=t5_model(tokenizer), tokenizer=tokenizer)
 
 
 def _z_image(seed: int) -> dict[str, Any]:
-    tokenizer = qwen_tokenizer()
-    with seeded(seed):
-        vae = image_vae(16, scaling_factor=0.3611, shift_factor=0.1159)
-        transformer = diffusers.ZImageTransformer2DModel(
-            in_channels=16,
-            dim=32,
-            n_layers=2,
-            n_refiner_layers=1,
-            n_heads=2,
-            n_kv_heads=2,
-            cap_feat_dim=16,
-            axes_dims=[8, 4, 4],
-            axes_lens=[1024, 64, 64],
-        )
-        encoder = qwen3_model(tokenizer, 4, "Qwen3Model")
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+    tokenizer, vae = qwen_tokenizer(), image_vae(16, **_FLUX_SCALING)
+    sizes = {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+    axes = {"axes_dims": [8, 4, 4], "axes_lens": [1024, 64, 64]}
+    transformer = diffusers.ZImageTransformer2DModel(in_channels=16, cap_feat_dim=16, **sizes, **axes)
+    encoder = qwen3_model(tokenizer, 4, "Qwen3Model")
+    return flow_model(transformer, seed, vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _wan(seed: int, **settings: Any) -> dict[str, Any]:
     tokenizer = t5_tokenizer()
-    with seeded(seed):
-        parts = {
-            "vae": video_vae("AutoencoderKLWan", seed),
-            "text_encoder": t5_model(tokenizer, "UMT5"),
-            "tokenizer": tokenizer,
-        }
-        transformer = diffusers.WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            text_dim=32,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-            rope_max_seq_len=64,
-            **settings,
-        )
-    scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
-    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+    sizes = {"text_dim": 32, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 64}
+    transformer = diffusers.WanTransformer3DModel(**_BLOCKS, **sizes, **settings)
+    schedule = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    parts = {"text_encoder": t5_model(tokenizer, "UMT5"), "tokenizer": tokenizer}
+    vae, scheduler = video_vae("AutoencoderKLWan", seed), diffusers.UniPCMultistepScheduler(**schedule)
+    return flow_model(transformer, seed, vae, **parts, scheduler=scheduler)
 
 
 def _wan_i2v(seed: int) -> dict[str, Any]:
@@ -282,16 +243,9 @@ def _wan_i2v(seed: int) -> dict[str, Any]:
 def wan_2_1_i2v(seed: int = 0) -> dict[str, Any]:
     """That of Wan 2.1: with an image encoder and its processor, and a denoiser that takes rows of it."""
     made = tiny_model("wan-i2v")
-    given = {name: value for name, value in made["transformer"].config.items() if not name.startswith("_")}
-    denoiser = type(made["transformer"])(**{**given, "image_dim": 24, "added_kv_proj_dim": 32})
-    sizes: dict[str, Any] = {
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 16,
-    }
-    encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, num_hidden_layers=3))
+    denoiser = type(made["transformer"]).from_config(made["transformer"].config, image_dim=24, added_kv_proj_dim=32)
+    sizes: dict[str, Any] = {**_LLM, "hidden_size": 24, "image_size": 32, "patch_size": 16, "num_hidden_layers": 3}
+    encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes))
     made |= {"transformer": randomised(denoiser, 5), "image_encoder": randomised(encoder, seed + 6)}
     # The crop keeps a part of a square whose side is 40, as that of a wide frame does.
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
@@ -303,17 +257,11 @@ def _qwen_image(seed: int) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
     vision = {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
     class_name = "Qwen2_5_VLForConditionalGeneration"
-    with seeded(seed):
-        encoder = qwen_vl_model(tokenizer, 3, "Qwen2_5_VL", class_name, {"rope_parameters": rope}, vision)
-        vae = video_vae("AutoencoderKLQwenImage", seed)
-        transformer = diffusers.QwenImageTransformer2DModel(
-            in_channels=64,
-            out_channels=16,
-            **_BLOCKS,
-            joint_attention_dim=16,
-            axes_dims_rope=(8, 4, 4),
-        )
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+    encoder = qwen_vl_model(tokenizer, 3, "Qwen2_5_VL", class_name, {"rope_parameters": rope}, vision)
+    sizes = {"in_channels": 64, "out_channels": 16, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}
+    transformer = diffusers.QwenImageTransformer2DModel(**_BLOCKS, **sizes)
+    vae = video_vae("AutoencoderKLQwenImage", seed)
+    return flow_model(transformer, seed, vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _qwen_image_edit(seed: int) -> dict[str, Any]:
@@ -323,125 +271,81 @@ def _qwen_image_edit(seed: int) -> dict[str, Any]:
 
 def _krea2(seed: int) -> dict[str, Any]:
     tokenizer = qwen_tokenizer()
-    with seeded(seed):
-        encoder = qwen_vl_model(tokenizer, 36, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
-        vae = video_vae("AutoencoderKLQwenImage", seed)
-        transformer = diffusers.Krea2Transformer2DModel(
-            in_channels=64,
-            **_BLOCKS,
-            num_key_value_heads=1,
-            intermediate_size=32,
-            timestep_embed_dim=32,
-            text_hidden_dim=16,
-            num_text_layers=12,
-            text_num_attention_heads=2,
-            text_num_key_value_heads=2,
-            text_intermediate_size=32,
-            num_layerwise_text_blocks=1,
-            num_refiner_text_blocks=1,
-            axes_dims_rope=(8, 4, 4),
-        )
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+    encoder = qwen_vl_model(tokenizer, 36, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
+    sizes = {"in_channels": 64, "num_key_value_heads": 1, "intermediate_size": 32, "timestep_embed_dim": 32}
+    text = {"hidden_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    sizes |= {f"text_{name}": value for name, value in text.items()}
+    sizes |= {"num_text_layers": 12, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1}
+    transformer = diffusers.Krea2Transformer2DModel(**_BLOCKS, **sizes, axes_dims_rope=(8, 4, 4))
+    vae = video_vae("AutoencoderKLQwenImage", seed)
+    return flow_model(transformer, seed, vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _qwen_image_21(seed: int) -> dict[str, Any]:
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = _BLOCK_TEMPLATE
+    tokenizer = qwen_tokenizer(_BLOCK_TEMPLATE)
     class_name = "Qwen3VLForConditionalGeneration"
-    statistics = {"latents_mean": [*CHANNEL_MEANS] * 4, "latents_std": [*CHANNEL_STDS] * 4}
-    with seeded(seed):
-        encoder = qwen_vl_model(tokenizer, 3, "Qwen3VL", class_name, _QWEN3_VL, {**_DEEP, "patch_size": 16})
-        vae = diffusers.AutoencoderKLQwenImage21(
-            base_dim=4, decoder_base_dim=4, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, **statistics
-        )
-        transformer = diffusers.QwenImage21Transformer2DModel(**_BLOCKS, context_in_dim=16, axes_dims_rope=(4, 6, 6))
+    encoder = qwen_vl_model(tokenizer, 3, "Qwen3VL", class_name, _QWEN3_VL, {**_DEEP, "patch_size": 16})
+    sizes = {"base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 1, 1, 1, 1], "num_res_blocks": 1}
+    statistics = {name: values * 4 for name, values in _STATISTICS.items()}
+    vae = randomised(diffusers.AutoencoderKLQwenImage21(**sizes, **statistics), seed)
+    transformer = diffusers.QwenImage21Transformer2DModel(**_BLOCKS, context_in_dim=16, axes_dims_rope=(4, 6, 6))
     processor = qwen_vl_processor(tokenizer, "Qwen3VL", patch_size=16, min_pixels=32 * 32)
-    return flow_model(transformer, seed, vae=randomised(vae, seed), text_encoder=encoder, processor=processor)
+    return flow_model(transformer, seed, vae, text_encoder=encoder, processor=processor)
+
+
+_qwen_image_21_edit = _qwen_image_21
 
 
 def _ideogram4(seed: int) -> dict[str, Any]:
     """An encoder that has a layer more than is read; the second transformer is for guidance alone."""
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = _BLOCK_TEMPLATE + ("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-    with seeded(seed):
-        encoder = qwen_vl_model(tokenizer, 37, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
-        vae = flux2_vae(seed)
-        for values in (vae.bn.running_mean, vae.bn.running_var):
-            # By (row, column, channel) of a patch, nearly alike at its four places, as the published ones are.
-            values.copy_(values[:32].repeat(4) * torch.linspace(0.97, 1.03, 128))
-        first, second = (
-            diffusers.Ideogram4Transformer2DModel(
-                in_channels=128,
-                **_BLOCKS,
-                intermediate_size=64,
-                adaln_dim=32,
-                llm_features_dim=16 * 13,
-                mrope_section=(4, 2, 2),
-            )
-            for _ in range(2)
-        )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer, "scheduler": scheduler}
-    return flow_model(first, seed, **parts, unconditional_transformer=randomised(second, seed + 1))
+    tokenizer = qwen_tokenizer(_BLOCK_TEMPLATE + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    encoder = qwen_vl_model(tokenizer, 37, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
+    vae = flux2_vae(seed)
+    for values in (vae.bn.running_mean, vae.bn.running_var):
+        # By (row, column, channel) of a patch, nearly alike at its four places, as the published ones are.
+        values.copy_(values[:32].repeat(4) * torch.linspace(0.97, 1.03, 128))
+    sizes = {"in_channels": 128, "intermediate_size": 64, "adaln_dim": 32, "llm_features_dim": 16 * 13}
+    first, second = (
+        diffusers.Ideogram4Transformer2DModel(**_BLOCKS, **sizes, mrope_section=(4, 2, 2)) for _ in range(2)
+    )
+    parts = {"tokenizer": tokenizer, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    parts["unconditional_transformer"] = randomised(second, seed + 1)
+    return flow_model(first, seed, vae, text_encoder=encoder, **parts)
 
 
 def _ideogram4_projected(seed: int) -> dict[str, Any]:
     parts = _ideogram4(seed)
-    projection = diffusers.Ideogram4Transformer2DModel.from_config({**parts["transformer"].config, "num_layers": 0})
+    projection = diffusers.Ideogram4Transformer2DModel.from_config(parts["transformer"].config, num_layers=0)
     projection.load_state_dict({name: parts["transformer"].state_dict()[name] for name in projection.state_dict()})
-    return {**parts, "projection": projection.eval().requires_grad_(False)}
+    return {**parts, "projection": projection}
 
 
 def _flux2(seed: int) -> dict[str, Any]:
     """An encoder of 16 features, which has a layer more than is read."""
     tokenizer = qwen_tokenizer()
-    with seeded(seed):
-        vae, encoder = flux2_vae(seed), qwen3_model(tokenizer, 28, "Qwen3ForCausalLM")
-        transformer = flux2_transformer(guidance_embeds=False)
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+    encoder = qwen3_model(tokenizer, 28, "Qwen3ForCausalLM")
+    return flow_model(flux2_transformer(), seed, flux2_vae(seed), text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _flux2_dev(seed: int) -> dict[str, Any]:
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = _BLOCK_TEMPLATE
-    with seeded(seed):
-        vae = flux2_vae(seed)
-        encoder = mistral3_model(tokenizer, 31, "Mistral3ForConditionalGeneration", "mistral")
-        transformer = flux2_transformer(guidance_embeds=True)
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
+    tokenizer = qwen_tokenizer(_BLOCK_TEMPLATE)
+    encoder = mistral3_model(tokenizer, 31, "Mistral3ForConditionalGeneration", "mistral")
+    transformer = flux2_transformer(guidance_embeds=True)
+    return flow_model(transformer, seed, flux2_vae(seed), text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _anima(seed: int) -> dict[str, Any]:
     stand_in_for_torchvision()
     tokenizer, t5 = qwen_tokenizer(), t5_tokenizer()
-    with seeded(seed):
-        parts = {
-            "vae": video_vae("AutoencoderKLQwenImage", seed),
-            "text_encoder": qwen3_model(tokenizer, 3, "Qwen3Model"),
-            "text_conditioner": randomised(
-                diffusers.AnimaTextConditioner(
-                    source_dim=16,
-                    target_dim=16,
-                    model_dim=16,
-                    num_layers=2,
-                    num_attention_heads=4,
-                    target_vocab_size=len(t5),
-                ),
-                5,
-            ),
-            "tokenizer": tokenizer,
-            "t5_tokenizer": t5,
-        }
-        transformer = diffusers.CosmosTransformer3DModel(
-            **_BLOCKS,
-            mlp_ratio=2,
-            text_embed_dim=16,
-            adaln_lora_dim=8,
-            rope_scale=(1.0, 4.0, 4.0),
-            extra_pos_embed_type=None,
-        )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})
+    sizes = {"source_dim": 16, "target_dim": 16, "model_dim": 16, "num_layers": 2, "num_attention_heads": 4}
+    conditioner = diffusers.AnimaTextConditioner(**sizes, target_vocab_size=len(t5))
+    sizes = {"mlp_ratio": 2, "text_embed_dim": 16, "adaln_lora_dim": 8}
+    transformer = diffusers.CosmosTransformer3DModel(
+        **_BLOCKS, **sizes, rope_scale=(1.0, 4.0, 4.0), extra_pos_embed_type=None
+    )
+    encoders = {"text_encoder": qwen3_model(tokenizer, 3, "Qwen3Model"), "text_conditioner": randomised(conditioner, 5)}
+    parts = {"tokenizer": tokenizer, "t5_tokenizer": t5, "scheduler": shifted_scheduler()}
+    return flow_model(transformer, seed, video_vae("AutoencoderKLQwenImage", seed), **encoders, **parts)
 
 
 def _anima_states(seed: int) -> dict[str, Any]:
@@ -459,29 +363,21 @@ def stand_in_for_torchvision() -> None:
     def resize(tensor: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
         return torch.nn.functional.interpolate(tensor, size=size, mode=interpolation)
 
-    made = SimpleNamespace(
+    transformer_cosmos.transforms = SimpleNamespace(
         functional=SimpleNamespace(resize=resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
     )
-    transformer_cosmos.transforms = made
     type(family_named("anima")).denoiser_needs = None
 
 
 def _ernie_image(seed: int) -> dict[str, Any]:
     tokenizer = qwen_tokenizer()
-    with seeded(seed):
-        vae, encoder = flux2_vae(seed), mistral3_model(tokenizer, 4, "Mistral3Model", "ministral3")
-        transformer = diffusers.ErnieImageTransformer2DModel(
-            hidden_size=32,
-            num_attention_heads=2,
-            num_layers=2,
-            ffn_hidden_size=64,
-            in_channels=128,
-            out_channels=128,
-            text_in_dim=16,
-            rope_axes_dim=(8, 4, 4),
-        )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer, scheduler=scheduler)
+    encoder = mistral3_model(tokenizer, 4, "Mistral3Model", "ministral3")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 64, "text_in_dim": 16}
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        **sizes, in_channels=128, out_channels=128, rope_axes_dim=(8, 4, 4)
+    )
+    parts = {"text_encoder": encoder, "tokenizer": tokenizer, "scheduler": shifted_scheduler()}
+    return flow_model(transformer, seed, flux2_vae(seed), **parts)
 
 
 def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -524,30 +420,15 @@ def t5_tokenizer() -> Any:
     return tokenizer_class(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
-def t5_model(tokenizer: Any, name: str = "T5", width: int = 32) -> Any:
+def t5_model(tokenizer: Any, name: str = "T5") -> Any:
     """A T5 encoder of two layers, or one of UMT5."""
     config, model = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}EncoderModel")
-    return randomised(
-        model(
-            config(
-                vocab_size=len(tokenizer),
-                d_model=width,
-                d_kv=8,
-                d_ff=64,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.1,
-                feed_forward_proj="gated-gelu",
-                pad_token_id=0,
-                eos_token_id=1,
-                decoder_start_token_id=0,
-            )
-        ),
-        2,
-    )
+    sizes = {"vocab_size": len(tokenizer), "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    return randomised(model(config(**sizes, **ids, dropout_rate=0.1, feed_forward_proj="gated-gelu")), 2)
 
 
-def qwen_tokenizer() -> Any:
+def qwen_tokenizer(chat_template: str = _CHAT_TEMPLATE) -> Any:
     """A Qwen tokenizer of bytes. The words of the system prompts are whole tokens: a fixed number is dropped."""
     vocab = {symbol: index for index, symbol in enumerate(byte_symbols())}
     merges: list[tuple[str, str]] = []
@@ -561,36 +442,25 @@ def qwen_tokenizer() -> Any:
     vocab |= {special: len(vocab) + index for index, special in enumerate(_QWEN_SPECIALS)}
     tokenizer = made(vocab=vocab, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_SPECIALS[1:])})
-    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 
 def qwen3_model(tokenizer: Any, num_layers: int, class_name: str) -> Any:
     """A Qwen3 of this class, as `Qwen3Model`."""
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=num_layers,
-        head_dim=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
+    sizes: dict[str, Any] = {**_LLM, **_SHARED_HEADS, "vocab_size": len(tokenizer), "head_dim": 8}
+    config = transformers.Qwen3Config(**sizes, num_hidden_layers=num_layers, tie_word_embeddings=True)
     return randomised(getattr(transformers, class_name)(config), 3)
 
 
 def mistral3_model(tokenizer: Any, num_layers: int, class_name: str, text_type: str) -> Any:
     """A Mistral 3 of this class, whose language model is of this type."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 2}
-    text = {"vocab_size": len(tokenizer), "num_hidden_layers": num_layers, "num_key_value_heads": 1}
-    text["max_position_embeddings"] = 4096 if text_type == "mistral" else 262144  # 16 times what Ministral 3 states
-    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
-    config = transformers.Mistral3Config(
-        text_config={"model_type": text_type, **sizes, **text},
-        vision_config={**vision, **sizes},
-    )
+    sizes = {**_LLM, "head_dim": 8}
+    text = {"model_type": text_type, **sizes, **_SHARED_HEADS, "vocab_size": len(tokenizer)}
+    if text_type == "ministral3":
+        text["max_position_embeddings"] = 262144  # 16 times what it states
+    vision = {"model_type": "pixtral", **sizes, "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+    config = transformers.Mistral3Config(text_config={**text, "num_hidden_layers": num_layers}, vision_config=vision)
     return randomised(getattr(transformers, class_name)(config), 4)
 
 
@@ -600,28 +470,12 @@ def qwen_vl_model(
     """A Qwen that reads images too: `name` as `Qwen2_5_VL`, with more settings of its two configs."""
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     specials = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    ids = {"bos_token_id": None, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {**_LLM, **_SHARED_HEADS, "vocab_size": len(tokenizer), "num_hidden_layers": num_layers}
+    seeing = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16}
     config = getattr(transformers, f"{name}Config")(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 4096,
-            "bos_token_id": None,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            **text,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 16,
-            **vision,
-        },
+        text_config={**sizes, **ids, **text},
+        vision_config={**seeing, **vision},
         **dict(zip(tokens, map(tokenizer.convert_tokens_to_ids, specials), strict=True)),
     )
     return randomised(getattr(transformers, class_name)(config), 4)
@@ -642,17 +496,10 @@ def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: A
     return TinyProcessor(reader, tokenizer, chat_template=tokenizer.chat_template)
 
 
-def video_vae(class_name: str, seed: int = 0) -> Any:
+def video_vae(class_name: str, seed: int) -> Any:
     """A VAE of this class whose 16 channels have uneven statistics: 8 pixels per latent row."""
-    vae = getattr(diffusers, class_name)(
-        base_dim=4,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        latents_mean=list(CHANNEL_MEANS),
-        latents_std=list(CHANNEL_STDS),
-    )
-    return randomised(vae, seed)
+    sizes = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return randomised(getattr(diffusers, class_name)(**sizes, **_STATISTICS), seed)
 
 
 def flux2_vae(seed: int) -> Any:
@@ -667,43 +514,22 @@ def flux2_vae(seed: int) -> Any:
     return vae
 
 
-def flux2_transformer(*, guidance_embeds: bool) -> Any:
+def flux2_transformer(*, guidance_embeds: bool = False) -> Any:
     """A denoiser of FLUX.2, of two blocks, for scaled latents and three layers of 16 features."""
+    sizes = {"in_channels": 128, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4)}
     return diffusers.Flux2Transformer2DModel(
-        in_channels=128,
-        **{**_SINGLE_AND_DOUBLE, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4)},
-        timestep_guidance_channels=32,
-        guidance_embeds=guidance_embeds,
+        **_SINGLE_AND_DOUBLE, **sizes, timestep_guidance_channels=32, guidance_embeds=guidance_embeds
     )
 
 
-def flow_model(transformer: Any, seed: int, **parts: Any) -> dict[str, Any]:
-    """These parts, a transformer whose parameters are made random, and the scheduler of most flow models: frozen."""
+def shifted_scheduler() -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
+def flow_model(transformer: Any, seed: int, vae: Any, **parts: Any) -> dict[str, Any]:
+    """These parts, a transformer whose parameters are made random, and the scheduler of most flow models."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    return frozen({"scheduler": scheduler, **parts, "transformer": randomised(transformer, seed)})
-
-
-_BUILDERS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "sdxl": _default,
-    "sd15": _sd15,
-    "flux": _flux,
-    "chroma": _chroma,
-    "z-image": _z_image,
-    "wan": _wan,
-    "qwen-image": _qwen_image,
-    "qwen-image-edit": _qwen_image_edit,
-    "krea2": _krea2,
-    "flux2": _flux2,
-    "flux2-dev": _flux2_dev,
-    "anima": _anima,
-    "anima-states": _anima_states,
-    "qwen-image-21": _qwen_image_21,
-    "wan-i2v": _wan_i2v,
-    "qwen-image-21-edit": _qwen_image_21,
-    "ernie-image": _ernie_image,
-    "ideogram4": _ideogram4,
-    "ideogram4-projected": _ideogram4_projected,
-}
+    return {"scheduler": scheduler, "vae": vae, **parts, "transformer": randomised(transformer, seed)}
 
 
 def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0) -> Any:
