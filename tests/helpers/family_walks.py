@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from helpers.photo_files import write_photo
+from helpers.photo_files import write_clip, write_mask, write_photo
+from helpers.tensor_bits import same_bits
+from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_folder
-from PIL import Image
 
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.precache.run import run_precache
 from latentcache.store.base import Store
 
 SIZES = ((64, 96), (96, 64), (64, 96))
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
-MINIMAL_IMAGES = {"min_side": 8}
-
-
-def photo(seed: int, size: tuple[int, int]) -> Image.Image:
-    small = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize((size[1], size[0]), Image.Resampling.BICUBIC)
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def mask(seed: int, size: tuple[int, int]) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(50 + seed).integers(0, 256, size, dtype=np.uint8))
 
 
 def edit_pairs(folder: Path) -> dict[str, Any]:
@@ -45,24 +27,19 @@ def edit_pairs(folder: Path) -> dict[str, Any]:
     for number, (size, text) in enumerate(zip(SIZES, TEXTS, strict=True)):
         write_photo(folder / f"after/{number}.png", number, size).with_suffix(".txt").write_text(text)
         write_photo(folder / f"before/{number}.png", 20 + number, (80, 80))
-        (folder / "masks").mkdir(exist_ok=True)
-        mask(number, size).save(folder / f"masks/{number}.png")
+        write_mask(folder / f"masks/{number}.png", 50 + number, size)
     (folder / "after/0.txt").write_text(f"{TEXTS[0]}\na kitten")
-    source = {"path": folder / "after"}
-    return {
-        "source": source,
-        "flip": True,
-        "control": {"path": folder / "before"},
-        "mask": {"path": folder / "masks"},
-    }
+    parts = {"control": {"path": folder / "before"}, "mask": {"path": folder / "masks"}}
+    return {"source": {"path": folder / "after"}, "flip": True, **parts}
 
 
 def masked_table(folder: Path) -> dict[str, Any]:
     """A parquet file with a column of masks."""
-    rows = [
-        {"image": png(photo(number, size)), "mask": png(mask(number, size)), "text": text}
-        for number, (size, text) in enumerate(zip(SIZES, TEXTS, strict=True))
-    ]
+    files, rows = folder.with_name("files"), []
+    for number, (size, text) in enumerate(zip(SIZES, TEXTS, strict=True)):
+        paths = {"image": write_photo(files / f"{number}.png", number, size)}
+        paths["mask"] = write_mask(files / f"mask-{number}.png", 50 + number, size)
+        rows.append({**{name: path.read_bytes() for name, path in paths.items()}, "text": text})
     folder.mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
     return {"source": {"kind": "parquet", "path": folder}, "mask": {"column": "mask"}}
@@ -70,12 +47,8 @@ def masked_table(folder: Path) -> dict[str, Any]:
 
 def clips(folder: Path) -> dict[str, Any]:
     """A folder of animations, of which clips of 9, 9 and 5 frames are made, and a still image of the same bucket."""
-    folder.mkdir(exist_ok=True)
-    for number, (name, kind) in enumerate((("a.gif", "GIF"), ("b.webp", "WEBP"), ("c.png", "PNG"))):
-        frames = [photo(100 * number + at, (64, 96)) for at in range(6 if name == "c.png" else 12)]
-        options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
-        frames[0].save(folder / name, kind, save_all=True, append_images=frames[1:], duration=100, **options)
-        (folder / name).with_suffix(".txt").write_text(TEXTS[number])
+    for number, (name, num_frames) in enumerate((("a.gif", 12), ("b.webp", 12), ("c.png", 6))):
+        write_clip(folder / name, 100 * number, (64, 96), num_frames).with_suffix(".txt").write_text(TEXTS[number])
     write_photo(folder / "still.png", 7, (64, 96)).with_suffix(".txt").write_text("a kitten")
     return {"source": {"path": folder}, "flip": True, "frames": {"count": 9, "fps": 10}}
 
@@ -98,26 +71,18 @@ FEW_WALKS = ("flux", "z-image", "wan-i2v")
 """What differs to a server or a bucket: control images, masks, and clips with their first frame."""
 
 
-def walk_config(
-    folder: Path, family: str, data: Callable[[Path], dict[str, Any]] | None = None, **encode: Any
-) -> Config:
+def walk_config(folder: Path, family: str, **encode: Any) -> Config:
     """The dataset `walk` of this family in `folder`, which is made there, and two validation prompts."""
-    dataset = (data or WALKS[family])(folder / "data")
-    buckets = {"area": 96 * 64, "step": 32}
-    return parse_config(
-        {
-            "cache": {"path": folder / "cache"},
-            "datasets": [{"name": "walk", "buckets": buckets, "images": MINIMAL_IMAGES, **dataset}],
-            "model": {"path": tiny_folder(family), "family": family},
-            "encode": {"device": "cpu", "num_workers": 1, "batch_size": 1, **encode},
-            "validation": {"prompts": ["a validation prompt"], "negative_prompt": "ugly"},
-        }
-    )
+    dataset = {"name": "walk", "buckets": {"area": 96 * 64, "step": 32}, "images": {"min_side": 8}}
+    settings: dict[str, Any] = {"datasets": [dataset | WALKS[family](folder / "data")]}
+    settings["model"] = {"path": tiny_folder(family), "family": family}
+    settings["encode"] = {"device": "cpu", "num_workers": 1, "batch_size": 1, **encode}
+    return tiny_config(folder, **settings)
 
 
-def walked(folder: Path, family: str, data: Callable[[Path], dict[str, Any]] | None = None, **encode: Any) -> Config:
+def walked(folder: Path, family: str, **encode: Any) -> Config:
     """Its config, and its cache filled."""
-    config = walk_config(folder, family, data, **encode)
+    config = walk_config(folder, family, **encode)
     report = run_precache(config)
     assert report.num_refused == 0 and report.num_encoded == report.num_misses > 0, report.to_json()
     return config
@@ -128,7 +93,7 @@ def assert_same_entry(one: Any, other: Any) -> None:
     assert one.record.identity == other.record.identity
     assert one.ragged == other.ragged and one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
-        assert tensor.dtype == other.tensors[name].dtype and torch.equal(tensor, other.tensors[name]), name
+        assert same_bits(tensor, other.tensors[name]), name
 
 
 def assert_same_entries(one: Store, other: Store) -> None:

@@ -10,10 +10,10 @@ import torch
 from blake3 import blake3
 from diffusers import EulerDiscreteScheduler
 from helpers.photo_files import write_photo
+from helpers.tiny_configs import tiny_config
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.precache.run import run_precache
 
 WIDE, TALL = (64, 96), (96, 64)
@@ -34,14 +34,7 @@ def make_cache(folder: Path) -> Config:
         source = {"kind": "folder", "path": folder / name}
         buckets, images = {"area": 64 * 96, "step": 32}, {"min_side": 8}
         datasets.append({"name": name, "role": role, "source": source, "buckets": buckets, "images": images})
-    settings: dict[str, Any] = {
-        "cache": {"path": folder / "cache"},
-        "datasets": datasets,
-        "model": {"path": "tiny"},
-        "encode": {"device": "cpu", "num_workers": 1},
-    }
-    config = parse_config(settings)
-    run_precache(config)
+    run_precache(config := tiny_config(folder, datasets=datasets, validation={}, **{"encode.num_workers": 1}))
     return config
 
 
